@@ -1,0 +1,278 @@
+"""Every collective and every transfer of the code base, each over an `Axis`, each noted in a ledger.
+
+This is the only file that calls torch.distributed communication (`parallel_state.py` creates the groups). A function here
+does nothing when its axis has one rank, so callers never ask. `start_*` returns a `Pending` whose `wait()` gives the result;
+the tensors of a call may not be touched before that.
+
+    with mesh.ledger.record() as calls:
+        train_step()
+    Counter((c.op, c.axis) for c in calls)      {("all_reduce", "tp"): 8, ...}
+"""
+
+import contextlib
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.grid import Axis
+
+# ---------------------------------------------------------------- the ledger
+
+
+class Call(NamedTuple):
+    """One collective as this rank issued it."""
+
+    op: str
+    axis: str
+    bytes: int  # of the local tensor handed in
+    ranks: int  # on the axis
+
+
+class Ledger:
+    """The calls of one mesh: always the last few hundred (for a hang report), all of them while a recording is open."""
+
+    def __init__(self, keep: int = 256):
+        self.recent: deque[Call] = deque(maxlen=keep)
+        self._open: list[list[Call]] = []
+
+    def note(self, call: Call) -> None:
+        self.recent.append(call)
+        for calls in self._open:
+            calls.append(call)
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[Call]]:
+        """Every call issued by this rank inside the block."""
+        calls: list[Call] = []
+        self._open.append(calls)
+        try:
+            yield calls
+        finally:
+            self._open.remove(calls)
+
+
+def bytes_sent(call: Call) -> float:
+    """Bytes that this rank puts on the wire with a bandwidth-optimal algorithm (Patarasuk and Yuan 2009)."""
+    n, size = call.ranks, call.bytes
+    share = (n - 1) / n
+    return {
+        "all_reduce": 2 * share * size,
+        "all_gather": (n - 1) * size,  # `size` is one rank's part
+        "reduce_scatter": share * size,  # `size` is the whole
+        "broadcast": share * size,
+        "send": size,
+        "recv": 0,
+    }[call.op]
+
+
+# ---------------------------------------------------------------- what a group can do
+
+
+class Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Group(Protocol):
+    """The communicator behind an axis: torch.distributed in a job, a double in tests. Every call starts, none waits."""
+
+    def all_reduce(self, x: Tensor, op: str) -> Work: ...
+    def all_gather(self, out: Tensor, x: Tensor) -> Work: ...
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work: ...
+    def broadcast(self, x: Tensor, source: int) -> Work: ...
+    def send(self, x: Tensor, to: int) -> Work: ...
+    def recv(self, x: Tensor, source: int) -> Work: ...
+
+
+# torch 2.13 renames these two and warns of the old names; older releases know the old ones only.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class TorchGroup:
+    """A torch.distributed process group as a `Group`. Positions within the group, not global ranks, name the peers."""
+
+    def __init__(self, process_group: dist.ProcessGroup):
+        self.process_group = process_group
+
+    def all_reduce(self, x: Tensor, op: str) -> Work:
+        return dist.all_reduce(x, _OPS[op], group=self.process_group, async_op=True)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        return _all_gather_single(out, x, group=self.process_group, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        return _reduce_scatter_single(out, x, group=self.process_group, async_op=True)
+
+    def broadcast(self, x: Tensor, source: int) -> Work:
+        return dist.broadcast(x, group=self.process_group, group_src=source, async_op=True)
+
+    def send(self, x: Tensor, to: int) -> Work:
+        return dist.isend(x, group=self.process_group, group_dst=to)
+
+    def recv(self, x: Tensor, source: int) -> Work:
+        return dist.irecv(x, group=self.process_group, group_src=source)
+
+
+class Pending:
+    """A started call. `wait()` gives its result; until then the object keeps every tensor of the call alive."""
+
+    def __init__(self, result: Tensor, work: Work | None = None, *keep: Tensor):
+        self._result, self._work, self._keep = result, work, keep
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work, self._keep = None, ()
+        return self._result
+
+
+def _note(op: str, axis: Axis, x: Tensor) -> None:
+    axis.ledger.note(Call(op, axis.name, x.numel() * x.element_size(), axis.size))
+
+
+# ---------------------------------------------------------------- collectives: every rank of the axis must call
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Begin the sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
+    if axis.size == 1:
+        return Pending(x)
+    _note("all_reduce", axis, x)
+    return Pending(x, axis.group.all_reduce(x, op))
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
+    return start_all_reduce(x, axis, op).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """Begin to put the ranks' `x` one after the other along dimension 0. All ranks' x have one shape."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    _note("all_gather", axis, x)
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    return Pending(out, axis.group.all_gather(out, x), x)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """The ranks' `x`, one after the other along `dim`. All ranks' x have one shape."""
+    if axis.size == 1:
+        return x
+    if dim % x.dim() == 0:
+        return start_all_gather(x, axis).wait()
+    return start_all_gather(x.movedim(dim, 0), axis).wait().movedim(0, dim).contiguous()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Begin to sum `x` over the axis, each rank receiving its part of dimension 0."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    _note("reduce_scatter", axis, x)
+    out = x.new_empty((my_part(x.shape[0], axis).stop - my_part(x.shape[0], axis).start, *x.shape[1:]))
+    return Pending(out, axis.group.reduce_scatter(out, x), x)
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """My part, along dimension 0, of the sum of `x` over the axis."""
+    return start_reduce_scatter(x, axis).wait()
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """`x` of the rank at position `source`, in place on the others."""
+    if axis.size == 1:
+        return x
+    _note("broadcast", axis, x)
+    axis.group.broadcast(x, source).wait()
+    return x
+
+
+def my_part(size: int, axis: Axis) -> slice:
+    """The equal part of a dimension of `size` that belongs to this rank."""
+    if size % axis.size:
+        raise ValueError(
+            f"a dimension of {size} cannot be divided evenly over the {axis.size} ranks of axis {axis.name}"
+        )
+    part = size // axis.size
+    return slice(axis.rank * part, (axis.rank + 1) * part)
+
+
+# ---------------------------------------------------------------- transfers between two ranks of an axis
+
+
+def start_send(x: Tensor, axis: Axis, to: int) -> Pending:
+    """Begin to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order they were sent."""
+    x = x.contiguous()
+    _note("send", axis, x)
+    return Pending(x, axis.group.send(x, to))
+
+
+def start_recv(x: Tensor, axis: Axis, source: int) -> Pending:
+    """Begin to fill `x` with what the rank at position `source` sends. The shape and dtype must be the sender's."""
+    _note("recv", axis, x)
+    return Pending(x, axis.group.recv(x, source))
+
+
+# ---------------------------------------------------------------- agreement
+
+
+class PeerError(RuntimeError):
+    """Another rank could not go on; the message is that rank's."""
+
+
+@contextlib.contextmanager
+def together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Run a block that may fail on some ranks only (reading a file); if it does, every rank of the axis raises.
+
+    The failed rank raises its own error, the others a `PeerError` with the first failed rank's message, before any of them
+    enters a collective that the failed one would never reach. Every rank of the axis must enter; the block may not communicate
+    over an axis that reaches a rank which may fail. Costs one all-reduce of a number, and is a barrier too.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failed_first = 0 if error is None else axis.size - axis.rank  # the largest is the first rank that failed
+    if axis.size > 1:
+        failed_first = int(all_reduce(torch.tensor([failed_first], device=device), axis, "max").item())
+    if failed_first and axis.size > 1:
+        source = axis.size - failed_first
+        text = _broadcast_bytes(str(error).encode(), axis, source, device).decode(errors="replace")
+        if error is None:
+            raise PeerError(f"rank {axis.ranks[source]}: {text}")
+    if error is not None:
+        raise error
+
+
+def broadcast_text(text: str | None, axis: Axis, device: torch.device | str = "cpu", source: int = 0) -> str:
+    """The text of the rank at position `source`, on every rank of the axis."""
+    return _broadcast_bytes((text or "").encode(), axis, source, device).decode()
+
+
+def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
+    """Wait until every rank of the axis is here."""
+    all_reduce(torch.zeros(1, dtype=torch.int64, device=device), axis)
+
+
+def fingerprint(text: str) -> int:
+    """A 63-bit number that two different texts share by accident only: for agreeing on a text by its number."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _broadcast_bytes(data: bytes, axis: Axis, source: int, device: torch.device | str) -> bytes:
+    length = broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, source)
+    x = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if axis.rank == source:
+        x.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else x)
+    return bytes(broadcast(x, axis, source).cpu().numpy().tobytes())

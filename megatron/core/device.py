@@ -1,0 +1,67 @@
+"""The device that this process computes on, chosen once: the only file (with kernel providers) that knows vendors."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatron.core.config import ConfigError, knob
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Device and processes."""
+
+    device: Literal["auto", "cpu", "cuda", "npu", "xpu"] = knob(
+        "auto", "where to compute; auto takes an accelerator if any"
+    )
+    distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = knob(
+        None, "torch.distributed back end; the device's own when unset"
+    )
+    distributed_timeout_minutes: int = knob(10, "minutes after which a collective that never completes is an error")
+    local_rank: int | None = knob(
+        None, "rank within the node, as launchers pass it", flags=("--local-rank", "--local_rank")
+    )
+
+    def __post_init__(self) -> None:
+        if self.distributed_timeout_minutes < 1:
+            raise ConfigError(
+                f"--distributed-timeout-minutes is {self.distributed_timeout_minutes}; it must be at least 1"
+            )
+
+
+class Device:
+    """One computing device: its torch name, the back end that connects several, memory numbers."""
+
+    def __init__(self, name: str = "cpu", local_rank: int = 0):
+        self.name = name
+        self.module: Any = None if name == "cpu" else torch.get_device_module(name)
+        if self.module is not None:
+            self.module.set_device(local_rank % self.module.device_count())
+        self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
+
+    @classmethod
+    def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
+        """The device of this name; "auto" is the accelerator that torch sees, else the CPU. Raises ConfigError."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if name == "auto":
+            return cls(accelerator.type if accelerator else "cpu", local_rank)
+        if name != "cpu" and (accelerator is None or accelerator.type != name):
+            found = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator here"
+            raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
+        return cls(name, local_rank)
+
+    @property
+    def backend(self) -> str:
+        return _BACKENDS[self.name]
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished what was asked of it, so that a clock read afterwards is honest."""
+        if self.module is not None:
+            self.module.synchronize()
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory that tensors have taken since the start; None where the device does not count."""
+        return None if self.module is None else self.module.max_memory_allocated()

@@ -1,0 +1,92 @@
+"""Where a parameter lives: the one fact from which initial values, gradient sums, norms and checkpoints follow.
+
+A layer sets `parameter.placement = Placement(...)` when it creates the parameter; nobody else decides anything about it.
+
+| question                   | answer                                                                              |
+|----------------------------|-------------------------------------------------------------------------------------|
+| its initial value          | `init`, drawn for the global tensor of `shape`; a rank keeps its `pieces`           |
+| its buffer                 | parameters of equal (`reduce_over`, `partial_grad` over "embd", dtype) lie together |
+| sums after the backward    | one over `reduce_over`, one over each axis in `partial_grad`                        |
+| who counts it in the norm  | the rank that is first on every axis in `replicated_over`                           |
+| its boxes in a checkpoint  | `pieces`                                                                            |
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron.core.boxes import Box, intersect, relative_to, whole
+from megatron.core.grid import Axis
+
+DATA_PARALLEL = ("dp_outer", "dp_inner")
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent draws from N(0, std^2)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one parameter is spread over the ranks. Axes are named; a mesh turns names into `Axis` objects."""
+
+    shape: tuple[int, ...]  # of the whole tensor, without padding
+    init: Normal | Constant
+    shard: Mapping[str, int] = field(default_factory=dict)  # axis -> the tensor dimension that it divides
+    replicated_over: tuple[str, ...] = ()  # axes whose ranks hold the same copy
+    partial_grad: tuple[str, ...] = ()  # axes over which each rank holds only a part of the gradient
+    reduce_over: tuple[str, ...] = DATA_PARALLEL  # the data-parallel axes
+    blocks: tuple[int, ...] = ()  # fused parts along the sharded dimension (q|k|v, gate|up), each divided by itself
+
+
+def is_counted(placement: Placement, mesh: Mapping[str, Axis]) -> bool:
+    """Whether this rank speaks for the parameter in sums over the model: exactly one of its copies does."""
+    return all(mesh[name].is_first for name in placement.replicated_over)
+
+
+def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
+    """What this rank holds, as (box in the whole tensor, box in the local tensor).
+
+    One pair per fused block; padding beyond `placement.shape` belongs to no box, so a rank that holds nothing but
+    padding gets an empty list.
+    """
+    pairs = [(whole(local_shape), whole(local_shape))]
+    for name, dim in placement.shard.items():
+        axis = mesh[name]
+        pairs = [pair for old in pairs for pair in _divide(old, dim, axis, placement.blocks)]
+    clipped = [(intersect(box, whole(placement.shape)), box, local) for box, local in pairs]
+    return [
+        (kept, tuple((a + start, a + stop) for (a, _), (start, stop) in zip(local, relative_to(kept, box))))
+        for kept, box, local in clipped
+        if kept is not None
+    ]
+
+
+def _divide(pair: tuple[Box, Box], dim: int, axis: Axis, blocks: tuple[int, ...]) -> list[tuple[Box, Box]]:
+    """The part of rank `axis.rank` of a tensor cut along `dim`, block by block.
+
+    Two blocks on two ranks:  whole  [ g0 g1 | u0 u1 ]     rank 0 holds [ g0 u0 ], rank 1 holds [ g1 u1 ]
+    """
+    box, local = pair
+    extent = local[dim][1]
+    result, block_start, local_start = [], 0, 0
+    for block in blocks or (extent * axis.size,):
+        part = block // axis.size
+        start = block_start + axis.rank * part
+        result.append(
+            (
+                box[:dim] + ((start, start + part),) + box[dim + 1 :],
+                local[:dim] + ((local_start, local_start + part),) + local[dim + 1 :],
+            )
+        )
+        block_start, local_start = block_start + block, local_start + part
+    assert local_start == extent, f"blocks {blocks} over {axis.size} ranks do not fill a local extent of {extent}"
+    return result
