@@ -1,0 +1,205 @@
+"""Which tokens make up sample number i: Megatron's index algorithms, bit for bit, as pure functions over numpy arrays.
+
+The documents of a split are laid end to end, shuffled, as often as the run needs; every `seq_length` tokens a sample
+begins; the samples are shuffled once more. Three arrays say all of it:
+
+    document_index   d0 d7 d3 d1 ...            the documents in the order in which they are laid out
+    sample_index     (0, 0) (0, 5) (2, 1) ...   row k: position in document_index and token offset where sample k starts
+    shuffle_index    4 0 3 ...                  item i of the dataset is sample shuffle_index[i]
+
+    documents     |d0         |d7   |d3            |d1 ...
+    samples       |s0        |s1        |s2        |         seq_length tokens apart, each overlapping the next by x
+
+x is `extra_token`: 1, because a sample of seq_length inputs needs one more token as its last label.
+
+Alphabet: E epochs, S `seq_length`, T tokens of one epoch, n requested samples, K samples there are.
+"""
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+# A last epoch that is used less than this is shuffled on its own, so that no document of it crowds out earlier epochs.
+_SEPARATE_BELOW = 0.80
+# Rows of the sample index computed at a time: the temporaries then stay in cache and below 50 MB.
+_ROWS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class IndexRequest:
+    """Everything that the order of samples depends on, apart from the lengths of the documents.
+
+    ids_range: first and one past the last sequence of the split. num_samples: None asks for exactly one epoch.
+    drop_last: False keeps a last sample shorter than seq_length (validation only).
+    """
+
+    ids_range: tuple[int, int]
+    num_samples: int | None
+    seq_length: int
+    seed: int
+    extra_token: int = 1
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_samples is not None and self.num_samples < 1:
+            raise ValueError(f"{self.num_samples} samples requested; ask for at least 1 (or None for one epoch)")
+        if self.seq_length < 1 or self.extra_token not in (0, 1):
+            raise ValueError(
+                f"seq_length ({self.seq_length}) must be at least 1 and extra_token ({self.extra_token}) 0 or 1"
+            )
+
+
+class Indices(NamedTuple):
+    """The three arrays of the drawing above."""
+
+    document_index: np.ndarray  # [E * documents] int32
+    sample_index: np.ndarray  # [K + 1, 2] int32, int64 where needed
+    shuffle_index: np.ndarray  # [K] uint32, int64 where needed
+
+
+def parse_split(text: str) -> list[float]:
+    """Shares of train, validation and test, summing to 1. Raises ValueError on text that gives no such shares."""
+    numbers = re.findall(r"[.0-9]+", text)  # quotes and spaces are passed over, as scripts in the wild need it
+    try:
+        shares = np.array([float(number) for number in numbers])
+    except ValueError:
+        raise ValueError(f"split {text!r} holds something that is not a number; write it like 969,30,1") from None
+    if "-" in text or len(shares) > len(SPLIT_NAMES) or not shares.sum() > 0:
+        raise ValueError(f"split {text!r} must be one to three shares, none negative, not all zero; like 969,30,1")
+    padded = np.append(shares, np.zeros(len(SPLIT_NAMES) - len(shares)))
+    return (padded / padded.sum()).tolist()
+
+
+def split_ranges(shares: list[float], count: int) -> list[tuple[int, int] | None]:
+    """The range [first, past last) of `count` elements that each split owns; None where its share is zero."""
+    ends = list(itertools.accumulate([0.0, *shares]))
+    return [
+        (round(ends[i] * count), round(ends[i + 1] * count)) if share > 0 else None for i, share in enumerate(shares)
+    ]
+
+
+def requested_samples(train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int) -> list[int]:
+    """Samples that a run draws from [train, valid, test]: validation runs every `eval_interval` and once at the end."""
+    if eval_iters > 0 and eval_interval < 1:
+        raise ValueError(f"--eval-interval ({eval_interval}) must be at least 1 while --eval-iters is {eval_iters}")
+    evaluations = train_iters // eval_interval + 1 if eval_iters > 0 else 0
+    return [count * global_batch_size for count in (train_iters, evaluations * eval_iters, eval_iters)]
+
+
+def num_epochs(tokens: int, request: IndexRequest) -> int:
+    """E: the fewest passes over `tokens` (> 0) that hold the requested samples."""
+    if request.num_samples is None:
+        return 1
+    needed = request.num_samples * request.seq_length + request.extra_token
+    return max(1, -(-needed // tokens))  # rounded up
+
+
+def samples_before_final_epoch(tokens: int, epochs: int, request: IndexRequest) -> int:
+    """Samples that lie wholly within the first epochs - 1 passes."""
+    return ((epochs - 1) * tokens - request.extra_token) // request.seq_length
+
+
+def separate_final_epoch(tokens: int, epochs: int, request: IndexRequest) -> bool:
+    """Whether the last epoch is shuffled apart from the others: so little of it is used that it would distort them."""
+    if epochs == 1:
+        return False
+    needed = request.num_samples - samples_before_final_epoch(tokens, epochs, request)
+    per_epoch = (tokens - request.extra_token) // request.seq_length
+    assert 0 <= needed <= per_epoch + 1, f"{needed} samples of the last epoch, which has {per_epoch}"
+    return needed < int(_SEPARATE_BELOW * per_epoch)
+
+
+def samples_in(tokens: int, request: IndexRequest) -> int:
+    """K: samples that `tokens` laid end to end hold.
+
+    With drop_last off the count is rounded up in single precision, as the files in the wild have it: above 2**24 tokens
+    it can fall short of the true count. Where it would exceed the true count there is nothing to read, so it is cut.
+    """
+    fresh = tokens - request.extra_token  # tokens that some sample has as input
+    if request.drop_last:
+        return fresh // request.seq_length
+    return min(math.ceil(np.float32(fresh) / np.float32(request.seq_length)), -(-fresh // request.seq_length))
+
+
+def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.random.RandomState) -> np.ndarray:
+    """`epochs` copies of `ids`, shuffled together, the last copy apart if `separate`. [epochs * len(ids)] int32."""
+    if separate:
+        earlier = build_document_index(ids, epochs - 1, False, rng)
+        return np.concatenate([earlier, build_document_index(ids, 1, False, rng)])
+    documents = np.tile(ids.astype(np.int32), epochs)
+    rng.shuffle(documents)
+    return documents
+
+
+def build_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_length: int, extra_token: int
+) -> np.ndarray:
+    """Where each sample starts: [num_samples + 1, 2] of (position in document_index, token offset in that document).
+
+    Row k starts at token k * S of the documents laid end to end. Its document is the one in which the walk of sample
+    k - 1 ended: the first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length, and an
+    empty document is passed over. Past the end of the tokens (drop-last off) the row is the last document's last token.
+
+    lengths: tokens of every sequence of the file, by id. Cost: a binary search per sample, no Python loop over samples.
+    """
+    ends = np.cumsum(lengths[document_index], dtype=np.int64)
+    starts = ends - lengths[document_index]
+    longest = max(len(document_index), int(lengths.max(initial=0)))
+    rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if longest <= np.iinfo(np.int32).max else np.int64)
+    for first in range(1, num_samples + 1, _ROWS_AT_ONCE):
+        past = min(first + _ROWS_AT_ONCE, num_samples + 1)
+        tokens = np.arange(first, past, dtype=np.int64) * seq_length
+        positions = np.searchsorted(ends, tokens + extra_token)
+        inside = positions < len(ends)
+        positions[~inside] = len(ends) - 1
+        rows[first:past, 0] = positions
+        rows[first:past, 1] = np.where(inside, tokens - starts[positions], ends[-1] - starts[-1] - extra_token)
+    return rows
+
+
+def build_shuffle_index(before: int, total: int, rng: np.random.RandomState) -> np.ndarray:
+    """The numbers 0..total-1, shuffled below `before` and from `before` on; before == total shuffles them as one."""
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    first = np.arange(before, dtype=dtype)
+    rng.shuffle(first)
+    if before == total:
+        return first
+    last = np.arange(before, total, dtype=dtype)
+    rng.shuffle(last)
+    return np.concatenate([first, last])
+
+
+def split_tokens(lengths: np.ndarray, request: IndexRequest) -> int:
+    """T: tokens of one epoch of the split."""
+    return int(lengths[slice(*request.ids_range)].sum(dtype=np.int64))
+
+
+def check_enough_tokens(lengths: np.ndarray, request: IndexRequest) -> None:
+    """Raise ValueError if the split cannot fill one sample, however often it is repeated."""
+    tokens = split_tokens(lengths, request)
+    need = request.seq_length + request.extra_token
+    if tokens == 0 or (request.num_samples is None and samples_in(tokens, request) < 1):
+        raise ValueError(
+            f"the split (sequences {request.ids_range[0]} to {request.ids_range[1]}) has {tokens} tokens, fewer than "
+            f"the {need} of one sample; use more data, a larger share in --split or a smaller --seq-length"
+        )
+
+
+def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
+    """All three arrays. lengths: tokens of every sequence of the file, by id. Raises as `check_enough_tokens` does."""
+    check_enough_tokens(lengths, request)
+    tokens = split_tokens(lengths, request)
+    epochs = num_epochs(tokens, request)
+    separate = separate_final_epoch(tokens, epochs, request)
+    total = samples_in(epochs * tokens, request)
+    rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
+    documents = build_document_index(np.arange(*request.ids_range, dtype=np.int32), epochs, separate, rng)
+    samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
+    before = samples_before_final_epoch(tokens, epochs, request) if separate else total
+    return Indices(documents, samples, build_shuffle_index(before, total, rng))

@@ -1,0 +1,315 @@
+"""Token files: PREFIX.bin holds the tokens of all sequences end to end, PREFIX.idx says where each begins.
+
+PREFIX.idx, little-endian, N sequences, D = documents + 1:
+
+    offset  bytes
+    0       9      MMIDIDX and two NUL
+    9       8      uint64 version, 1
+    17      1      uint8 dtype code (`DTYPES`)
+    18      8      uint64 N
+    26      8      uint64 D
+    34      4 N    int32 tokens of each sequence
+            8 N    int64 byte at which each sequence begins in PREFIX.bin
+            8 D    int64 sequences before each document, and N at the end; an empty document repeats its number
+
+Plain text has one sequence a document; text split into sentences has many.
+"""
+
+import contextlib
+import operator
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
+_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+
+_AT_ONCE = 1 << 20  # sequences handled at a time, so that memory stays constant: 8 MB an array
+
+
+def token_dtype(vocab_size: int) -> type:
+    """The dtype that files of this vocabulary have by convention."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+class _Unpublished:
+    """A file under a temporary name beside `path`; it is gone at the end of the block unless `publish` renamed it."""
+
+    def __init__(self, path: str | Path):
+        self.path = path
+        self.temporary = f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+
+    def __enter__(self) -> "_Unpublished":
+        self.file = open(self.temporary, "x+b")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.temporary)
+
+    def publish(self) -> None:
+        """Give the file its name once its content is on disk; the rename itself survives a power loss too."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        os.replace(self.temporary, self.path)
+        folder = os.open(Path(self.path).resolve().parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """The content so far, `size` bytes at a time."""
+        self.file.seek(0)
+        while some := self.file.read(size):
+            yield some
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file that appears under `path`, complete, when the block ends; after an error it does not."""
+    with _Unpublished(path) as unpublished:
+        yield unpublished.file
+        unpublished.publish()
+
+
+class IndexedDataset:
+    """The sequences of one PREFIX, memory-mapped and read-only; to open it is to read PREFIX.idx once, and no token.
+
+    `dataset[i]` is sequence i, `dataset[a:b]` a list of neighbours, `dataset.get(i, offset, length)` a part of one.
+    Arrays are views of the map. Raises FileNotFoundError for missing files and ValueError for damaged ones.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        for path in (self.index_path, self.data_path):
+            if not os.path.isfile(path):
+                raise FileNotFoundError(
+                    f"{path} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without the ending"
+                )
+        self.dtype, self.sequence_lengths, self._starts, self.document_indices = _read_index(self.index_path)
+        _check_sequences(self.index_path, self.sequence_lengths, self._starts, self.dtype.itemsize)
+        _check_documents(self.index_path, self.document_indices, len(self))
+        self._tokens = self._map_tokens()
+
+    @property
+    def index_path(self) -> str:
+        return f"{self.prefix}.idx"
+
+    @property
+    def data_path(self) -> str:
+        return f"{self.prefix}.bin"
+
+    @property
+    def document_count(self) -> int:
+        return len(self.document_indices) - 1
+
+    def __len__(self) -> int:
+        """Sequences in the file."""
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, key: int | slice) -> np.ndarray | list[np.ndarray]:
+        if not isinstance(key, slice):
+            return self.get(key)
+        first, past, step = key.indices(len(self))
+        if step != 1:
+            raise ValueError(f"{self.data_path} is read in one piece: a slice must have step 1, not {step}")
+        return [self.get(i) for i in range(first, past)]
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of sequence i; length None reads to its end."""
+        number = operator.index(i)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sequence {number} of {self.index_path}, which has {len(self)}")
+        tokens = int(self.sequence_lengths[number])
+        length = tokens - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > tokens:
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {number} of {self.index_path}, which has {tokens}"
+            )
+        first = int(self._starts[number]) // self.dtype.itemsize + offset
+        return self._tokens[first : first + length]
+
+    def _map_tokens(self) -> np.ndarray:
+        expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        actual = os.path.getsize(self.data_path)
+        if actual != expected:
+            raise ValueError(
+                f"{self.data_path} has {actual} bytes, but {self.index_path} describes {expected}: the two are not of "
+                "one run, or a copy is incomplete; copy both again or preprocess again"
+            )
+        return _map(self.data_path, self.dtype)
+
+
+def _map(path: str, dtype: np.dtype) -> np.ndarray:
+    """The whole file as a read-only array."""
+    if os.path.getsize(path) == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """(dtype, lengths [N], starts [N] in bytes, document array [D]), with the header and the file size checked."""
+    content = _map(path, np.dtype(np.uint8))
+    if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
+        raise ValueError(
+            f"{path} does not begin as an index of tokens does: it is another kind of file, or damaged; preprocess "
+            "again"
+        )
+    _, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version}; this reader knows version {VERSION}; preprocess again")
+    if code not in DTYPES:
+        raise ValueError(f"{path} has the unknown dtype code {code}, known are 1 to {len(DTYPES)}; preprocess again")
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if len(content) == expected + sequences and sequences:
+        raise ValueError(f"{path} carries a mode for each sequence: multimodal files are not built yet")
+    if len(content) != expected:
+        raise ValueError(
+            f"{path} has {len(content)} bytes, its header describes {expected}: a copy is incomplete, or the file is "
+            "damaged; copy it again or preprocess again"
+        )
+    lengths, starts, document_array = np.split(content[HEADER.size :], [4 * sequences, 12 * sequences])
+    return np.dtype(DTYPES[code]), lengths.view("<i4"), starts.view("<i8"), document_array.view("<i8")
+
+
+def _check_sequences(path: str, lengths: np.ndarray, starts: np.ndarray, itemsize: int) -> None:
+    """Raise ValueError unless no length is negative and every sequence begins where the one before it ends."""
+    start = 0
+    for first in range(0, len(lengths), _AT_ONCE):
+        some = lengths[first : first + _AT_ONCE].astype(np.int64)
+        if some.min() < 0:
+            at = first + int(np.argmax(some < 0))
+            raise ValueError(f"{path}: sequence {at} has the negative length {lengths[at]}; preprocess again")
+        ends = start + np.cumsum(some) * itemsize
+        wrong = starts[first : first + _AT_ONCE] != ends - some * itemsize
+        if wrong.any():
+            at = first + int(np.argmax(wrong))
+            raise ValueError(
+                f"{path}: sequence {at} begins at byte {starts[at]}, which is not the end of the one before it; "
+                "preprocess again"
+            )
+        start = int(ends[-1])
+
+
+def _check_documents(path: str, documents: np.ndarray, sequences: int) -> None:
+    """Raise ValueError unless the document array starts with 0, never falls, and ends with the number of sequences."""
+    whole = len(documents) > 0 and documents[0] == 0 and documents[-1] == sequences
+    if not whole or (documents[1:] < documents[:-1]).any():
+        raise ValueError(
+            f"{path}: the document array must rise from 0 to the number of sequences ({sequences}); preprocess again"
+        )
+
+
+class IndexedDatasetWriter:
+    """Writes PREFIX.bin and PREFIX.idx document by document, in constant memory.
+
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            writer.add_document(tokens)
+
+    Both files appear when the block ends; after an error neither does, and files that were there before stay. Lengths
+    and document ends go to side files meanwhile. One process owns a prefix.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: type | np.dtype):
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in _CODES:
+            raise ValueError(f"tokens of dtype {self.dtype} cannot be stored; use one of {[str(d) for d in _CODES]}")
+        self.sequences = 0
+        self.documents = 0
+        self.tokens = 0
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        with contextlib.ExitStack() as opened:
+            self._data = opened.enter_context(_Unpublished(f"{self.prefix}.bin"))
+            self._lengths = opened.enter_context(_Unpublished(f"{self.prefix}.idx.lengths"))
+            self._documents = opened.enter_context(_Unpublished(f"{self.prefix}.idx.documents"))
+            self._cleanup = opened.pop_all()
+        self._documents.file.write(struct.pack("<q", 0))
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self._cleanup:
+            if kind is None:
+                self._finish()
+
+    def add_document(self, tokens: list[int] | np.ndarray, lengths: list[int] | None = None) -> None:
+        """One document. lengths: tokens of each of its sequences; None: it is one sequence."""
+        lengths = [len(tokens)] if lengths is None else lengths
+        self.add_documents(tokens, lengths, [len(lengths)])
+
+    def add_documents(
+        self, tokens: list[int] | np.ndarray, lengths: list[int] | np.ndarray, sequences: list[int] | np.ndarray
+    ) -> None:
+        """Several documents. tokens: all of them end to end; lengths: of each sequence; sequences: in each document."""
+        tokens, lengths, sequences = _integers(tokens), _integers(lengths), _integers(sequences)
+        if lengths.sum() != len(tokens) or sequences.sum() != len(lengths) or (lengths < 0).any():
+            raise ValueError(
+                f"{len(tokens)} tokens do not make {len(lengths)} sequences of {lengths.sum()} tokens together in "
+                f"{len(sequences)} documents of {sequences.sum()} sequences together"
+            )
+        if lengths.max(initial=0) > np.iinfo(np.int32).max:
+            raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format ends at 2**31 - 1")
+        self._data.file.write(_stored(tokens, self.dtype).tobytes())
+        self._lengths.file.write(lengths.astype("<i4").tobytes())
+        self._documents.file.write((self.sequences + np.cumsum(sequences)).astype("<i8").tobytes())
+        self.tokens += len(tokens)
+        self.sequences += len(lengths)
+        self.documents += len(sequences)
+
+    def _finish(self) -> None:
+        """Write the index, then give both files their names: the index last, since a reader looks for it first."""
+        with atomic_file(f"{self.prefix}.idx") as index:
+            code = _CODES[self.dtype]
+            index.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
+            for some in self._lengths.chunks(4 * _AT_ONCE):
+                index.write(some)
+            start = 0
+            for some in self._lengths.chunks(4 * _AT_ONCE):
+                sizes = np.frombuffer(some, "<i4").astype(np.int64) * self.dtype.itemsize
+                ends = start + np.cumsum(sizes)
+                index.write((ends - sizes).astype("<i8").tobytes())
+                start = int(ends[-1])
+            for some in self._documents.chunks(8 * _AT_ONCE):
+                index.write(some)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(f"{self.prefix}.idx")  # an index of earlier data must not meet the new tokens
+            self._data.publish()
+
+
+def _integers(values: list[int] | np.ndarray) -> np.ndarray:
+    """`values` as an array; an empty list would be one of float64 otherwise."""
+    array = np.asarray(values)
+    return array if array.size else array.astype(np.int64)
+
+
+def _stored(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`tokens` in the dtype of the file, or ValueError where that would change a value."""
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens must be a flat list of numbers, not of shape {tokens.shape}")
+    stored = tokens.astype(dtype.newbyteorder("<"))
+    if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):
+        raise ValueError(
+            f"tokens from {tokens.min()} to {tokens.max()} do not fit the file's dtype {dtype}; is the vocabulary "
+            "larger than the writer was told?"
+        )
+    return stored

@@ -1,0 +1,183 @@
+"""Token files: bytes against struct, reading against lists, every kind of damage."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, atomic_file, token_dtype
+
+# Three documents: two sequences, none, one.
+TOKENS, LENGTHS, DOCUMENTS = [7, 8, 9, 1, 2], [3, 0, 2], [0, 2, 2, 3]
+
+
+def write_sample(prefix, dtype=np.uint16):
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        writer.add_document([7, 8, 9], [3, 0])
+        writer.add_document([], [])
+        writer.add_document([1, 2])
+    return str(prefix)
+
+
+def hand_made_index(code, itemsize):
+    """The index of the sample from the format's table alone."""
+    parts = [b"MMIDIDX\0\0", struct.pack("<Q", 1), bytes([code]), struct.pack("<Q", 3), struct.pack("<Q", 4)]
+    parts += [struct.pack("<3i", *LENGTHS), struct.pack("<3q", 0, 3 * itemsize, 3 * itemsize)]
+    return b"".join([*parts, struct.pack("<4q", *DOCUMENTS)])
+
+
+@pytest.mark.parametrize(
+    ("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")]
+)
+def test_files_are_the_format_bit_for_bit(tmp_path, code, letter):
+    prefix = write_sample(tmp_path / "a", DTYPES[code])
+    assert (tmp_path / "a.bin").read_bytes() == struct.pack(f"<5{letter}", *TOKENS)
+    assert (tmp_path / "a.idx").read_bytes() == hand_made_index(code, struct.calcsize(letter))
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+    assert IndexedDataset(prefix).dtype == DTYPES[code]
+
+
+def test_many_documents_at_once_equal_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.core.datasets.indexed._AT_ONCE", 2)  # several chunks in the index too
+    write_sample(tmp_path / "a")
+    with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
+        writer.add_documents(np.array(TOKENS), np.array(LENGTHS), np.array([2, 0, 1]))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"a{ending}").read_bytes() == (tmp_path / f"b{ending}").read_bytes()
+    assert IndexedDataset(tmp_path / "b").sequence_lengths.tolist() == LENGTHS
+    assert (writer.documents, writer.sequences, writer.tokens) == (3, 3, 5)
+
+
+def test_reading_gives_back_what_was_written(tmp_path):
+    dataset = IndexedDataset(write_sample(tmp_path / "a"))
+    assert len(dataset) == 3
+    assert dataset.document_count == 3
+    assert dataset.document_indices.tolist() == DOCUMENTS
+    assert [part.tolist() for part in dataset[:]] == [[7, 8, 9], [], [1, 2]]
+    assert [part.tolist() for part in dataset[1:3]] == [[], [1, 2]]
+    assert dataset[-1].tolist() == [1, 2]
+    assert dataset[np.int32(0)].tolist() == [7, 8, 9]
+    assert dataset.get(0, 1).tolist() == [8, 9]
+    assert dataset.get(0, 1, 1).tolist() == [8]
+    assert dataset.get(0, 3, 0).tolist() == []
+    assert not dataset[0].flags.writeable
+
+
+def test_a_file_without_tokens_can_be_read(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "a", np.int32) as writer:
+        writer.add_document([])
+    assert [part.tolist() for part in IndexedDataset(tmp_path / "a")[:]] == [[]]
+
+
+def test_reading_past_the_end_is_refused(tmp_path):
+    dataset = IndexedDataset(write_sample(tmp_path / "a"))
+    for i in (3, -4):
+        with pytest.raises(IndexError, match=rf"sequence {i} of .*a\.idx, which has 3"):
+            dataset[i]
+    for offset, length in ((4, None), (0, 4), (-1, 1), (1, -1)):
+        with pytest.raises(IndexError, match=r"of sequence 0 of .*a\.idx, which has 3"):
+            dataset.get(0, offset, length)
+    with pytest.raises(ValueError, match="step 1, not 2"):
+        dataset[::2]
+
+
+def test_a_failed_writer_leaves_earlier_files_as_they_were(tmp_path):
+    write_sample(tmp_path / "a")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RuntimeError, match="stop"), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document([1] * 100)
+        raise RuntimeError("stop")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_output_is_invisible_until_it_is_complete(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document([1])
+        assert all(name.endswith(".tmp") for name in os.listdir(tmp_path))
+    with pytest.raises(RuntimeError, match="stop"), atomic_file(tmp_path / "b") as file:
+        file.write(b"half")
+        raise RuntimeError("stop")
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "reason"),
+    [
+        ([65536], None, "from 65536 to 65536 do not fit the file's dtype uint16"),
+        ([-1, 5], None, "from -1 to 5 do not fit"),
+        ([1, 2], [1], "2 tokens do not make 1 sequences of 1 tokens"),
+        ([1, 2], [3, -1], "do not make"),
+        ([[1], [2]], None, r"flat list of numbers, not of shape \(2, 1\)"),
+    ],
+)
+def test_documents_that_cannot_be_stored_are_refused(tmp_path, tokens, lengths, reason):
+    with pytest.raises(ValueError, match=reason), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document(tokens, lengths)
+    assert os.listdir(tmp_path) == []
+
+
+def test_overlong_sequences_and_unknown_dtypes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="complex64 cannot be stored; use one of"):
+        IndexedDatasetWriter(tmp_path / "a", np.complex64)
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (2**31,), (0,))  # one byte of memory
+    too_long = pytest.raises(ValueError, match="2147483648 tokens is too long")
+    with too_long, IndexedDatasetWriter(tmp_path / "a", np.uint8) as writer:
+        writer.add_document(huge)
+
+
+def replaced(content, at, new):
+    return content[:at] + new + content[at + len(new) :]
+
+
+INDEX = hand_made_index(8, 2)
+DAMAGE = {
+    "empty": (b"", "does not begin as an index"),
+    "short header": (INDEX[:20], "does not begin as an index"),
+    "magic": (replaced(INDEX, 0, b"X"), "does not begin as an index"),
+    "version": (replaced(INDEX, 9, b"\2"), "version 2"),
+    "dtype": (replaced(INDEX, 17, b"\x0b"), "unknown dtype code 11, known are 1 to 8"),
+    "truncated": (INDEX[:-1], "101 bytes, its header describes 102"),
+    "too long": (INDEX + b"\0", "103 bytes, its header describes 102"),
+    "sequence count": (replaced(INDEX, 18, struct.pack("<Q", 2**60)), "copy is incomplete"),
+    "multimodal": (INDEX + b"\0\0\0", "multimodal files are not built yet"),
+    "negative length": (replaced(INDEX, 34, struct.pack("<i", -3)), "sequence 0 has the negative length -3"),
+    "start": (replaced(INDEX, 46 + 8, struct.pack("<q", 4)), "sequence 1 begins at byte 4"),
+    "first document": (replaced(INDEX, 70, struct.pack("<q", 1)), "must rise from 0"),
+    "falling documents": (replaced(INDEX, 78, struct.pack("<q", 3)), "must rise from 0"),
+    "last document": (replaced(INDEX, 94, struct.pack("<q", 2)), r"number of sequences \(3\)"),
+    "no documents": (replaced(INDEX, 26, struct.pack("<Q", 0))[:70], "must rise from 0"),
+    "other data": (replaced(INDEX, 17, b"\4").replace(struct.pack("<q", 6), struct.pack("<q", 12)), "10 bytes, but"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_files_are_refused_by_name(tmp_path, kind):
+    prefix = write_sample(tmp_path / "a")
+    content, reason = DAMAGE[kind]
+    (tmp_path / "a.idx").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a\.(idx|bin).*{reason}"):
+        IndexedDataset(prefix)
+
+
+def test_tokens_that_do_not_match_the_index_are_refused(tmp_path):
+    prefix = write_sample(tmp_path / "a")
+    (tmp_path / "a.bin").write_bytes(b"123456789")
+    with pytest.raises(ValueError, match=r"a\.bin has 9 bytes, but .*a\.idx describes 10: .* copy both again"):
+        IndexedDataset(prefix)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.idx does not exist; give the prefix"):
+        IndexedDataset(tmp_path / "nothing")
+    prefix = write_sample(tmp_path / "a")
+    os.remove(f"{prefix}.bin")
+    with pytest.raises(FileNotFoundError, match=r"a\.bin does not exist"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(1, np.uint16), (65499, np.uint16), (65500, np.int32), (1 << 20, np.int32)]
+)
+def test_dtype_follows_the_vocabulary(vocab, dtype):
+    assert token_dtype(vocab) is dtype

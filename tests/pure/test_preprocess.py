@@ -1,0 +1,205 @@
+"""The data tools, run as a user runs them: text in, token files and one-line messages out."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from tools import preprocess_data, train_tokenizer
+
+TOOLS = Path(preprocess_data.__file__).parent
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+
+
+def write_lines(path, *lines):
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
+    return str(path)
+
+
+def preprocess(*arguments):
+    return preprocess_data.main([*map(str, arguments)])
+
+
+def contents(prefix):
+    """[document][sequence][token] of a file."""
+    dataset = IndexedDataset(prefix)
+    ends = dataset.document_indices.tolist()
+    return [[part.tolist() for part in dataset[first:past]] for first, past in itertools.pairwise(ends)]
+
+
+def test_lines_become_documents_of_each_key(tmp_path):
+    first = write_lines(tmp_path / "a.jsonl", {"text": "1 2", "title": "9"}, b"\n", {"text": "", "title": "8"})
+    second = write_lines(tmp_path / "b.jsonl", {"title": ["3", "", "4 5"], "text": ["6", ""]})
+    arguments = ["--input", first, second, "--output-prefix", tmp_path / "new" / "out", *NULL]
+    assert preprocess(*arguments, "--json-keys", "text", "title", "--append-eod") == 0
+    assert contents(tmp_path / "new" / "out_text_document") == [[[1, 2, 100]], [], [[6, 100]]]
+    assert contents(tmp_path / "new" / "out_title_document") == [[[9, 100]], [[8, 100]], [[3], [4, 5, 100]]]
+    assert preprocess(*arguments) == 0
+    assert contents(tmp_path / "new" / "out_text_document") == [[[1, 2]], [], [[6]]]
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(65498, np.uint16), (65499, np.int32)])
+def test_dtype_counts_the_end_of_document_id(tmp_path, vocab, dtype):
+    source = write_lines(tmp_path / "a.jsonl", {"text": "0"})
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", vocab, "--append-eod"]
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "o", *flags) == 0
+    dataset = IndexedDataset(tmp_path / "o_text_document")
+    assert (dataset.dtype, dataset[0].tolist()) == (dtype, [0, vocab])
+
+
+def test_workers_write_the_same_bytes_from_any_directory(tmp_path):
+    lines = [{"text": " ".join(str((i * j) % 97) for j in range(i % 13))} for i in range(3000)]
+    source = write_lines(tmp_path / "a.jsonl", *lines)
+    command = [sys.executable, TOOLS / "preprocess_data.py", "--input", source, *NULL, "--append-eod"]
+    run = subprocess.run(
+        [*command, "--output-prefix", "two", "--workers", "2", "--log-interval", "1000"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    progress = [line for line in run.stderr.splitlines() if not line.startswith("done")]
+    assert len(progress) == 3
+    assert all(word in line for line in progress for word in (" docs/s, ", " MB/s, ", "%, ", " left"))
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "one", *NULL, "--append-eod") == 0
+    for ending in ("bin", "idx"):
+        one, two = (tmp_path / f"{name}_text_document.{ending}" for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+BAD_LINES = {
+    "json": (b'{"text": "1"\n', "not valid JSON: Expecting ',' delimiter at column 13"),
+    "utf-8": (b'{"text": "\xff"}\n', "not UTF-8 at byte 10"),
+    "surrogate": (b'{"text": "\\ud800"}\n', "half a surrogate pair at character 0"),
+    "array": (b"[1]\n", "not a JSON object"),
+    "key": (b'{"txt": "1"}\n', "no key 'text'; it has 'txt'"),
+    "number": (b'{"text": 5}\n', "the value of 'text' is neither a string nor a list of strings"),
+    "token": (b'{"text": "x"}\n', "NullTokenizer reads whole numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_a_bad_line_is_located_and_stops_the_run_or_is_skipped(tmp_path, capsys, kind):
+    bad, reason = BAD_LINES[kind]
+    source = write_lines(tmp_path / "a.jsonl", {"text": "1"}, b"  \n", bad, {"text": "2"})
+    arguments = ["--input", source, "--output-prefix", tmp_path / "o", *NULL]
+    assert preprocess(*arguments) == 1
+    error = capsys.readouterr().err
+    assert f"preprocess_data: {source}:3: {reason}" in error
+    assert error.count("\n") == 1
+    assert os.listdir(tmp_path) == ["a.jsonl"], "no half-made output"
+
+    assert preprocess(*arguments, "--on-error", "skip") == 0
+    error = capsys.readouterr().err
+    assert f"skipped {source}:3: {reason}" in error
+    assert "1 lines skipped" in error
+    assert contents(tmp_path / "o_text_document") == [[[1]], [[2]]]
+
+
+def test_a_bad_line_stops_workers_too(tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", *[{"text": "1"}] * 700, b"{\n")
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "o", *NULL, "--workers", 2) == 1
+    assert f"{source}:701: not valid JSON" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_skipped_lines_are_shown_up_to_a_number(tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", {"text": "1"}, *[b"{\n"] * 300)
+    arguments = ["--input", source, "--output-prefix", tmp_path / "o", *NULL]
+    assert preprocess(*arguments, "--on-error", "skip") == 0
+    error = capsys.readouterr().err
+    assert error.count("\nskipped") + error.startswith("skipped") == 20
+    assert "300 lines skipped" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        ([], 2, "--input is needed; --output-prefix is needed"),
+        (["--input", "a", "--output-prefix", "o", "--workers", "0"], 2, "--workers (0) must be at least 1"),
+        (["--input", "a", "--output-prefix", "o", "--log-interval", "0"], 2, "--log-interval (0) must be at least 1"),
+        (["--inputs", "a"], 2, "unknown flag --inputs; did you mean --input?"),
+        (["stray"], 2, "unknown arguments: stray"),
+        (["--workers", "x"], 2, "argument --workers: invalid int value: 'x'"),
+        (["--input", "none.jsonl", "--output-prefix", "o", *NULL], 1, "--input none.jsonl: no such file"),
+        (["--input", ".", "--output-prefix", "o", *NULL], 1, "no document in empty.json"),
+        (["--input", "empty.json", "--output-prefix", "o"], 1, "set --tokenizer-type"),
+        (["--input", "empty.json", "--output-prefix", "empty.json/o", *NULL], 1, "empty.json"),
+        (["--input", "empty.json", "--tokenizer-type", "NullTokenizer"], 2, "--output-prefix is needed"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, reason):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.json").write_text("\n")
+    assert preprocess(*arguments) == code
+    error = capsys.readouterr().err
+    assert error.startswith("preprocess_data: ")
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+def test_a_worker_that_dies_is_reported(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "_start_worker", os.abort)  # called with arguments that it does not take
+    source = write_lines(tmp_path / "a.jsonl", {"text": "1"})
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "o", *NULL, "--workers", 2) == 1
+    assert "a worker process died, perhaps for want of memory; use fewer --workers" in capsys.readouterr().err
+
+
+def train(*arguments):
+    return train_tokenizer.main([*map(str, arguments)])
+
+
+def test_a_trained_tokenizer_is_the_same_every_time_and_writes_any_text(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("the cat sat on the mat\n\n" * 20)
+    write_lines(tmp_path / "in" / "b.jsonl", {"body": "the dog"}, {"body": ["the log", "a fog"]})
+    outputs = [tmp_path / "new" / name for name in ("1.json", "2.json")]
+    for output in outputs:
+        arguments = ["--input", tmp_path / "in", "--json-key", "body", "--vocab-size", 270, "--output", output]
+        assert train(*arguments) == 0
+        assert f"wrote {output}: 270 ids" in capsys.readouterr().err
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(outputs[0])))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (270, 0)
+    assert len(tokenizer.tokenize("the")) == 1
+    for text in ("the cat", "\u4f60\u597d \x00\n  "):
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        ([], 2, "--input is needed; --output is needed"),
+        (["--input", "a", "--output", "o", "--vocab-size", "256"], 2, "--vocab-size (256) must be at least 257"),
+        (["--vocab", "5"], 2, "unknown flag --vocab; did you mean --vocab-size?"),
+        (["--input", "*.none", "--output", "o"], 1, "--input *.none: no such file"),
+        (["--input", "bad.jsonl", "--output", "o"], 1, "bad.jsonl:2: no key 'text'; it has 'x'; mend the line"),
+        (["--input", "bad.txt", "--output", "o"], 1, "bad.txt:1: not UTF-8 at byte 1; mend the line"),
+    ],
+)
+def test_training_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, reason):
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "bad.jsonl", {"text": "a"}, {"x": 1})
+    (tmp_path / "bad.txt").write_bytes(b"a\xff\n")
+    assert train(*arguments) == code
+    error = capsys.readouterr().err
+    assert error.startswith("train_tokenizer: ")
+    assert reason in error
+    assert error.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl", "bad.txt"]
+
+
+def test_training_without_the_library_says_what_to_install(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("a")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert train("--input", tmp_path / "a.txt", "--output", tmp_path / "o") == 1
+    assert "pip install tokenizers" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Train a byte-level BPE tokenizer on text and write a tokenizer.json for --tokenizer-type HuggingFaceTokenizer.
+
+    python tools/train_tokenizer.py --input corpus/ notes.txt 'more/*.jsonl' --vocab-size 32000 --output tokenizer.json
+
+Files that end in .jsonl or .json are JSON lines, read with --json-key; all others are plain text, split into lines. The
+same input gives the same file, byte for byte.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.datasets.indexed import atomic_file
+from tools.preprocess_data import input_files, line_texts, parse
+
+EOD = "<|endoftext|>"
+_SMALLEST = 257  # 256 bytes and EOD
+_JSON_ENDINGS = (".jsonl", ".json")
+_PROGRESS_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class TrainTokenizerConfig:
+    """Tokenizer training."""
+
+    input: list[str] | None = knob(None, "text files, folders of .jsonl, .json and .txt files, or patterns in quotes")
+    json_key: str = knob("text", "key whose text is read in JSON-lines files")
+    vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
+    output: str | None = knob(None, "tokenizer.json to write")
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{flag} is needed" for flag, value in (("--input", self.input), ("--output", self.output)) if not value
+        ]
+        if self.vocab_size < _SMALLEST:
+            problems.append(f"--vocab-size ({self.vocab_size}) must be at least {_SMALLEST}: 256 bytes and {EOD}")
+        if problems:
+            raise ConfigError(problems)
+
+
+def read_texts(files: list[str], json_key: str) -> Iterator[str]:
+    """The texts to learn from, with progress on stderr. Raises ValueError naming the line that cannot be read."""
+    total = sum(map(os.path.getsize, files))
+    done = 0
+    for path in files:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield from _texts_of(line, path, json_key)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: {error}; mend the line") from None
+                if done // _PROGRESS_BYTES != (done + len(line)) // _PROGRESS_BYTES:
+                    print(f"read {(done + len(line)) / 1e6:.0f} of {total / 1e6:.0f} MB", file=sys.stderr, flush=True)
+                done += len(line)
+
+
+def _texts_of(line: bytes, path: str, json_key: str) -> list[str]:
+    if not line.strip():
+        return []
+    if path.endswith(_JSON_ENDINGS):
+        return line_texts(line, [json_key])[0]
+    try:
+        return [line.decode("utf-8")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+
+
+def train(texts: Iterator[str], vocab_size: int) -> Any:
+    """A byte-level BPE learned from `texts`: it can write any text, and has EOD as its only special token, id 0."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise ImportError("training needs the package tokenizers: pip install tokenizers") from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, TrainTokenizerConfig)
+    try:
+        config = build(TrainTokenizerConfig, parse(parser, arguments))
+        files = input_files(config.input, (*_JSON_ENDINGS, ".txt"))
+        tokenizer = train(read_texts(files, config.json_key), config.vocab_size)
+        Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(config.output) as file:
+            file.write(tokenizer.to_str(pretty=True).encode("utf-8"))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"train_tokenizer: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(f"wrote {config.output}: {tokenizer.get_vocab_size()} ids", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
