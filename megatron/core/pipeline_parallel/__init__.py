@@ -1,0 +1,38 @@
+"""Pipeline parallelism: schedules as data, and the executor that runs them.
+
+Names are imported when first asked for, so that `schedule`, `stage`, `lower` and `simulate` load without torch.
+"""
+
+from importlib import import_module
+
+# The function `simulate` is not here: the submodule of that name would shadow it as soon as anything imports it.
+_SUBMODULE_OF = {
+    "loop_placement": "stage",
+    "stages_of_rank": "stage",
+    "layers_of_stage": "stage",
+    "Op": "schedule",
+    "Action": "schedule",
+    "Schedule": "schedule",
+    "gpipe": "schedule",
+    "one_f_one_b": "schedule",
+    "interleaved": "schedule",
+    "forward_only": "schedule",
+    "add_transfers": "lower",
+    "add_reduce": "lower",
+    "check_rendezvous": "lower",
+    "partner": "lower",
+    "bubble": "simulate",
+    "peak_live": "simulate",
+    "plot_text": "simulate",
+    "show": "simulate",
+}
+
+
+def __getattr__(name):
+    if name not in _SUBMODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_SUBMODULE_OF[name]}"), name)
+
+
+def __dir__():
+    return sorted(_SUBMODULE_OF)

@@ -1,0 +1,135 @@
+"""Pipeline schedules as data: one list of actions per pipeline rank, made by pure functions of integers.
+
+    p  pipeline ranks       m  microbatches in a step       v  chunks: stages per rank
+
+1F1B with p = 3, m = 4, a backward taking twice the time of a forward (drawn by `simulate.plot_text`):
+
+    rank 0 |F0F1F2        B0--F3B1--  B2--  B3--|
+    rank 1 |  F0F1    B0--F2B1--F3B2--  B3--    |
+    rank 2 |    F0B0--F1B1--F2B2--F3B3--        |
+
+A schedule says who computes what and in which order. `simulate` runs it on paper, `lower` adds the communication, the
+executor runs one rank's list. A new schedule is a new function here; nothing else has to know of it.
+"""
+
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.stage import loop_placement, stages_of_rank
+
+
+class Op(Enum):
+    # fmt: off
+    F = auto()       # forward of one microbatch through one stage
+    B = auto()       # backward of the same: gradients of the input and of the weights
+    SEND_F = auto()  # the output of F3.1 leaves:   SEND_F3.1, met by RECV_F4.1
+    RECV_F = auto()  # the input of F4.1 arrives
+    SEND_B = auto()  # the gradient that B4.1 computed for its input leaves:   SEND_B4.1, met by RECV_B3.1
+    RECV_B = auto()  # the gradient that B3.1 starts from arrives
+    REDUCE = auto()  # start reducing the stage's gradients over the data-parallel ranks; has no microbatch
+    # fmt: on
+
+
+class Action(NamedTuple):
+    op: Op
+    stage: int
+    microbatch: int | None = None
+
+    def __repr__(self):
+        return f"{self.op.name}{self.stage}" + ("" if self.microbatch is None else f".{self.microbatch}")
+
+
+Schedule = list[list[Action]]  # [rank][position]
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards: m activations alive on every rank (arXiv:1811.06965)."""
+    _check_sizes("gpipe", p, m)
+    return _alternate(p, m, 1, warmup=lambda rank: m)
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """PipeDream-Flush: the bubble of GPipe, min(p - rank, m) activations alive (arXiv:2104.04473, section 2.2.1)."""
+    _check_sizes("1f1b", p, m)
+    return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
+
+
+def interleaved(p: int, m: int, v: int) -> Schedule:
+    """1F1B over v chunks per rank: 1/v of the bubble for v times the transfers (arXiv:2104.04473, section 2.2.2).
+
+    The first backward reaches `rank` only after microbatch 0 has passed every chunk, (v - 1) * p forwards, and has gone
+    to the last rank and back, 2 * (p - rank - 1) steps. That time is filled with forwards instead of waiting as 1F1B
+    does, which is why v = 1 keeps more activations alive than `one_f_one_b` for the same bubble.
+    """
+    _check_sizes("interleaved", p, m, v)
+    if m % p:
+        raise ValueError(
+            f"interleaved: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); "
+            "use 1f1b or change --global-batch-size"
+        )
+    return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * p)
+
+
+def forward_only(p: int, m: int, v: int = 1) -> Schedule:
+    """The forwards of `interleaved` (with v = 1, of 1F1B), for evaluation; m may be any number."""
+    _check_sizes("forward_only", p, m, v)
+    return [_in_groups(Op.F, stages, group=p, m=m) for stages in _stages_by_rank(p, v)]
+
+
+def dependencies(action: Action, num_stages: int) -> list[Action]:
+    """The compute actions, on whichever rank, whose results the compute action needs."""
+    assert action.op in (Op.F, Op.B), f"{action} is no compute action"
+    stage, microbatch = action.stage, action.microbatch
+    if action.op is Op.F:
+        return [Action(Op.F, stage - 1, microbatch)] if stage > 0 else []
+    own = Action(Op.F, stage, microbatch)
+    return [own, Action(Op.B, stage + 1, microbatch)] if stage < num_stages - 1 else [own]
+
+
+def count_stages(schedule: Schedule) -> int:
+    return 1 + max(action.stage for actions in schedule for action in actions)
+
+
+def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule:
+    """On each rank `warmup(rank)` forwards, then one forward and one backward in turn, then the backwards left over."""
+    schedule = []
+    for rank, stages in enumerate(_stages_by_rank(p, v)):
+        forwards = _in_groups(Op.F, stages, group=p, m=m)
+        backwards = _in_groups(Op.B, reversed(stages), group=p, m=m)
+        num_warmup = min(warmup(rank), len(forwards))
+        actions = forwards[:num_warmup]
+        for forward, backward in zip(forwards[num_warmup:], backwards):
+            actions += [forward, backward]
+        schedule.append(actions + backwards[len(forwards) - num_warmup :])
+    return schedule
+
+
+def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Action]:
+    """`group` microbatches through each of `stages` in turn, then the next group; with one stage simply 0..m-1."""
+    stages = list(stages)
+    return [
+        Action(op, stage, microbatch)
+        for first in range(0, m, group)
+        for stage in stages
+        for microbatch in range(first, min(first + group, m))
+    ]
+
+
+def _stages_by_rank(p: int, v: int) -> list[list[int]]:
+    return [stages_of_rank(loop_placement(p), p * v, rank) for rank in range(p)]
+
+
+def _check_sizes(name: str, p: int, m: int, v: int = 1) -> None:
+    problems = []
+    if p < 1:
+        problems.append(f"the pipeline size ({p}) must be at least 1; change --pipeline-model-parallel-size")
+    if m < 1:
+        problems.append(f"num_microbatches ({m}) must be at least 1; raise --global-batch-size")
+    if v < 1:
+        problems.append(
+            f"chunks per rank ({v}) must be at least 1; lower --num-layers-per-virtual-pipeline-stage to at most "
+            "num_layers / pipeline size"
+        )
+    if problems:
+        raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))

@@ -1,0 +1,170 @@
+"""Schedules on paper: start and end times, bubble, live activations, a plot, and who waits for whom in a deadlock."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
+
+DEFAULT_COST = {Op.F: 1, Op.B: 2}  # backward multiplies two matrices where forward multiplies one
+
+
+class Timeline(NamedTuple):
+    start: dict[Action, float]
+    end: dict[Action, float]
+
+
+def simulate(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> Timeline:
+    """Start and end of every action, in the unit of `cost`, when each rank runs its list as early as it can.
+
+    schedule: compute actions only, as before `lower.add_transfers`. transfer: from the end of an action to its result
+    being on another rank; transfers overlap with compute. Raises ValueError if the lists can never finish.
+    """
+    _check_cost(schedule, cost)
+    home, num_stages = locate(schedule), count_stages(schedule)
+    start, end, clock = {}, {}, [0.0] * len(schedule)
+
+    def attempt(rank: int, heads: list[int]) -> list[Action]:
+        action = schedule[rank][heads[rank]]
+        needs = dependencies(action, num_stages)
+        missing = [need for need in needs if need not in end]
+        if not missing:
+            arrivals = [end[need] + (transfer if home[need][0] != rank else 0) for need in needs]
+            start[action] = max([clock[rank], *arrivals])
+            end[action] = clock[rank] = start[action] + cost[action.op]
+        return missing
+
+    run_in_order(schedule, attempt)
+    return Timeline(start, end)
+
+
+def bubble(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> float:
+    """Idle time over ideal time, the ideal being the busiest rank's compute alone (arXiv:2104.04473, section 2.2)."""
+    ideal = max(sum(cost[action.op] for action in actions) for actions in schedule)
+    return max(simulate(schedule, cost, transfer).end.values()) / ideal - 1
+
+
+def peak_live(schedule: Schedule) -> list[int]:
+    """Per rank, the most forwards of one stage that wait for their backward at once: activations to hold in memory.
+
+    A chunk's activation is 1/v of a rank's. Means nothing for `forward_only`, where nothing waits for a backward.
+    """
+    peaks = []
+    for actions in schedule:
+        live = peak = 0
+        for action in actions:
+            live += (action.op is Op.F) - (action.op is Op.B)
+            peak = max(peak, live)
+        peaks.append(peak)
+    return peaks
+
+
+def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:
+    """The time line, one row per rank and one cell per unit of time, the unit being the cheapest action.
+
+    F0 is the forward of microbatch 0, B0 its backward, in lower case for every chunk of a rank but its first;
+    -- goes on with what the cell to the left began, blank is idle. An example opens `schedule.py`.
+    """
+    start, end = simulate(schedule, cost, transfer)
+    unit = min(cost.values())
+    width = 1 + max(len(str(action.microbatch)) for action in end)
+    num_cells = _round_half_up(max(end.values()) / unit)
+    rows = []
+    for rank, actions in enumerate(schedule):
+        cells = [" " * width] * num_cells
+        first_chunk = min(action.stage for action in actions)
+        for action in actions:
+            begin, stop = _round_half_up(start[action] / unit), _round_half_up(end[action] / unit)
+            name = action.op.name if action.stage == first_chunk else action.op.name.lower()
+            cells[begin:stop] = [f"{name}{action.microbatch}".ljust(width, "-")] + ["-" * width] * (stop - begin - 1)
+        rows.append(f"rank {rank:<{len(str(len(schedule) - 1))}} |{''.join(cells)}|")
+    return "\n".join(rows)
+
+
+def show(schedule: Schedule, rank: int, index: int, around: int = 3) -> str:
+    """The actions around position `index` of every rank, one row per rank, with an arrow at that of `rank`.
+
+    For error messages; works for lowered schedules too. The columns are equal positions, not equal times.
+    """
+    return _grid(schedule, [index] * len(schedule), arrows={rank}, around=around)
+
+
+def locate(schedule: Schedule) -> dict[Action, tuple[int, int]]:
+    """Where every action stands, as (rank, position). Raises ValueError if one stands twice."""
+    home = {}
+    for rank, actions in enumerate(schedule):
+        for index, action in enumerate(actions):
+            if action in home:
+                raise ValueError(
+                    f"schedule: {action} is on rank {home[action][0]} (position {home[action][1]}) and again on rank "
+                    f"{rank} (position {index}); every action must be there once\n{show(schedule, rank, index)}"
+                )
+            home[action] = rank, index
+    return home
+
+
+def run_in_order(schedule: Schedule, attempt: Callable[[int, list[int]], list[Action]]) -> None:
+    """Run every rank's list from head to tail. Raises ValueError, naming who waits for what, if all are held up.
+
+    attempt(rank, heads) does the action schedule[rank][heads[rank]] and returns [], or leaves it and returns the
+    actions it waits for. `heads` holds every rank's position.
+    """
+    heads = [0] * len(schedule)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule):
+            while heads[rank] < len(actions) and not attempt(rank, heads):
+                heads[rank] += 1
+                progress = True
+    waiting = [rank for rank, actions in enumerate(schedule) if heads[rank] < len(actions)]
+    if waiting:
+        reasons = {rank: attempt(rank, heads) for rank in waiting}
+        raise ValueError(_describe_deadlock(schedule, heads, reasons))
+
+
+def _describe_deadlock(schedule: Schedule, heads: Sequence[int], reasons: Mapping[int, list[Action]]) -> str:
+    home = locate(schedule)
+
+    def place(action: Action) -> str:
+        if action not in home:
+            return f"{action} (in no list)"
+        rank, index = home[action]
+        return f"{action} (rank {rank}, position {index})"
+
+    lines = [
+        f"  rank {rank}, position {heads[rank]}: {schedule[rank][heads[rank]]} waits for {', '.join(map(place, needs))}"
+        for rank, needs in reasons.items()
+    ]
+    grid = _grid(schedule, heads, arrows=reasons.keys())
+    return "\n".join(["schedule: it can never finish, every unfinished rank waits", *lines, grid])
+
+
+def _grid(schedule: Schedule, centers: Sequence[int], *, arrows: Collection[int], around: int = 3) -> str:
+    """One row per rank, the column in the middle being the rank's position in `centers`."""
+    table = []
+    for rank, (actions, center) in enumerate(zip(schedule, centers)):
+        row = [f"rank {rank} at {center} |"]
+        for index in range(center - around, center + around + 1):
+            arrow = "-> " if index == center and rank in arrows else "   "
+            row.append(f"{arrow}{actions[index]}" if 0 <= index < len(actions) else "")
+        table.append(row)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table)
+
+
+def _check_cost(schedule: Schedule, cost: Mapping[Op, float]) -> None:
+    unpriced = sorted({action.op.name for actions in schedule for action in actions if action.op not in cost})
+    if unpriced:
+        raise ValueError(
+            f"simulate: there is no cost for {', '.join(unpriced)}, only for {', '.join(op.name for op in cost)}; "
+            "pass the schedule as it was before add_transfers and add_reduce"
+        )
+    # A time of zero would leave open in which order two actions of the same moment run.
+    wrong = [f"{op.name} ({value})" for op, value in cost.items() if not value > 0]
+    if wrong:
+        raise ValueError(f"simulate: the cost of {', '.join(wrong)} must be positive; change `cost`")
+
+
+def _round_half_up(x: float) -> int:
+    return math.floor(x + 0.5)
