@@ -1,0 +1,59 @@
+"""Words and positions become the first hidden states."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.core.grid import Axis
+from megatron.core.placement import Normal
+from megatron.core.random import DropoutKeys, HiddenDropout
+from megatron.core.tensor_parallel.layers import TensorParallel, VocabParallelEmbedding, my_sequence_part
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector per position, whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
+
+    def __init__(self, positions: int, config: TransformerConfig, tp: TensorParallel):
+        super().__init__()
+        self.weight = tp.replicated((positions, config.hidden_size), Normal(config.init_method_std))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.weight)
+
+
+class Embedding(nn.Module):
+    """word table + position table, then dropout.
+
+    forward(tokens [b, s], position_ids [b, s]) -> [s, b, h], or my part [s/t, b, h] under sequence parallelism. The last
+    pipeline stage of a model with tied weights builds it with `words_only`, for its output layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        positions: int,
+        *,
+        tp: TensorParallel,
+        keys: DropoutKeys,
+        ends: Axis | None = None,
+        words_only: bool = False,
+    ):
+        super().__init__()
+        self.tp = tp
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, config.hidden_size,
+            tp=tp, init=Normal(config.init_method_std), ends=ends,
+            padded_size=config.padded_vocab_size(vocab_size, tp.axis.size),
+        )  # fmt: skip
+        self.position_embeddings = None
+        if not words_only and config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(positions, config, tp)
+        self.dropout = HiddenDropout(config.hidden_dropout, keys, "embedding", 0, tp.sequence_axis)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.word_embeddings(tokens.t())
+        if self.position_embeddings is not None:
+            mine = my_sequence_part(tokens.shape[1], self.tp)
+            x = x + self.position_embeddings(position_ids.t()[mine])
+        return self.dropout(x)

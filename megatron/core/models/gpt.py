@@ -1,0 +1,41 @@
+"""GPT: a causal language model."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.models.language_model import TransformerLanguageModel
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class GPTModel(nn.Module):
+    """One pipeline stage of a GPT. The keyword arguments are those of `TransformerLanguageModel`.
+
+    forward(tokens [b, s], position_ids [b, s], attention_mask, labels [b, s]) -> on the last stage the loss of each token
+    [b, s], or without labels the scores [b, s, padded vocabulary / t]; on other stages hidden states [s, b, h].
+    attention_mask: True where a query may not look, [b or 1, 1, s, s]; None for causal, which is faster.
+    """
+
+    def __init__(self, config: TransformerConfig, *, vocab_size: int, tp: TensorParallel, **parts: Any):
+        super().__init__()
+        self.config, self.vocab_size, self.axis = config, vocab_size, tp.axis
+        self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, tp=tp, **parts)
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.language_model.set_input_tensor(x)
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        out = self.language_model(tokens, position_ids, attention_mask)  # [s, b, .]
+        if not self.language_model.post_process:
+            return out
+        if labels is None:
+            return out.transpose(0, 1)
+        return vocab_parallel_cross_entropy(out, labels.t(), self.axis, self.vocab_size).t()  # [b, s]

@@ -1,0 +1,30 @@
+"""The output layer: hidden states become scores over the vocabulary, divided over the tensor-parallel ranks."""
+
+from torch import Tensor, nn
+
+from megatron.core.placement import Normal, Placement
+from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear import column_linear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LanguageModelHead(nn.Module):
+    """x -> x W^T for this rank's rows of W: its own weight, or (tied) the word table handed to forward.
+
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
+    """
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, *, tp: TensorParallel):
+        super().__init__()
+        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.weight = None
+        if config.untie_embeddings_and_output_weights:
+            rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
+            self.weight = tp.parameter(
+                (rows, config.hidden_size),
+                Placement((vocab_size, config.hidden_size), Normal(config.init_method_std), shard={tp.axis.name: 0}),
+            )
+
+    def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
+        weight = tied_weight if self.weight is None else self.weight
+        return column_linear(x, weight, self.axis, sequence_parallel=self.sequence_parallel)

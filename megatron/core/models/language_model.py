@@ -1,0 +1,63 @@
+"""What every language model of ours is made of: embedding on the first stage, layers, output layer on the last."""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from megatron.core.grid import Axis
+from megatron.core.models.embedding import Embedding
+from megatron.core.models.head import LanguageModelHead
+from megatron.core.random import DropoutKeys
+from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.transformer import MakeLayer, ParallelTransformer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class TransformerLanguageModel(nn.Module):
+    """One pipeline stage of a language model.
+
+    With `pre_process` it takes tokens [b, s], else the hidden states of the stage before, handed to `set_input_tensor`. With
+    `post_process` it returns scores [s, b, padded vocabulary / t], else hidden states [s, b, h] ([s/t, b, h] under
+    sequence parallelism). `ends` is the axis of first and last stage, which share the word table when it is tied.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        positions: int,
+        layers: Iterable[int],
+        tp: TensorParallel,
+        keys: DropoutKeys,
+        ends: Axis | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        make_layer: MakeLayer | None = None,
+    ):
+        super().__init__()
+        tied = not config.untie_embeddings_and_output_weights
+        self.pre_process, self.post_process = pre_process, post_process
+        self.embedding = self.output_layer = None
+        if pre_process or (post_process and tied):
+            self.embedding = Embedding(
+                config, vocab_size, positions,
+                tp=tp, keys=keys, ends=ends if tied else None, words_only=not pre_process,
+            )  # fmt: skip
+        self.decoder = ParallelTransformer(
+            config, layers, tp=tp, keys=keys, post_process=post_process, make_layer=make_layer
+        )
+        if post_process:
+            self.output_layer = LanguageModelHead(config, vocab_size, tp=tp)
+        self._input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        """The hidden states that the next forward starts from, on every stage but the first."""
+        self._input_tensor = x
+
+    def forward(self, tokens: Tensor | None, position_ids: Tensor | None, mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens, position_ids) if self.pre_process else self._input_tensor
+        x = self.decoder(x, mask)
+        if not self.post_process:
+            return x
+        return self.output_layer(x, None if self.embedding is None else self.embedding.word_embeddings.weight)

@@ -1,0 +1,30 @@
+"""A batch read once per tensor-parallel group: its first rank has it, the others receive it."""
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm
+from megatron.core.grid import Axis
+
+
+def broadcast_data(
+    keys: list[str],
+    data: dict[str, Tensor] | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    axis: Axis,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, ...]:
+    """The tensors `keys` of the first rank's `data`, on every rank of the axis, in one message.
+
+    `data` may be None elsewhere. All have one `shape`, which every rank knows from the configuration, so that none has to
+    travel. Every rank of the axis must call.
+    """
+    if axis.is_first:
+        wrong = {key: tuple(data[key].shape) for key in keys if tuple(data[key].shape) != tuple(shape)}
+        if wrong:
+            raise ValueError(f"the batch holds {wrong}, but the settings say {tuple(shape)}")
+        packed = torch.stack([data[key].to(device=device, dtype=dtype) for key in keys])
+    else:
+        packed = torch.empty((len(keys), *shape), dtype=dtype, device=device)
+    return comm.broadcast(packed, axis).unbind()

@@ -1,0 +1,68 @@
+"""The moves of an activation between layouts over the tensor-parallel axis: each a pair of collectives.
+
+| move                 | forward                        | backward           | where                                              |
+|----------------------|--------------------------------|--------------------|----------------------------------------------------|
+| copy                 | identity                       | all-reduce         | replicated input of a column-parallel layer        |
+| reduce               | all-reduce                     | identity           | partial output of a row-parallel layer             |
+| gather_sequence      | all-gather, dim 0              | reduce-scatter     | sequence-split input of a column-parallel layer    |
+| reduce_scatter_sequence | reduce-scatter, dim 0       | all-gather         | partial output, result split along the sequence    |
+| scatter_sequence     | my part of dim 0               | all-gather         | replicated to sequence-split                       |
+| scatter_last         | my part of the last dim        | all-gather, last   | replicated to feature-split                        |
+| gather_last          | all-gather, last dim           | my part            | feature-split to replicated                        |
+
+Every rank of the axis must call, forward and backward.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm
+from megatron.core.grid import Axis
+
+Move = Callable[[Tensor, Axis], Tensor]
+
+
+def _identity(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def _all_gather_last(x: Tensor, axis: Axis) -> Tensor:
+    return comm.all_gather(x, axis, dim=-1)
+
+
+def _part(x: Tensor, axis: Axis) -> Tensor:
+    return x[comm.my_part(x.shape[0], axis)].contiguous()
+
+
+def _part_last(x: Tensor, axis: Axis) -> Tensor:
+    return x[..., comm.my_part(x.shape[-1], axis)].contiguous()
+
+
+def _move(name: str, forward: Move, backward: Move) -> Move:
+    """An autograd function from its two directions. The axis travels in ctx: a backward looks nothing up."""
+
+    def run_forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return forward(x, axis)
+
+    def run_backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return backward(grad, ctx.axis), None
+
+    methods = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+    function = type(name, (torch.autograd.Function,), methods)
+    return lambda x, axis: x if axis.size == 1 else function.apply(x, axis)
+
+
+copy = _move("copy", _identity, _all_reduce)
+reduce = _move("reduce", _all_reduce, _identity)
+gather_sequence = _move("gather_sequence", comm.all_gather, comm.reduce_scatter)
+reduce_scatter_sequence = _move("reduce_scatter_sequence", comm.reduce_scatter, comm.all_gather)
+scatter_sequence = _move("scatter_sequence", _part, comm.all_gather)
+scatter_last = _move("scatter_last", _part_last, _all_gather_last)
+gather_last = _move("gather_last", _all_gather_last, _part_last)

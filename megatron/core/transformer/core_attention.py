@@ -1,0 +1,53 @@
+"""softmax(Q K^T / sqrt(d)) V: the part of attention without parameters, and the kernels that compute it.
+
+The plain kernel is the reference; a faster one is used where it can do the work. To add one, add a row to `_KERNELS`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.core.random import AttentionDropout
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: AttentionDropout) -> Tensor:
+    """The reference. q: [b, n, s, d]; k, v: [b, groups, s, d]; mask: [.., s, s], True where a query may not look, None for
+    causal -> [b, n, s, d]. The softmax is taken in float32 or better."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+    if mask is None:
+        queries, keys = scores.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
+    probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
+    return dropout(probabilities).to(q.dtype) @ v
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: AttentionDropout) -> Tensor:
+    """torch's scaled_dot_product_attention; it never holds the s x s scores. Cannot do our dropout."""
+    grouped = q.shape[1] != k.shape[1]
+    allowed = None if mask is None else ~mask
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, is_causal=mask is None and q.shape[2] > 1, enable_gqa=grouped
+    )
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionDropout], Tensor]
+_KERNELS: dict[str, Kernel] = {"fused": fused_attention, "unfused": plain_attention}
+
+
+class CoreAttention(nn.Module):
+    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d], causal when the mask is None."""
+
+    def __init__(self, backend: str, dropout: AttentionDropout):
+        super().__init__()
+        self.backend, self.dropout = backend, dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        drops = self.training and self.dropout.probability > 0
+        kernel = _KERNELS["unfused" if drops or self.backend == "unfused" else "fused"]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
+        return kernel(q, k, v, mask, self.dropout).permute(2, 0, 1, 3).flatten(2)  # [s, b, n * d]

@@ -1,0 +1,44 @@
+"""The feed-forward half of a layer: column-parallel in, activation, row-parallel out."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.core.placement import Normal
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ParallelMLP(nn.Module):
+    """x -> W2 gelu(W1 x), or gated: W2 (silu(Wg x) * (Wu x)) with Wg and Wu fused as [gate | up] (arXiv:2002.05202).
+
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism)) -> the same shape.
+    """
+
+    def __init__(self, config: TransformerConfig, *, tp: TensorParallel):
+        super().__init__()
+        f = config.ffn_size
+        self.activation = gated_silu if config.swiglu else gelu
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size, 2 * f if config.swiglu else f,
+            tp=tp, init=Normal(config.init_method_std), bias=config.add_bias_linear,
+            blocks=(f, f) if config.swiglu else (),
+        )  # fmt: skip
+        self.linear_fc2 = RowParallelLinear(
+            f, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, _ = self.linear_fc1(x)
+        out, _ = self.linear_fc2(self.activation(inner))
+        return out
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x) in its tanh form, as GPT-2's and Megatron's fused kernel."""
+    return functional.gelu(x, approximate="tanh")
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """silu(gate) * up, x: [.., gate | up]"""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up

@@ -1,0 +1,21 @@
+"""Rotary position embedding: queries and keys are turned by angles that grow with the position (arXiv:2104.09864)."""
+
+import torch
+from torch import Tensor
+
+
+def rotary_angles(length: int, width: int, base: float, device: torch.device) -> Tensor:
+    """The angle of each position and pair of features, float32. -> [length, width / 2]"""
+    wavelengths = base ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    return torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1 / wavelengths)
+
+
+def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the first 2 x angles.shape[1] features of each head; feature i is paired with the one half a width on.
+
+    x: [s, b, n, d], angles: [s, width / 2] -> [s, b, n, d]
+    """
+    half = angles.shape[1]
+    cos, sin = (f(angles)[:, None, None, :].to(x.dtype) for f in (torch.cos, torch.sin))  # [s, 1, 1, width / 2]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

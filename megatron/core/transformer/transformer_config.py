@@ -1,0 +1,119 @@
+"""The shape and the numbers of a transformer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron.core.config import ConfigError, knob
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Model."""
+
+    num_layers: int = knob(12, "transformer layers in the whole model")
+    hidden_size: int = knob(768, "width of the residual stream")
+    num_attention_heads: int = knob(12, "query heads of each layer")
+    ffn_hidden_size: int | None = knob(
+        None, "width inside the MLP; 4 x hidden, or 8/3 x hidden with --swiglu, when unset"
+    )
+    kv_channels: int | None = knob(None, "width of one head; hidden size / heads when unset")
+    group_query_attention: bool = knob(False, "let several query heads share one key and value head")
+    num_query_groups: int = knob(1, "key/value heads, with --group-query-attention")
+    max_position_embeddings: int | None = knob(
+        None, "rows of the learned position table; the sequence length when unset"
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = knob(
+        "learned_absolute", "how positions enter"
+    )
+    rotary_base: float = knob(10000.0, "base of the rotary wavelengths")
+    rotary_percent: float = knob(1.0, "share of each head that is rotated")
+    normalization: Literal["LayerNorm", "RMSNorm"] = knob("LayerNorm", "normalization before each block")
+    norm_epsilon: float = knob(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
+    swiglu: bool = knob(False, "gated MLP with SiLU instead of GELU")
+    add_bias_linear: bool = knob(True, "leave out the biases of linear layers", flags=("--disable-bias-linear",))
+    untie_embeddings_and_output_weights: bool = knob(False, "give the output layer its own weight")
+    make_vocab_size_divisible_by: int = knob(
+        128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
+    )
+    hidden_dropout: float = knob(0.1, "dropout after the embedding and after each block")
+    attention_dropout: float = knob(0.1, "dropout of attention probabilities")
+    init_method_std: float = knob(0.02, "standard deviation of initial weights")
+    attention_backend: Literal["auto", "fused", "unfused"] = knob(
+        "auto", "attention kernel: torch's fused one, the plain one, or fused wherever it can do the work"
+    )
+    bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
+    fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
+            for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
+            if getattr(self, name) < 1
+        ]
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)")
+        if not 0 < self.rotary_percent <= 1:
+            problems.append(f"--rotary-percent is {self.rotary_percent}; it must be in (0, 1]")
+        if not problems:
+            problems = self._shape_problems()
+        if self.bf16 and self.fp64:
+            problems.append("--bf16 and --fp64 exclude each other; give one")
+        if problems:
+            raise ConfigError(problems)
+
+    def _shape_problems(self) -> list[str]:
+        problems = []
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads {self.num_attention_heads}; "
+                "change one or give --kv-channels"
+            )
+        if self.num_attention_heads % self.query_groups:
+            problems.append(
+                f"--num-attention-heads {self.num_attention_heads} is not a multiple of "
+                f"--num-query-groups {self.query_groups}; change one"
+            )
+        if self.num_query_groups != 1 and not self.group_query_attention:
+            problems.append("--num-query-groups needs --group-query-attention")
+        if self.position_embedding_type == "rope" and self.rotary_width % 2:
+            problems.append(
+                f"rotary positions need an even width; heads of {self.head_width} x --rotary-percent give {self.rotary_width}"
+            )
+        return problems
+
+    @property
+    def head_width(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: one per query head unless groups share them."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside the MLP. A gated one has three matrices instead of two, so two thirds of the width by default."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def rotary_width(self) -> int:
+        return int(self.head_width * self.rotary_percent)
+
+    @property
+    def output_init_std(self) -> float:
+        """Of the layers that write into the residual stream, which adds 2 x num_layers of them (GPT-2, section 2.3)."""
+        return self.init_method_std / (2 * self.num_layers) ** 0.5
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float64 if self.fp64 else torch.float32
+
+    def padded_vocab_size(self, vocab_size: int, tensor_parallel_size: int) -> int:
+        """The rows of the embedding table over all ranks. The padding never takes part in anything."""
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-vocab_size // multiple) * multiple
