@@ -1,0 +1,57 @@
+"""What a loss function may return, and what becomes of it: sums and counts that add up over microbatches and ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class MicrobatchLoss:
+    """The loss of one microbatch as sums."""
+
+    objective: Tensor  # scalar to differentiate: the sum over tokens
+    tokens: Tensor  # scalar: what the sum of all objectives of a step is divided by
+    report: dict[str, Tensor]  # name -> (sum, count)
+
+
+def read_loss(result: Any) -> MicrobatchLoss:
+    """From what a `loss_func` returned, in either of two forms.
+
+    (loss_sum, num_tokens, report)   the step's loss is the mean over all its tokens, whatever the masks
+    (loss, report)                   the older form: the mean over microbatches and data-parallel ranks of their losses
+    A report entry is a scalar (averaged the same way) or a pair (sum, count).
+    """
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[-1], Mapping):
+        raise TypeError(
+            "loss_func must return (loss_sum, num_tokens, report) or (loss, report) with report a dictionary, "
+            f"not {type(result).__name__} of {len(result) if isinstance(result, tuple) else 1}"
+        )
+    objective, report = result[0], result[-1]
+    if objective.numel() != 1:
+        raise TypeError(f"the loss must be one number, not a tensor of shape {tuple(objective.shape)}")
+    tokens = torch.as_tensor(result[1] if len(result) == 3 else 1.0, device=objective.device)
+    return MicrobatchLoss(objective, tokens.detach().double(), {name: _pair(value) for name, value in report.items()})
+
+
+def _pair(value: Any) -> Tensor:
+    value = torch.as_tensor(value).detach().double().reshape(-1)
+    if value.numel() not in (1, 2):
+        raise TypeError(f"a report entry is a number or a pair (sum, count), not a tensor of {value.numel()} elements")
+    return value if value.numel() == 2 else torch.cat((value, torch.ones_like(value)))
+
+
+@dataclass
+class LossTotals:
+    """The sums of a step so far; objectives are gone by then."""
+
+    tokens: Tensor | float = 0.0
+    report: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, loss: "MicrobatchLoss | LossTotals") -> None:
+        """Add the sums of a microbatch, or those of other microbatches."""
+        self.tokens = self.tokens + loss.tokens
+        for name, pair in loss.report.items():
+            self.report[name] = self.report[name] + pair if name in self.report else pair
