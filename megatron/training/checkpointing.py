@@ -1,0 +1,152 @@
+"""What a checkpoint of a run holds: parameters and optimizer state as boxes, everything else as JSON.
+
+    model/<parameter>                       in the model's precision
+    optimizer/exp_avg/<parameter>           moments, float32
+    optimizer/exp_avg_sq/<parameter>
+    optimizer/master/<parameter>            float32 masters of bfloat16 parameters
+
+There is no state of random generators to save: draws follow from the seed and from the position in the run.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core import comm
+from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.config import ConfigError
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.parallel_state import Mesh
+from megatron.core.placement import is_counted, pieces
+from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.state import TrainState
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+# Settings that decide what the parameters mean: a checkpoint made with others cannot be loaded.
+_SHAPE = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention",
+    "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization", "norm_epsilon",
+    "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+# Settings that, changed under a resumed run, change its data or its schedule: said aloud, and allowed.
+_NOTABLE = ("seed", "global_batch_size", "train_iters", "seq_length", "split", "lr", "lr_decay_style", "lr_decay_iters")
+
+
+def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
+    """This rank's part of every parameter, by its name in the checkpoint."""
+    return {
+        f"model/{name}": _local(parameter, parameter.data, mesh)
+        for chunk in chunks
+        for name, parameter in chunk.module.named_parameters()
+    }
+
+
+def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
+    """This rank's part of the optimizer's state, by its name in the checkpoint."""
+    parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
+    return {
+        f"optimizer/{kind}/{name}": _local(parameters[name], tensor, mesh)
+        for kind, tensors in optimizer.tensors().items()
+        for name, tensor in tensors.items()
+    }
+
+
+def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
+    placement = parameter.placement
+    speaks = is_counted(placement, mesh) and all(mesh[name].is_first for name in placement.reduce_over)
+    return LocalTensor(tensor, placement.shape, pieces(placement, tuple(tensor.shape), mesh), speaks)
+
+
+def save(
+    runtime: Runtime,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: FlatOptimizer,
+    state: TrainState,
+    log_state: dict[str, Any],
+) -> None:
+    """Write a checkpoint of this step. Every rank must call. `log_state` is that of the last rank."""
+    mesh, device, root = runtime.mesh, runtime.device.torch_device, runtime.config.checkpoint.save
+    world = mesh["world"]
+    log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=world.size - 1)
+    save_checkpoint(
+        Path(root),
+        state.iteration,
+        model_tensors(chunks, mesh) | optimizer_tensors(optimizer, mesh),
+        {
+            "train": state.as_json(),
+            "log": json.loads(log_text),
+            "optimizer_steps": optimizer.step_count,
+            "vocab_size": runtime.tokenizer.vocab_size,
+            "config": runtime.config.as_json(),
+        },
+        world,
+        device,
+    )
+    print_rank_0(f"saved checkpoint at iteration {state.iteration} to {root}")
+
+
+def load(
+    runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """(where to go on, the log's state), with parameters and optimizer filled from --load. Every rank must call.
+
+    The checkpoint may come from any layout. Without a checkpoint in the folder the run starts anew, and says so.
+    """
+    config, mesh, device = runtime.config.checkpoint, runtime.mesh, runtime.device.torch_device
+    if config.load is None:
+        return TrainState(), None
+    if not (Path(config.load) / LATEST).exists():
+        if config.exit_on_missing_checkpoint:
+            raise ConfigError(f"--load {config.load} holds no checkpoint (no {LATEST} in it)")
+        print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
+        return TrainState(), None
+    checkpoint = open_checkpoint(Path(config.load), world=mesh["world"])
+    check_same_model(runtime, checkpoint.state)
+    wanted = model_tensors(chunks, mesh)
+    goes_on = config.load_optim and not config.finetune
+    state_tensors = optimizer_tensors(optimizer, mesh) if goes_on else {}
+    has_masters = any(name.startswith("optimizer/master/") for name in checkpoint.names)
+    wants_masters = any(name.startswith("optimizer/master/") for name in state_tensors)
+    if not has_masters:  # saved in full precision: the weights are the masters
+        state_tensors = {n: t for n, t in state_tensors.items() if not n.startswith("optimizer/master/")}
+    checkpoint.read_into(wanted | state_tensors, mesh["world"], convert=True, device=device)
+    if not (has_masters and wants_masters):
+        optimizer.adopt_parameters()
+    if goes_on:
+        optimizer.set_step_count(checkpoint.state["optimizer_steps"])
+    print_rank_0(
+        f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {config.load}"
+    )
+    if config.finetune:
+        return TrainState(), None
+    note_changes(runtime, checkpoint.state)
+    return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]
+
+
+def check_same_model(runtime: Runtime, saved: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model, naming every setting that differs."""
+    mine, theirs = runtime.config.as_json()["transformer"], saved["config"]["transformer"]
+    problems = [
+        f"{name}: the checkpoint has {theirs.get(name)}, this run has {mine[name]}"
+        for name in _SHAPE
+        if theirs.get(name) != mine[name]
+    ]
+    if saved["vocab_size"] != runtime.tokenizer.vocab_size:
+        problems.append(
+            f"vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer {runtime.tokenizer.vocab_size}"
+        )
+    if problems:
+        raise ConfigError([f"--load {runtime.config.checkpoint.load} holds another model; {p}" for p in problems])
+
+
+def note_changes(runtime: Runtime, saved: dict[str, Any]) -> None:
+    """Say which settings of a resumed run differ from the saved ones in a way that changes its course."""
+    flat = [{k: v for part in c.values() for k, v in part.items()} for c in (runtime.config.as_json(), saved["config"])]
+    for name in _NOTABLE:
+        if flat[0][name] != flat[1].get(name):
+            print_rank_0(f"resumed with another {name}: {flat[1].get(name)} before, {flat[0][name]} now")

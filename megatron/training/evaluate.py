@@ -1,0 +1,30 @@
+"""Validation: the training pipeline's forwards over a fixed part of another split."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatron.core.pipeline_parallel.loss import LossTotals
+from megatron.training.train_step import Pipeline, share_totals
+
+
+def evaluate(
+    pipeline: Pipeline,
+    make_iterators: Callable[[int], Mapping[int, object]],
+    *,
+    num_batches: int,
+    first_sample: int,
+    global_batch_size: int,
+) -> dict[str, float]:
+    """The mean of each report entry over `num_batches` global batches; empty outside the last stage. Every rank must call.
+
+    make_iterators(first sample) -> this rank's data iterators by stage.
+    """
+    for chunk in pipeline.chunks.values():
+        chunk.eval()
+    data_iterators, totals = make_iterators(first_sample), LossTotals()
+    with torch.no_grad():
+        for batch in range(num_batches):
+            totals.add(pipeline.evaluate(data_iterators, first_sample + batch * global_batch_size))
+    _, losses = share_totals(totals, pipeline.mesh, pipeline.device)
+    return losses

@@ -1,0 +1,104 @@
+"""The lines that scripts parse: one per log interval, one per validation, in Megatron's wording and on the last rank."""
+
+import math
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from megatron.training.runtime import print_rank_last
+
+
+class TrainingLog:
+    """Averages over a log interval. Its `state` goes into checkpoints, so that an interval survives a restart."""
+
+    def __init__(self, train_iters: int, global_batch_size: int, log_interval: int):
+        self.train_iters, self.global_batch_size, self.log_interval = train_iters, global_batch_size, log_interval
+        self.sums: dict[str, float] = {}
+        self.steps = self.nan_steps = 0
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._began, self._timed_steps = time.perf_counter(), 0
+
+    def state(self) -> dict[str, Any]:
+        return {"sums": dict(self.sums), "steps": self.steps, "nan_steps": self.nan_steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.sums, self.steps, self.nan_steps = dict(state["sums"]), state["steps"], state["nan_steps"]
+
+    def add(self, losses: Mapping[str, float], is_nan: bool) -> None:
+        """Count one step."""
+        for name, value in losses.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.steps += 1
+        self._timed_steps += 1
+        self.nan_steps += is_nan
+
+    def pause(self) -> "TrainingLog":
+        """Leave what happens until `resume` out of the time per iteration: validation, checkpoints."""
+        self._paused = time.perf_counter()
+        return self
+
+    def resume(self) -> None:
+        self._began += time.perf_counter() - self._paused
+
+    def line_if_due(self, iteration: int, consumed_samples: int, lr: float, grad_norm: float) -> None:
+        """Print the line of this interval if it ends here. `lr` is the rate of the next step, as Megatron prints it."""
+        if iteration % self.log_interval:
+            return
+        milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
+        losses = {name: total / self.steps for name, total in self.sums.items()}
+        print_rank_last(
+            training_line(
+                iteration,
+                self.train_iters,
+                consumed_samples,
+                milliseconds,
+                lr,
+                self.global_batch_size,
+                losses,
+                grad_norm,
+                nan_iterations=self.nan_steps,
+            )
+        )
+        self.sums, self.steps, self.nan_steps = {}, 0, 0
+        self._restart_clock()
+
+
+def training_line(
+    iteration: int,
+    train_iters: int,
+    consumed_samples: int,
+    milliseconds: float,
+    lr: float,
+    global_batch_size: int,
+    losses: Mapping[str, float],
+    grad_norm: float,
+    *,
+    loss_scale: float = 1.0,
+    skipped_iterations: int = 0,
+    nan_iterations: int = 0,
+) -> str:
+    """The line that scripts parse."""
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {milliseconds:.1f}",
+        f"learning rate: {lr:.6E}",
+        f"global batch size: {global_batch_size:5d}",
+        *(f"{name}: {value:.6E}" for name, value in losses.items()),
+        f"loss scale: {loss_scale:.1f}",
+        f"grad norm: {grad_norm:.3f}",
+        f"number of skipped iterations: {skipped_iterations:3d}",
+        f"number of nan iterations: {nan_iterations:3d}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+def validation_line(where: str, losses: Mapping[str, float]) -> str:
+    """The line of one validation; PPL is exp of the loss, capped at e^20."""
+    parts = [f" validation loss at {where}"]
+    for name, value in losses.items():
+        parts += [f"{name} value: {value:.6E}", f"{name} PPL: {math.exp(min(20.0, value)):.6E}"]
+    return " | ".join(parts) + " | "

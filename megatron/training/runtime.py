@@ -1,0 +1,111 @@
+"""The parts that a run is made of once its processes have met, and the read-only view that users' scripts have of them."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.device import Device
+from megatron.core.parallel_state import Mesh
+from megatron.core.pipeline_parallel.stage import layers_of_stage
+from megatron.core.random import DropoutKeys
+from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tokenizers.tokenizers import Tokenizer
+from megatron.training.arguments import Arguments
+from megatron.training.config import Config
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What `pretrain` builds first and hands on."""
+
+    config: Config
+    args: Arguments
+    mesh: Mesh
+    device: Device
+    tokenizer: Tokenizer
+    dropout_keys: DropoutKeys
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh["world"].size
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.config.global_batch_size(self.world_size)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.num_microbatches(self.world_size)
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """What the layers of this rank's model are told of the ranks that share them."""
+        config = self.config
+        return TensorParallel(
+            self.mesh["tp"],
+            config.parallel.sequence_parallel_on,
+            config.transformer.params_dtype,
+            self.device.torch_device,
+        )
+
+    def model_parts(
+        self, pre_process: bool = True, post_process: bool = True, stage: int | None = None
+    ) -> dict[str, Any]:
+        """The keyword arguments of `GPTModel` for one pipeline stage (this rank's, when `stage` is None)."""
+        pp, model = self.mesh["pp"], self.config.transformer
+        return {
+            "vocab_size": self.tokenizer.vocab_size,
+            "positions": self.config.positions,
+            "layers": layers_of_stage(model.num_layers, pp.size, pp.rank if stage is None else stage),
+            "tp": self.tensor_parallel,
+            "keys": self.dropout_keys,
+            "ends": self.mesh["embd"],
+            "pre_process": pre_process,
+            "post_process": post_process,
+        }
+
+
+_runtime: Runtime | None = None
+_override = threading.local()  # as for the mesh: a test with ranks as threads gives each its own
+
+
+def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> None:
+    global _runtime
+    if this_thread_only:
+        _override.runtime = runtime
+    else:
+        _runtime = runtime
+
+
+def get_runtime() -> Runtime:
+    """The parts of the run. For top-level scripts; nothing in megatron/core calls it."""
+    runtime = getattr(_override, "runtime", None) or _runtime
+    if runtime is None:
+        raise RuntimeError("the run is not initialised; pretrain() or initialize_megatron() does that")
+    return runtime
+
+
+def get_args() -> Arguments:
+    """Every setting by name, read-only. For users' scripts."""
+    return get_runtime().args
+
+
+def get_tokenizer() -> Tokenizer:
+    return get_runtime().tokenizer
+
+
+def is_last_rank() -> bool:
+    return parallel_state.launched_rank() == parallel_state.launched_world_size() - 1
+
+
+def print_rank_0(message: str) -> None:
+    """Print once per run, from the first rank."""
+    if parallel_state.launched_rank() == 0:
+        print(message, flush=True)
+
+
+def print_rank_last(message: str) -> None:
+    """Print once per run, from the last rank: it is in the last pipeline stage, where losses are known."""
+    if is_last_rank():
+        print(message, flush=True)

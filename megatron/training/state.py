@@ -1,0 +1,20 @@
+"""Where a run stands: all that is neither a tensor nor a setting."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Counts since the start of the run, over all restarts."""
+
+    iteration: int = 0  # steps done
+    consumed_train_samples: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
+        return cls(iteration=int(saved["iteration"]), consumed_train_samples=int(saved["consumed_train_samples"]))

@@ -1,0 +1,150 @@
+"""One step: forwards and backwards by the schedule, gradients made whole, one update."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core import comm
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize import finalize_grads
+from megatron.core.grid import Axis
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.parallel_state import Mesh
+from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
+from megatron.core.pipeline_parallel.loss import LossTotals
+from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.schedule import Schedule, forward_only, one_f_one_b
+from megatron.core.pipeline_parallel.stage import loop_placement
+from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
+from megatron.core.random import DropoutKeys
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How the samples of a step are dealt out."""
+
+    micro_batch_size: int
+    num_microbatches: int  # of one rank in one training step
+
+    def samples_of(self, first_sample: int, microbatch: int, dp: Axis) -> tuple[int, ...]:
+        """The numbers, within the run, of the samples in the rows of one rank's microbatch."""
+        first = first_sample + (microbatch * dp.size + dp.rank) * self.micro_batch_size
+        return tuple(range(first, first + self.micro_batch_size))
+
+
+class Pipeline:
+    """This rank's executor with the schedules of training and evaluation.
+
+    chunks: this rank's model chunks by stage. boundary: what passes between stages.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, DistributedDataParallel],
+        mesh: Mesh,
+        batch: BatchShape,
+        *,
+        boundary: tuple[TensorSpec, ...],
+        forward_step: ForwardStep,
+        keys: DropoutKeys,
+        device: torch.device | str = "cpu",
+    ):
+        self.chunks, self.mesh, self.batch, self.keys = chunks, mesh, batch, keys
+        self.placement = loop_placement(mesh["pp"].size)
+        self.transport = Transport(mesh, boundary, device)
+        self.forward_step, self.device = forward_step, device
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+
+    def train(self, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
+        """Forwards, backwards and the start of the gradient reduction of one step."""
+        return self._run("train", data_iterators, first_sample)
+
+    def evaluate(self, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
+        """The forwards of one global batch."""
+        return self._run("evaluate", data_iterators, first_sample)
+
+    def _run(self, purpose: str, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
+        def name_microbatch(stage: int, microbatch: int) -> None:
+            self.keys.samples = self.batch.samples_of(first_sample, microbatch, self.mesh["dp"])
+
+        executor = Executor(
+            self.chunks,
+            self.mesh["pp"].size,
+            placement=self.placement,
+            transport=self.transport,
+            forward_step=self.forward_step,
+            data_iterators=data_iterators,
+            name_microbatch=name_microbatch,
+            reduce=lambda stage: self.chunks[stage].start_grad_reduce(),
+        )
+        return executor.run(self.schedule(purpose), self.mesh["pp"].rank, training=purpose == "train")
+
+    def schedule(self, purpose: str) -> Schedule:
+        """The lowered lists of all pipeline ranks; made once."""
+        key = (purpose, self.batch.num_microbatches)
+        if key not in self._schedules:
+            generate = {"train": one_f_one_b, "evaluate": forward_only}[purpose]
+            lowered = add_transfers(generate(self.mesh["pp"].size, self.batch.num_microbatches), self.placement)
+            self._schedules[key] = add_reduce(lowered) if purpose == "train" else lowered
+        return self._schedules[key]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step is reported by. `losses` is empty on ranks outside the last stage."""
+
+    losses: dict[str, float]
+    grad_norm: float
+
+    @property
+    def is_nan(self) -> bool:
+        return not math.isfinite(self.grad_norm)
+
+
+def train_step(
+    pipeline: Pipeline,
+    optimizer: FlatOptimizer,
+    data_iterators: Mapping[int, object],
+    *,
+    first_sample: int,
+    lr: float,
+    check_finite: bool = True,
+) -> StepResult:
+    """One update of the parameters. Every rank must call; all raise FloatingPointError if the gradient is not finite.
+
+    Scalars that travel: the token count over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
+    """
+    chunks = list(pipeline.chunks.values())
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    totals = pipeline.train(data_iterators, first_sample)
+    tokens, losses = share_totals(totals, pipeline.mesh, pipeline.device)
+    finalize_grads(chunks, tokens)
+    result = StepResult(losses, optimizer.clip_grad_norm())
+    if result.is_nan and check_finite:
+        raise FloatingPointError(
+            f"the gradient's norm is {result.grad_norm} (losses on this rank: {losses}); nothing was updated in this step. "
+            "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
+        )
+    optimizer.step(lr)
+    return result
+
+
+def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> tuple[float, dict[str, float]]:
+    """(tokens of the whole step, on every rank; mean of each report entry, on the last stage). Every rank must call.
+
+    One all-reduce over dp within the last stage carries everything; the token count then goes over pp.
+    """
+    names = sorted(totals.report)
+    packed = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
+    packed[0] = totals.tokens
+    for i, name in enumerate(names):
+        packed[1 + 2 * i : 3 + 2 * i] = totals.report[name]
+    if mesh["pp"].is_last:
+        comm.all_reduce(packed, mesh["dp"])
+    values = packed.tolist()
+    tokens = comm.all_reduce(packed[:1].clone(), mesh["pp"]).item()
+    return tokens, {name: values[1 + 2 * i] / max(values[2 + 2 * i], 1.0) for i, name in enumerate(names)}

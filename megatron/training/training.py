@@ -1,0 +1,225 @@
+"""The one pretrain loop, shared by all top-level scripts.
+
+pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
+
+    initialize      settings, processes, device, tokenizer
+    build           model chunks, buffers, optimizer, data
+    load            where to go on
+    each step       pipeline -> gradients -> update -> log -> maybe validate, save, stop
+    at the end      validation and test losses
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core import comm, parallel_state
+from megatron.core.config import ConfigError
+from megatron.core.datasets.batches import batches
+from megatron.core.datasets.index_map import requested_samples
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.optimizer.lr_schedule import LearningRateSchedule
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.pipeline_parallel.executor import ForwardStep
+from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.random import initialize_parameters
+from megatron.training import checkpointing
+from megatron.training.arguments import ExtraArgs
+from megatron.training.evaluate import evaluate
+from megatron.training.initialize import initialize_megatron, stop_with
+from megatron.training.log import TrainingLog, validation_line
+from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
+from megatron.training.train_step import BatchShape, Pipeline, train_step
+
+DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
+ModelProvider = Callable[..., nn.Module]
+
+
+def pretrain(
+    train_valid_test_datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    model_type: ModelType,
+    forward_step: ForwardStep,
+    *,
+    extra_args_provider: ExtraArgs | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Train a model from the command line's settings. Every process of the job calls it.
+
+    train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each
+        with a length and items that are dictionaries of arrays
+    model_provider(pre_process, post_process) -> this stage's part of the model
+    forward_step(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
+    """
+    del model_type  # every model so far passes one tensor between stages
+    try:
+        runtime = initialize_megatron(extra_args_provider, args_defaults, argv)
+    except ConfigError as error:
+        stop_with(error)
+    try:
+        Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step).run()
+    except ConfigError as error:
+        stop_with(error)
+    finally:
+        set_runtime(None)
+    parallel_state.stop_distributed()
+
+
+def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, DistributedDataParallel]:
+    """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers."""
+    pp = runtime.mesh["pp"]
+    chunk = model_provider(pre_process=pp.is_first, post_process=pp.is_last)
+    lost = [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]
+    if lost:
+        raise ConfigError(
+            f"parameters without a placement: {', '.join(lost)}; set parameter.placement where each is created"
+        )
+    initialize_parameters(chunk, runtime.config.training.seed, runtime.mesh)
+    return {pp.rank: DistributedDataParallel(chunk, runtime.mesh)}
+
+
+class Trainer:
+    """The parts of one run and the loop over its steps."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        datasets_provider: DatasetsProvider,
+        model_provider: ModelProvider,
+        forward_step: ForwardStep,
+    ):
+        self.runtime, self.config, self.mesh = runtime, runtime.config, runtime.mesh
+        self.batch_size, training = runtime.global_batch_size, runtime.config.training
+        self.chunks = get_model(model_provider, runtime)
+        buffers = [buffer for chunk in self.chunks.values() for buffer in chunk.buffers]
+        self.optimizer = FlatOptimizer(buffers, self.config.optimizer, self.mesh)
+        self.schedule = LearningRateSchedule(self.config.learning_rate, training.train_iters, self.batch_size)
+        self.log = TrainingLog(training.train_iters, self.batch_size, self.config.log.log_interval)
+        self.pipeline = self._build_pipeline(forward_step)
+        self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
+        if log_state is not None:
+            self.log.load_state(log_state)
+        self.datasets = dict(zip(("train", "valid", "test"), self._build_datasets(datasets_provider)))
+
+    def _build_pipeline(self, forward_step: ForwardStep) -> Pipeline:
+        runtime, config = self.runtime, self.config
+        length = config.data.seq_length
+        if config.parallel.sequence_parallel_on:
+            length //= self.mesh["tp"].size
+        micro_batch = config.training.micro_batch_size
+        spec = TensorSpec((length, micro_batch, config.transformer.hidden_size), config.transformer.params_dtype)
+        return Pipeline(
+            self.chunks,
+            self.mesh,
+            BatchShape(micro_batch, runtime.num_microbatches),
+            boundary=(spec,),
+            forward_step=forward_step,
+            keys=runtime.dropout_keys,
+            device=runtime.device.torch_device,
+        )
+
+    def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
+        training = self.config.training
+        sizes = requested_samples(training.train_iters, training.eval_interval, training.eval_iters, self.batch_size)
+        with comm.together(self.mesh["world"], self.runtime.device.torch_device):
+            return provider(list(sizes))
+
+    def run(self) -> None:
+        """Train to the last step (or to --exit-interval), then validate and test."""
+        self._print_size()
+        training, state = self.config.training, self.state
+        data = self._iterators("train", state.consumed_train_samples)
+        stopped = False
+        while state.iteration < training.train_iters and not stopped:
+            self._step(data)
+            self._validate_if_due()
+            stopped = bool(training.exit_interval) and state.iteration % training.exit_interval == 0
+            self._save_if_due(last=stopped or state.iteration == training.train_iters)
+        if stopped and state.iteration < training.train_iters:
+            print_rank_0(f"exiting at iteration {state.iteration}, as --exit-interval asks")
+            return
+        for split in ("valid", "test"):
+            self._validate(split, f"iteration {state.iteration} on {'validation' if split == 'valid' else split} set")
+
+    def _step(self, data: Mapping[int, Iterator | None]) -> None:
+        state = self.state
+        result = train_step(
+            self.pipeline,
+            self.optimizer,
+            data,
+            first_sample=state.consumed_train_samples,
+            lr=self.schedule.at(state.consumed_train_samples),
+            check_finite=self.config.training.check_for_nan_in_loss_and_grad,
+        )
+        state.iteration += 1
+        state.consumed_train_samples += self.batch_size
+        self.log.add(result.losses, result.is_nan)
+        next_lr = self.schedule.at(state.consumed_train_samples)
+        self.log.line_if_due(state.iteration, state.consumed_train_samples, next_lr, result.grad_norm)
+
+    def _validate_if_due(self) -> None:
+        if self.state.iteration % self.config.training.eval_interval == 0:
+            self._validate("valid", f"iteration {self.state.iteration}")
+
+    def _validate(self, split: str, where: str) -> None:
+        training = self.config.training
+        if self.datasets[split] is None or training.eval_iters == 0:
+            return
+        self.log.pause()
+        # Which samples a validation reads follows from the step alone, so that a resumed run reads the same ones.
+        done = 0 if split == "test" else (self.state.iteration - 1) // training.eval_interval
+        losses = evaluate(
+            self.pipeline,
+            lambda first: self._iterators(split, first),
+            num_batches=training.eval_iters,
+            first_sample=done * training.eval_iters * self.batch_size,
+            global_batch_size=self.batch_size,
+        )
+        print_rank_last(validation_line(where, losses))
+        self.log.resume()
+
+    def _save_if_due(self, *, last: bool) -> None:
+        config = self.config.checkpoint
+        due = config.save_interval is not None and self.state.iteration % config.save_interval == 0
+        if config.save is None or not (due or last):
+            return
+        self.log.pause()
+        checkpointing.save(self.runtime, list(self.chunks.values()), self.optimizer, self.state, self.log.state())
+        self.log.resume()
+
+    def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
+        """Batches for each chunk, on the ranks that read: the first of each tensor-parallel group, at both ends."""
+        pp, dp = self.mesh["pp"], self.mesh["dp"]
+        reads = self.mesh["tp"].is_first and (pp.is_first or pp.is_last)
+        return {
+            stage: batches(self.datasets[split], first_sample, self.config.training.micro_batch_size, dp.rank, dp.size)
+            if reads
+            else None
+            for stage in self.chunks
+        }
+
+    def _print_size(self) -> None:
+        """Count the model's parameters, each once, over all its ranks."""
+        counts = [
+            sum(
+                _extent(t.pieces)
+                for t in checkpointing.model_tensors(list(self.chunks.values()), self.mesh).values()
+                if t.is_writer
+            )
+        ]
+        total = torch.tensor(counts, dtype=torch.int64, device=self.runtime.device.torch_device)
+        comm.all_reduce(total, self.mesh["world"])
+        print_rank_0(
+            f"model of {int(total.item()):,} parameters; training to iteration {self.config.training.train_iters}"
+        )
+        if self.state.iteration:
+            print_rank_0(f"going on from iteration {self.state.iteration}")
+
+
+def _extent(pieces: list) -> int:
+    """Elements of the whole tensor in these pieces."""
+    return sum(torch.Size(stop - start for start, stop in box).numel() for box, _ in pieces)

@@ -1,0 +1,74 @@
+"""Pretrain GPT: the model, the data and the loss that the shared loop is given.
+
+torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import comm, mpu
+from megatron.core.datasets.gpt import build_gpt_datasets
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.training import get_runtime, get_tokenizer, pretrain
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+    """This pipeline stage's part of the model."""
+    runtime = get_runtime()
+    return GPTModel(runtime.config.transformer, **runtime.model_parts(pre_process, post_process))
+
+
+def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """The data sets, whose indices the first rank builds while the others wait."""
+    runtime = get_runtime()
+    world, device = runtime.mesh["world"], runtime.device.torch_device
+    return build_gpt_datasets(
+        runtime.config.data,
+        get_tokenizer(),
+        num_samples,
+        runtime.config.training.seed,
+        is_builder=world.is_first,
+        wait=lambda: comm.barrier(world, device),
+    )
+
+
+def get_batch(data_iterator: Iterator | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """tokens, labels, loss_mask and position_ids, each [b, s]: read on the first tensor-parallel rank, sent to the others."""
+    runtime = get_runtime()
+    shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)
+    data = next(data_iterator) if data_iterator is not None else None
+    where = (shape, runtime.mesh["tp"], runtime.device.torch_device)
+    tokens, labels, position_ids = broadcast_data(["tokens", "labels", "position_ids"], data, torch.int64, *where)
+    (loss_mask,) = broadcast_data(["loss_mask"], data, torch.float32, *where)
+    return tokens, labels, loss_mask, position_ids
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(sum of the losses of the tokens that count, how many those are, what to print). Both inputs are [b, s]."""
+    loss_mask = loss_mask.to(losses.dtype)
+    loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum()
+    return loss_sum, num_tokens, {"lm loss": torch.stack((loss_sum.detach(), num_tokens))}
+
+
+def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:
+    """One microbatch through this stage. Only the ends of the pipeline need a batch."""
+    if not (mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()):
+        return model(None, None), None
+    tokens, labels, loss_mask, position_ids = get_batch(data_iterator)
+    return model(tokens, position_ids, None, labels=labels), partial(loss_func, loss_mask)
+
+
+if __name__ == "__main__":
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )

@@ -1,0 +1,161 @@
+"""Test double: the ranks of a job as threads of one process, so that parallel code is tested in milliseconds on a CPU.
+
+    losses = run_ranks({"tp": 2, "pp": 2, "dp": 2}, lambda mesh: train(mesh))       one result per rank
+
+Two kinds of group: one completes every call when it starts; the other (`delayed=True`) completes at `wait()` and fills the
+result with NaN until then, so that a missing wait is loud. A call that the other ranks do not join fails after `TIMEOUT`
+seconds and says which call each rank is in.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.grid import grid_of
+from megatron.core.parallel_state import ORDER, Mesh, build_mesh
+
+TIMEOUT = 30.0
+
+
+class _Meeting:
+    """Where the ranks of one group meet: the k-th collective of each rank is the same collective."""
+
+    def __init__(self, size: int, failed: threading.Event):
+        self.size, self.failed, self.changed = size, failed, threading.Condition()
+        self.deposits: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
+        self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.taken: dict[int, int] = defaultdict(int)
+
+    def put(self, call: int, rank: int, op: str, x: Tensor) -> None:
+        with self.changed:
+            self.deposits[call][rank] = (op, x)
+            self.changed.notify_all()
+
+    def take_all(self, call: int, op: str) -> list[Tensor]:
+        """What every rank put into its `call`-th collective, in rank order."""
+        with self.changed:
+            self._until(lambda: len(self.deposits[call]) == self.size, op)
+            got = [self.deposits[call][rank] for rank in range(self.size)]
+            self.taken[call] += 1
+            if self.taken[call] == self.size:
+                del self.deposits[call], self.taken[call]
+        if len({(name, x.shape, x.dtype) for name, x in got}) != 1 and op != "broadcast":
+            raise AssertionError(f"ranks disagree on the call: {[(n, tuple(x.shape), x.dtype) for n, x in got]}")
+        return [x for _, x in got]
+
+    def post(self, source: int, to: int, x: Tensor) -> None:
+        with self.changed:
+            self.letters[source, to].append(x)
+            self.changed.notify_all()
+
+    def receive(self, source: int, to: int) -> Tensor:
+        with self.changed:
+            self._until(lambda: len(self.letters[source, to]) > 0, f"recv from {source}")
+            return self.letters[source, to].popleft()
+
+    def _until(self, ready: Callable[[], bool], what: str) -> None:
+        if not self.changed.wait_for(lambda: ready() or self.failed.is_set(), TIMEOUT):
+            raise TimeoutError(f"{what}: not all ranks came; waiting calls {dict(self.deposits)}")
+        if not ready():
+            raise threading.BrokenBarrierError(what)
+
+
+class _Later:
+    """A call that completes when first waited for."""
+
+    def __init__(self, complete: Callable[[], None]):
+        self.complete: Callable[[], None] | None = complete
+
+    def wait(self) -> None:
+        if self.complete is not None:
+            self.complete()
+            self.complete = None
+
+
+class ThreadGroup:
+    """One rank's end of a meeting; a `comm.Group`."""
+
+    def __init__(self, meeting: _Meeting, rank: int, delayed: bool):
+        self.meeting, self.rank, self.delayed, self.calls = meeting, rank, delayed, 0
+
+    def all_reduce(self, x: Tensor, op: str) -> _Later:
+        combine = {"sum": lambda xs: sum(xs[1:], xs[0].clone()), "max": lambda xs: torch.stack(xs).amax(0)}[op]
+        return self._collective(f"all_reduce {op}", x, x, combine)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> _Later:
+        return self._collective("all_gather", out, x, torch.cat)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> _Later:
+        return self._collective(
+            "reduce_scatter", out, x, lambda xs: sum(xs[1:], xs[0].clone()).chunk(len(xs))[self.rank]
+        )
+
+    def broadcast(self, x: Tensor, source: int) -> _Later:
+        return self._collective("broadcast", x, x, lambda xs: xs[source])
+
+    def send(self, x: Tensor, to: int) -> _Later:
+        self.meeting.post(self.rank, to, x.detach().clone())
+        return _Later(lambda: None)
+
+    def recv(self, x: Tensor, source: int) -> _Later:
+        return self._later(x, lambda: x.detach().copy_(self.meeting.receive(source, self.rank)))
+
+    def _collective(self, op: str, out: Tensor, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Later:
+        call, self.calls = self.calls, self.calls + 1
+        self.meeting.put(call, self.rank, op, x.detach().clone())
+        return self._later(out, lambda: out.detach().copy_(combine(self.meeting.take_all(call, op)).view_as(out)))
+
+    def _later(self, out: Tensor, complete: Callable[[], object]) -> _Later:
+        later = _Later(complete)
+        if not self.delayed:
+            later.wait()
+        elif out.is_floating_point():
+            out.detach().fill_(float("nan"))
+        return later
+
+
+def run_ranks(
+    sizes: dict[str, int], work: Callable[[Mesh], object], *, delayed: bool = False, order: str = ORDER
+) -> list:
+    """work(mesh) of every rank, run as threads; results in rank order. `sizes`: tp, pp, dp or dp_outer and dp_inner."""
+    sizes = dict(sizes)
+    sizes.setdefault("dp_inner", sizes.pop("dp", 1))
+    grid = grid_of(order, sizes)
+    failed = threading.Event()
+    meetings: dict[tuple, _Meeting] = defaultdict(lambda: None)
+    lock = threading.Lock()
+    results: list = [None] * grid.world_size
+    errors: list[tuple[int, BaseException]] = []
+
+    def one(rank: int) -> None:
+        def make_group(name: str, ranks: tuple[int, ...]) -> ThreadGroup:
+            with lock:
+                meeting = meetings[name, ranks] = meetings[name, ranks] or _Meeting(len(ranks), failed)
+            return ThreadGroup(meeting, ranks.index(rank), delayed)
+
+        mesh = build_mesh(grid, rank, make_group)
+        parallel_state.use_mesh(mesh)
+        try:
+            results[rank] = work(mesh)
+        except BaseException as error:
+            errors.append((rank, error))
+            failed.set()
+            for meeting in list(meetings.values()):
+                with meeting.changed:
+                    meeting.changed.notify_all()
+        finally:
+            parallel_state.use_mesh(None)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(grid.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        rank, error = next((e for e in errors if not isinstance(e[1], threading.BrokenBarrierError)), errors[0])
+        raise RuntimeError(f"rank {rank} failed: {error}") from error
+    return results
