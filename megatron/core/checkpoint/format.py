@@ -1,0 +1,314 @@
+"""What a checkpoint is on disk: raw tensor files, and one JSON manifest that says which box of which tensor lies where.
+
+    <root>/latest_checkpointed_iteration.txt      100
+    <root>/iter_0000100/manifest.json             every piece with its place and hash, and the state of the run
+    <root>/iter_0000100/rank_00000.bin            pieces end to end, each starting at a multiple of 64 bytes
+    <root>/iter_0000100.partial/                  being written, or left by a killed run; never read
+    <root>/iter_0000100.replaced/                 the older folder of an iteration that is being saved again
+
+A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. The layout that wrote it is not
+recorded: whoever reads intersects its own boxes with the ones that are here. The manifest ends in a hash of itself, so
+that a damaged digit in the state is noticed too. Nothing is ever unpickled. No torch in this file.
+"""
+
+import hashlib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.boxes import Box, intersect, size_of
+
+FORMAT, VERSION = "megatron-boxes", 1
+MANIFEST = "manifest.json"
+LATEST = "latest_checkpointed_iteration.txt"
+PARTIAL, REPLACED = ".partial", ".replaced"
+ALIGNMENT = 64  # bytes: a cache line, so that a memory map of a piece suits every dtype and vector width
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+DAMAGED = "the checkpoint is damaged or was edited; load another iteration or restore this file from a copy"
+_SHOWN = 10  # problems per message: a wrong layout makes one for every tensor
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read: which file, what is wrong with it, what to do."""
+
+    def __init__(self, file: Path | str, wrong: str | list[str], advice: str):
+        problems = [wrong] if isinstance(wrong, str) else wrong
+        shown = problems[:_SHOWN] + [f"and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
+        lines = "".join(f"\n  {problem}" for problem in shown)
+        super().__init__(f"{file}: {shown[0]}; {advice}" if len(shown) == 1 else f"{file}:{lines}\n{advice}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of one tensor, and where its bytes lie."""
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One whole tensor: its pieces are disjoint and fill it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint folder says of itself. While saving, each rank writes one of its own pieces alone."""
+
+    iteration: int
+    state: dict[str, Any]
+    files: dict[str, int]  # name -> bytes
+    tensors: dict[str, TensorRecord]
+
+
+# ---------------------------------------------------------------- names of folders and files
+
+
+def folder_name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """The iteration that a folder name stands for: `iter_0000100` -> 100, and None for any other name."""
+    match = re.fullmatch(r"iter_([0-9]{7,})", name)
+    return int(match[1]) if match else None
+
+
+def file_name(rank: int, suffix: str) -> str:
+    return f"rank_{rank:05d}{suffix}"
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """The iterations whose folders hold a manifest, in order."""
+    found = ((iteration_of(path.name.removesuffix(REPLACED)), path) for path in root.glob("iter_*"))
+    return sorted({number for number, path in found if number is not None and (path / MANIFEST).is_file()})
+
+
+def item_bytes_of(shape: Iterable[int], dtype: str) -> int:
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+# ---------------------------------------------------------------- to JSON and back
+
+
+def _sealed(body: str) -> str:
+    """`body`, an object that lacks its closing brace, completed by its own hash."""
+    return f'{body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
+
+
+_SEAL_LENGTH = len(_sealed(""))
+
+
+def to_json(manifest: Manifest) -> str:
+    """The text of a manifest, one tensor a line."""
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "byte_order": sys.byteorder,
+        "iteration": manifest.iteration,
+        "state": manifest.state,
+        "files": manifest.files,
+    }
+    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in fields.items())
+    records = {
+        name: vars(rec) | {"pieces": [vars(piece) for piece in rec.pieces]} for name, rec in manifest.tensors.items()
+    }
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(record)}" for name, record in records.items())
+    return _sealed(f'{{{head},\n"tensors": {{\n{lines}\n}}')
+
+
+def parse_manifest(text: str, file: Path | str) -> Manifest:
+    """The manifest in `text`, every value checked; `file` is named in errors. `check_whole` has still to be called."""
+    try:
+        raw = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(file, f"is not JSON from beginning to end ({error})", DAMAGED) from error
+    _check_header(raw, file)
+    if text != _sealed(text[:-_SEAL_LENGTH]):
+        raise CheckpointError(file, "does not match the sha256 in its last line", DAMAGED)
+    try:
+        manifest = Manifest(
+            iteration=_count(raw, "iteration", "the manifest"),
+            state=_value(raw, "state", dict, "the manifest"),
+            files={name: _count(raw["files"], name, "files") for name in _value(raw, "files", dict, "the manifest")},
+            tensors={
+                name: _parse_tensor(record, f"tensor {name!r}")
+                for name, record in _value(raw, "tensors", dict, "the manifest").items()
+            },
+        )
+    except _Malformed as error:
+        raise CheckpointError(file, str(error), DAMAGED) from error
+    if problems := _problems_of_names(manifest) + _problems_of_places(manifest):
+        raise CheckpointError(file, problems, DAMAGED)
+    return manifest
+
+
+def _check_header(raw: Any, file: Path | str) -> None:
+    header = raw if isinstance(raw, dict) else {}
+    if header.get("format") != FORMAT:
+        raise CheckpointError(
+            file, f"has format {header.get('format')!r}, not {FORMAT!r}", "convert it, or give another folder"
+        )
+    if header.get("version") != VERSION:
+        advice = "load it with the release that wrote it, or update this one"
+        raise CheckpointError(file, f"has version {header.get('version')!r}; this code reads {VERSION}", advice)
+    if header.get("byte_order") != sys.byteorder:
+        wrong = f"holds {header.get('byte_order')!r}-endian numbers, this machine's are {sys.byteorder}-endian"
+        raise CheckpointError(file, wrong, "load it on a machine like the one that wrote it")
+
+
+class _Malformed(ValueError):
+    """A value of the wrong kind somewhere in a manifest; becomes a CheckpointError with the file's name."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError("an object names one key twice")
+    return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _value(record: Any, key: str, kind: type, at: str) -> Any:
+    if not isinstance(record, dict) or type(record.get(key)) is not kind:
+        raise _Malformed(f"{at} has no {key!r} of type {kind.__name__}")
+    return record[key]
+
+
+def _count(record: Any, key: str, at: str) -> int:
+    if (value := _value(record, key, int, at)) < 0:
+        raise _Malformed(f"{at} has a negative {key!r}: {value}")
+    return value
+
+
+def _integers(values: Any, length: int | None, at: str) -> tuple[int, ...]:
+    """`values` if it is a list of non-negative integers, of `length` if that is given."""
+    fits = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    if not fits or length not in (None, len(values)):
+        raise _Malformed(
+            f"{at}: {values!r} is not a list of {'' if length is None else f'{length} '}integers from 0 up"
+        )
+    return tuple(values)
+
+
+def _parse_tensor(record: Any, at: str) -> TensorRecord:
+    dtype = _value(record, "dtype", str, at)
+    if dtype not in ITEM_BYTES:
+        raise _Malformed(f"{at} has dtype {dtype!r}; allowed are {', '.join(ITEM_BYTES)}")
+    shape = _integers(_value(record, "shape", list, at), None, f"{at}, shape")
+    pieces = tuple(_parse_piece(piece, at) for piece in _value(record, "pieces", list, at))
+    return TensorRecord(dtype, shape, pieces)
+
+
+def _parse_piece(record: Any, at: str) -> Piece:
+    return Piece(
+        box=tuple(_integers(span, 2, f"{at}, box") for span in _value(record, "box", list, at)),
+        file=_value(record, "file", str, at),
+        offset=_count(record, "offset", at),
+        nbytes=_count(record, "nbytes", at),
+        sha256=_value(record, "sha256", str, at),
+    )
+
+
+# ---------------------------------------------------------------- what must hold between the values
+
+
+def _problems_of_names(manifest: Manifest) -> list[str]:
+    """File names that could leave the folder: a manifest may come from anywhere."""
+    return [
+        f"names the file {name!r}; a file name is made of letters, digits, '_', '-' and '.', has no '..' and no folder"
+        for name in manifest.files
+        if ".." in name or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)
+    ]
+
+
+def _problems_of_places(manifest: Manifest) -> list[str]:
+    problems = []
+    for name, record in manifest.tensors.items():
+        for piece in record.pieces:
+            at = f"tensor {name!r}, box {show(piece.box)}"
+            if not _is_box_within(piece.box, record.shape):
+                problems.append(f"{at} is not a box within shape {record.shape}")
+            elif piece.nbytes != item_bytes_of(size_of(piece.box), record.dtype):
+                problems.append(f"{at} cannot have {piece.nbytes} bytes of {record.dtype}")
+            elif piece.offset + piece.nbytes > manifest.files.get(piece.file, -1):
+                end = piece.offset + piece.nbytes
+                size = f"has {manifest.files[piece.file]}" if piece.file in manifest.files else "is not listed"
+                problems.append(f"{at} ends at byte {end} of {piece.file!r}, which {size}")
+            elif not re.fullmatch("[0-9a-f]{64}", piece.sha256):
+                problems.append(f"{at} has {piece.sha256!r} where a sha256 in hexadecimal belongs")
+    return problems
+
+
+def _is_box_within(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box) == len(shape) and all(start < stop <= size for (start, stop), size in zip(box, shape))
+
+
+def check_whole(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> None:
+    """Raise unless the pieces of every tensor are disjoint and fill it."""
+    problems = [_problem_of_cover(name, record) for name, record in manifest.tensors.items()]
+    if problems := [problem for problem in problems if problem]:
+        raise CheckpointError(file, problems, advice)
+
+
+def _problem_of_cover(name: str, record: TensorRecord) -> str | None:
+    if pair := _first_overlap(record.pieces):
+        boxes = " and ".join(f"{show(piece.box)} in {piece.file}" for piece in pair)
+        return f"tensor {name!r} has pieces that overlap: {boxes}"
+    total = math.prod(record.shape)
+    held = sum(math.prod(size_of(piece.box)) for piece in record.pieces)
+    if held == total:  # disjoint boxes within the shape, of the same volume: they fill it
+        return None
+    boxes = ", ".join(show(piece.box) for piece in record.pieces[:4]) or "none"
+    return f"tensor {name!r} of shape {record.shape} has gaps: its boxes ({boxes}) hold {held} of {total} elements"
+
+
+def _first_overlap(pieces: tuple[Piece, ...]) -> tuple[Piece, Piece] | None:
+    """Two pieces that share an element, found by a sweep along the most divided dimension (all pairs would be k^2)."""
+    if not pieces or not pieces[0].box:  # a tensor without dimensions has one element
+        return (pieces[0], pieces[1]) if len(pieces) > 1 else None
+    dim = max(range(len(pieces[0].box)), key=lambda d: len({piece.box[d][0] for piece in pieces}))
+    behind: list[Piece] = []  # those that reach past the sweep's position
+    for piece in sorted(pieces, key=lambda piece: piece.box[dim]):
+        behind = [other for other in behind if other.box[dim][1] > piece.box[dim][0]]
+        for other in behind:
+            if intersect(piece.box, other.box) is not None:
+                return other, piece
+        behind.append(piece)
+    return None
+
+
+def state_problems(value: Any, at: str = "state") -> list[str]:
+    """What in `value` JSON would lose or change; floats keep every bit, so NaN and infinity are all it cannot hold."""
+    if isinstance(value, dict):
+        keys = [f"{at} has the key {key!r}; keys are text in JSON" for key in value if not isinstance(key, str)]
+        return keys + [problem for key, inner in value.items() for problem in state_problems(inner, f"{at}[{key!r}]")]
+    if isinstance(value, list):
+        return [problem for i, inner in enumerate(value) for problem in state_problems(inner, f"{at}[{i}]")]
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return []
+    return [f"{at} is {value!r:.40} ({type(value).__name__}), which plain JSON cannot hold"]
+
+
+def show(box: Box) -> str:
+    """`[0:4, 8:16]`"""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

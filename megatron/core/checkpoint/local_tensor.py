@@ -1,0 +1,65 @@
+"""What one rank holds of a tensor, as saving and loading see it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.boxes import Box, size_of
+from megatron.core.checkpoint.format import ITEM_BYTES, show
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTensor:
+    """This rank's part of one tensor.
+
+    `pieces` are (box in the whole tensor, box in `tensor`), as `placement.pieces` gives them: two for a fused gate|up,
+    none on a rank that holds only padding. If `tensor` is flat, its boxes are runs of elements in row-major order, so
+    that the shard of a ZeRO optimizer needs no reshaping:
+
+        whole (3, 4), shard 2:9 of its 12 elements   [0:1, 2:4] <- [0:2],  [1:2, 0:4] <- [2:6],  [2:3, 0:1] <- [6:7]
+    """
+
+    tensor: Tensor  # any device
+    shape: tuple[int, ...]  # of the whole tensor, without padding
+    pieces: list[tuple[Box, Box]]
+    is_writer: bool  # exactly one of the ranks that hold a piece saves it
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    def region(self, piece: tuple[Box, Box]) -> Tensor:
+        """The view of `tensor` that holds a piece, in the shape of the piece's global box."""
+        global_box, local_box = piece
+        view = self.tensor.detach()[tuple(slice(start, stop) for start, stop in local_box)]
+        return view.view(size_of(global_box))
+
+
+def problems_of(name: str, local: LocalTensor) -> list[str]:
+    """Why this tensor can be neither saved nor loaded; the names of dtypes and all boxes are checked."""
+    if local.dtype not in ITEM_BYTES:
+        return [f"tensor {name!r} has dtype {local.dtype}; a checkpoint holds {', '.join(ITEM_BYTES)}"]
+    if local.tensor.layout != torch.strided:
+        return [f"tensor {name!r} is {local.tensor.layout}; a checkpoint holds dense tensors"]
+    problems = []
+    for global_box, local_box in local.pieces:
+        if not (_is_within(global_box, local.shape) and _is_within(local_box, local.tensor.shape)):
+            problems.append(
+                f"tensor {name!r}: the boxes {show(global_box)} <- {show(local_box)} do not lie within the whole "
+                f"shape {tuple(local.shape)} and the local shape {tuple(local.tensor.shape)}"
+            )
+        elif not _match(size_of(global_box), size_of(local_box), local.tensor.is_contiguous()):
+            problems.append(f"tensor {name!r}: box {show(global_box)} cannot be taken from box {show(local_box)}")
+    return problems
+
+
+def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box) == len(shape) and all(0 <= start < stop <= size for (start, stop), size in zip(box, shape))
+
+
+def _match(global_size: tuple[int, ...], local_size: tuple[int, ...], is_contiguous: bool) -> bool:
+    """The same extents, or a run of as many elements of a flat tensor."""
+    is_run = is_contiguous and len(local_size) == 1 and math.prod(global_size) == local_size[0]
+    return global_size == local_size or (is_run and len(global_size) != 1)

@@ -1,0 +1,292 @@
+"""Saving: every rank writes its pieces into one raw file, rank 0 writes the manifest, and one rename makes it all real.
+
+    all ranks   check tensors                              rank 0 clears what a killed save left, makes iter_N.partial/
+    all ranks   iter_N.partial/rank_R.bin and rank_R.json  pieces, and what they are
+    rank 0      manifest.json from all rank_R.json         nothing missing, nothing twice, no gap
+    all ranks   is every tensor I hold in it?
+    rank 0      rename to iter_N/, then point latest_checkpointed_iteration.txt to it
+
+Each line is one `comm.together`: a rank that fails stops all of them with its message, and the checkpoint before stays
+what `latest` names. All ranks write below one folder, so it must lie on a file system that they share; a rank that does
+not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm
+from megatron.core.boxes import Box
+from megatron.core.checkpoint import format
+from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
+from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
+from megatron.core.grid import Axis
+
+_CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
+_NOT_SHARED = "the folder must be on a file system that all ranks share; choose another --save"
+_INTACT = "the checkpoint before is intact"
+
+
+def save_checkpoint(
+    root: Path | str,
+    iteration: int,
+    tensors: dict[str, LocalTensor],
+    state: dict[str, Any],
+    world: Axis,
+    device: torch.device | str = "cpu",
+) -> Path:
+    """Save `tensors` and `state` as iteration `iteration` below `root`; returns the checkpoint's folder.
+
+    Every rank of `world` must call, with the tensors that it holds itself; `state` is plain JSON, and that of the first
+    rank counts. `device` is where the ranks' agreement communicates. On return, on any rank, the checkpoint is on disk
+    and is the latest. If any rank fails, all raise, and `latest` names what it named before. A checkpoint of the same
+    iteration is replaced.
+    """
+    root = Path(root)
+    partial = root / (format.folder_name(iteration) + format.PARTIAL)
+    try:
+        with comm.together(world, device):
+            _check(root, iteration, tensors, state if world.is_first else {})
+            if world.is_first:
+                _start(root, partial)
+        with comm.together(world, device):
+            part_bytes = _write_part(partial, iteration, world.rank, tensors)
+        all_part_bytes = _gather_numbers(part_bytes, world, device)
+        summary = None
+        with comm.together(world, device):
+            if world.is_first:
+                manifest = _merge(partial, iteration, state, all_part_bytes)
+                summary = json.dumps({name: [rec.dtype, rec.shape] for name, rec in manifest.tensors.items()})
+        summary = comm.broadcast_text(summary, world, device)
+        with comm.together(world, device):
+            _check_nothing_lost(partial, tensors, json.loads(summary))
+        with comm.together(world, device):
+            if world.is_first:
+                _publish(root, partial, iteration)
+    except Exception:
+        if world.is_first:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                _clear_leftovers(root)
+        raise
+    return root / format.folder_name(iteration)
+
+
+# ---------------------------------------------------------------- before: can it work?
+
+
+def _check(root: Path, iteration: int, tensors: dict[str, LocalTensor], state: dict[str, Any]) -> None:
+    problems = [problem for name, local in tensors.items() for problem in problems_of(name, local)]
+    problems += [f"a tensor is named {name!r}; names are text" for name in tensors if not isinstance(name, str)]
+    problems += format.state_problems(state)
+    if not isinstance(state, dict):
+        problems.append(f"state is a {type(state).__name__}; it must be a dict")
+    if iteration < 0:
+        problems.append(f"iteration is {iteration!r}; it must be an integer from 0 up")
+    if problems:
+        raise CheckpointError(root, problems, f"nothing was written; {_INTACT}")
+
+
+def _start(root: Path, partial: Path) -> None:
+    """An empty folder to write into."""
+    final = root / partial.name.removesuffix(format.PARTIAL)
+    with _writing(partial):
+        root.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(root)
+        if final.exists() and not (final / format.MANIFEST).is_file():
+            wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
+            raise CheckpointError(final, wrong, "move it away or choose another --save")
+        partial.mkdir()
+
+
+def _clear_leftovers(root: Path) -> None:
+    """Undo what a killed save left: half-written folders go, one that was set aside without a successor comes back."""
+    for folder in root.glob(f"iter_*{format.PARTIAL}"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in root.glob(f"iter_*{format.REPLACED}"):
+        final = folder.with_suffix("")
+        if final.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            folder.rename(final)
+
+
+# ---------------------------------------------------------------- every rank: its pieces
+
+
+def _write_part(partial: Path, iteration: int, rank: int, tensors: dict[str, LocalTensor]) -> int:
+    """Write what this rank is the writer of; the bytes of the list of it, 0 when there is nothing."""
+    mine = {name: local for name, local in tensors.items() if local.is_writer}
+    if not mine:
+        return 0
+    if not partial.is_dir():
+        raise CheckpointError(partial, f"was made by the first rank but is not visible to rank {rank}", _NOT_SHARED)
+    path = partial / format.file_name(rank, ".bin")
+    with _writing(path):
+        records, nbytes = _write_pieces(path, mine)
+        text = format.to_json(Manifest(iteration, {}, {path.name: nbytes} if nbytes else {}, records))
+        _write_text(path.with_suffix(".json"), text)
+        _sync_folder(partial)
+    return len(text)
+
+
+def _write_pieces(path: Path, tensors: dict[str, LocalTensor]) -> tuple[dict[str, TensorRecord], int]:
+    """The records of the pieces written to `path`, and its size; no file is made for no pieces."""
+    records = {name: TensorRecord(local.dtype, tuple(local.shape), ()) for name, local in tensors.items()}
+    if not any(local.pieces for local in tensors.values()):
+        return records, 0
+    with open(path, "xb") as file:
+        for name, local in tensors.items():
+            pieces = tuple(_write_piece(file, path.name, local, piece) for piece in local.pieces)
+            records[name] = TensorRecord(local.dtype, tuple(local.shape), pieces)
+        nbytes = file.tell()
+        _sync(file)
+    return records, nbytes
+
+
+def _write_piece(file: BinaryIO, name: str, local: LocalTensor, piece: tuple[Box, Box]) -> Piece:
+    file.write(bytes(-file.tell() % format.ALIGNMENT))
+    offset, digest = file.tell(), hashlib.sha256()
+    for chunk in _chunks(local.region(piece)):
+        data = chunk.cpu().reshape(-1).view(torch.uint8).numpy().data
+        digest.update(data)
+        file.write(data)
+    return Piece(piece[0], name, offset, file.tell() - offset, digest.hexdigest())
+
+
+def _chunks(x: Tensor) -> Iterator[Tensor]:
+    """The elements of `x` in row-major order, as views of at most `_CHUNK` bytes."""
+    if x.nbytes <= _CHUNK:
+        yield x
+        return
+    rows = _CHUNK * len(x) // x.nbytes
+    if rows == 0:  # even one row is too much
+        for row in x:
+            yield from _chunks(row)
+    else:
+        yield from x.split(rows)
+
+
+def _gather_numbers(mine: int, world: Axis, device: torch.device | str) -> list[int]:
+    """Every rank's number. All must call."""
+    numbers = torch.zeros(world.size, dtype=torch.int64, device=device)
+    numbers[world.rank] = mine
+    return comm.all_reduce(numbers, world).tolist()
+
+
+# ---------------------------------------------------------------- rank 0: the manifest
+
+
+def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: list[int]) -> Manifest:
+    """Write the manifest of the pieces of all ranks that wrote `part_bytes` of list, each found whole."""
+    merged = Manifest(iteration, state, {}, {})
+    names = [format.file_name(rank, ".json") for rank, nbytes in enumerate(part_bytes) if nbytes]
+    for name, nbytes in zip(names, filter(None, part_bytes)):
+        part = format.parse_manifest(_read_part(partial / name, nbytes), partial / name)
+        for file, size in part.files.items():
+            _check_size(partial / file, size)
+        merged.files.update(part.files)
+        _add(merged.tensors, part.tensors, partial / name)
+    advice = f"exactly one rank must be the writer of every element; {_INTACT}"
+    format.check_whole(merged, partial, advice)
+    text = format.to_json(merged)
+    format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
+    with _writing(partial / format.MANIFEST):
+        _write_text(partial / format.MANIFEST, text)
+        for name in names:
+            (partial / name).unlink()
+        _sync_folder(partial)
+    return merged
+
+
+def _read_part(path: Path, nbytes: int) -> str:
+    _check_size(path, nbytes)
+    return path.read_text()
+
+
+def _check_size(path: Path, expected: int) -> None:
+    found = path.stat().st_size if path.is_file() else None
+    if found != expected:
+        wrong = "is not there" if found is None else f"has {found} bytes"
+        raise CheckpointError(path, f"{wrong}, though its rank wrote {expected} bytes", _NOT_SHARED)
+
+
+def _add(merged: dict[str, TensorRecord], part: dict[str, TensorRecord], file: Path) -> None:
+    for name, record in part.items():
+        known = merged.get(name, TensorRecord(record.dtype, record.shape, ()))
+        if (known.dtype, known.shape) != (record.dtype, record.shape):
+            wrong = (
+                f"has tensor {name!r} as {record.dtype} {record.shape}, an earlier rank as {known.dtype} {known.shape}"
+            )
+            raise CheckpointError(file, wrong, f"two different tensors share a name, or ranks disagree; {_INTACT}")
+        merged[name] = TensorRecord(known.dtype, known.shape, known.pieces + record.pieces)
+
+
+def _check_nothing_lost(partial: Path, tensors: dict[str, LocalTensor], saved: dict[str, list]) -> None:
+    """A tensor that no rank is the writer of would be missed only when it is loaded."""
+    problems = [
+        f"tensor {name!r}, {local.dtype} {tuple(local.shape)}, "
+        + (f"was saved as {saved[name][0]} {tuple(saved[name][1])}" if name in saved else "has no rank that writes it")
+        for name, local in tensors.items()
+        if saved.get(name) != [local.dtype, list(local.shape)]
+    ]
+    if problems:
+        raise CheckpointError(partial, problems, f"exactly one rank must be the writer of every element; {_INTACT}")
+
+
+def _publish(root: Path, partial: Path, iteration: int) -> None:
+    """Make the complete folder the latest checkpoint; wherever this is killed, a complete one is found."""
+    final = root / format.folder_name(iteration)
+    aside = root / (final.name + format.REPLACED)
+    latest = root / (format.LATEST + format.PARTIAL)
+    with _writing(final):
+        if final.exists():
+            final.rename(aside)  # a load between this line and the next finds it there
+        partial.rename(final)
+        _sync_folder(root)
+        _write_text(latest, f"{iteration}\n")
+        os.replace(latest, root / format.LATEST)
+        _sync_folder(root)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- reaching the disk
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full or broken disk, said of `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            path, f"cannot be written ({error})", f"free or choose another disk; {_INTACT}"
+        ) from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "wb") as file:
+        file.write(text.encode())
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; a rename is not until its folder is synced."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot sync folders: then their server orders it
+            os.fsync(handle)
+    finally:
+        os.close(handle)
