@@ -39,7 +39,7 @@ class Placement:
     """How one parameter is spread over the ranks. Axes are named; a mesh turns names into `Axis` objects."""
 
     shape: tuple[int, ...]  # of the whole tensor, without padding
-    init: Normal | Constant
+    init: Normal | Constant | None  # None: the creator fills it
     shard: Mapping[str, int] = field(default_factory=dict)  # axis -> the tensor dimension that it divides
     replicated_over: tuple[str, ...] = ()  # axes whose ranks hold the same copy
     partial_grad: tuple[str, ...] = ()  # axes over which each rank holds only a part of the gradient

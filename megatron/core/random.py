@@ -36,6 +36,8 @@ def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis])
     """
     for name, parameter in model.named_parameters():
         placement = parameter.placement
+        if placement.init is None:
+            continue
         if isinstance(placement.init, Constant):
             parameter.fill_(placement.init.value)
             continue
@@ -47,11 +49,11 @@ def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis])
 
 def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: str) -> Tensor:
     """The part `box` of the global float32 tensor of `shape` called `name`, with draws from N(0, std^2). On the CPU."""
-    out = torch.empty(size_of(box))
+    out = torch.empty(size_of(box), dtype=torch.float32)
     generator = torch.Generator()
     for tile in _tiles_overlapping(shape, box):
         generator.manual_seed(seed_of(seed, name, *(start for start, _ in tile)))
-        values = torch.randn(size_of(tile), generator=generator)
+        values = torch.randn(size_of(tile), generator=generator, dtype=torch.float32)
         shared = intersect(tile, box)
         out[slices(relative_to(shared, box))] = values[slices(relative_to(shared, tile))]
     return out.mul_(std)

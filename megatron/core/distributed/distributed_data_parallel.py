@@ -17,18 +17,25 @@ from megatron.core import comm
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import Item, lay_out
 from megatron.core.parallel_state import Mesh
+from megatron.core.placement import Placement
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and call alike."""
+    """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and call alike.
+
+    A parameter without a placement (of a plain torch module) is taken to be whole on every rank.
+    """
 
     def __init__(self, module: nn.Module, mesh: Mesh):
         super().__init__()
         self.module, self.mesh = module, mesh
         self._pending: list[comm.Pending] = []
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
+            if not hasattr(parameter, "placement"):
+                parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
         items = [Item(name, p.numel(), _buffer_key(p)) for name, p in trained.items()]
         self.buffers = [
             ParamAndGradBuffer(plan, trained, mesh.over(trained[plan.slots[0].name].placement.reduce_over))

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 
-def rotary_angles(length: int, width: int, base: float, device: torch.device) -> Tensor:
-    """The angle of each position and pair of features, float32. -> [length, width / 2]"""
-    wavelengths = base ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    return torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1 / wavelengths)
+def rotary_angles(length: int, width: int, base: float, *, like: Tensor) -> Tensor:
+    """The angle of each position and pair of features, in float32 (float64 for float64 activations). -> [length, width / 2]"""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    wavelengths = base ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
+    return torch.outer(torch.arange(length, dtype=dtype, device=like.device), 1 / wavelengths)
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class ParallelTransformer(nn.Module):
         config, angles = self.config, None
         if config.position_embedding_type == "rope":
             length = x.shape[0] * self.sequence_ranks
-            angles = rotary_angles(length, config.rotary_width, config.rotary_base, x.device)
+            angles = rotary_angles(length, config.rotary_width, config.rotary_base, like=x)
         for layer in self.layers.values():
             x = layer(x, mask, angles)
         return x if self.final_layernorm is None else self.final_layernorm(x)

@@ -1,0 +1,176 @@
+"""A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from local_ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron.core.boxes import slices
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.parallel_state import Mesh
+from megatron.core.pipeline_parallel.stage import layers_of_stage
+from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.placement import is_counted, pieces
+from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.train_step import BatchShape, Pipeline, train_step
+
+VOCAB, SEQ, SEED = 61, 8, 3
+
+GPT2 = TransformerConfig(
+    num_layers=4, hidden_size=32, num_attention_heads=8, make_vocab_size_divisible_by=8, fp64=True
+)  # with dropout, biases, learned positions, tied weights
+LLAMA = replace(
+    GPT2, group_query_attention=True, num_query_groups=4, ffn_hidden_size=48, swiglu=True, normalization="RMSNorm",
+    position_embedding_type="rope", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+    untie_embeddings_and_output_weights=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over ranks; one process by default."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    dp: int = 1
+    m: int = 1  # microbatches of one rank and step
+    delayed: bool = False
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}{'-delayed' if self.delayed else ''}"
+
+
+@dataclass
+class Outcome:
+    """What must not depend on the layout."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)  # of each step, clipped
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def sample(number: int) -> dict[str, Tensor]:
+    """Sample `number` of an endless data set, with a mask of its own."""
+    generator = torch.Generator().manual_seed(1000 + number)
+    text = torch.randint(0, VOCAB, (SEQ + 1,), generator=generator)
+    mask = (torch.rand(SEQ, generator=generator, dtype=torch.float32) > 0.3).double()
+    return {"tokens": text[:-1], "labels": text[1:], "mask": mask, "positions": torch.arange(SEQ)}
+
+
+def microbatches(batch: BatchShape, first_sample: int, mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+    for i in range(batch.num_microbatches):
+        rows = [sample(number) for number in batch.samples_of(first_sample, i, mesh["dp"])]
+        yield {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    total, count = (losses * mask).sum(), mask.sum()
+    return total, count, {"lm loss": torch.stack((total.detach(), count))}
+
+
+def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
+    batch = next(data)
+    return model(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(loss_func, batch["mask"])
+
+
+def build(mesh: Mesh, config: TransformerConfig, sp: bool) -> tuple[DistributedDataParallel, DropoutKeys]:
+    """This rank's stage in its buffers."""
+    pp, keys = mesh["pp"], DropoutKeys(SEED)
+    model = GPTModel(
+        config, vocab_size=VOCAB, positions=SEQ, layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
+        tp=TensorParallel(mesh["tp"], sp, config.params_dtype), keys=keys, ends=mesh["embd"],
+        pre_process=pp.is_first, post_process=pp.is_last,
+    )  # fmt: skip
+    initialize_parameters(model, SEED, mesh)
+    return DistributedDataParallel(model, mesh), keys
+
+
+def train_rank(
+    mesh: Mesh, config: TransformerConfig, layout: Layout, *, steps: int, global_batch: int, optimizer: OptimizerConfig
+) -> dict:
+    """Train this rank's part; returns what it knows of the outcome."""
+    chunk, keys = build(mesh, config, layout.sp)
+    adam = FlatOptimizer(chunk.buffers, optimizer, mesh)
+    batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
+    spec = TensorSpec(
+        (SEQ // layout.tp if layout.sp else SEQ, batch.micro_batch_size, config.hidden_size), config.params_dtype
+    )
+    stage = mesh["pp"].rank
+    pipeline = Pipeline({stage: chunk}, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys)
+    known: dict = {"losses": [], "norms": [], "grads": []}
+    for step in range(steps):
+        first = step * global_batch
+        data = microbatches(batch, first, mesh)
+        result = train_step(pipeline, adam, {stage: data}, first_sample=first, lr=1e-2)
+        known["losses"].append(result.losses.get("lm loss"))
+        known["norms"].append(result.grad_norm)
+        known["grads"].append(my_pieces(chunk.module, mesh, lambda p: p.main_grad))
+    known["weights"] = my_pieces(chunk.module, mesh, lambda p: p.data)
+    return known
+
+
+def my_pieces(module: nn.Module, mesh: Mesh, tensor_of) -> list[tuple]:
+    """(name, whole shape, box, values) of everything that this rank speaks for."""
+    return [
+        (name, p.placement.shape, box, tensor_of(p)[slices(local)].clone())
+        for name, p in module.named_parameters()
+        if is_counted(p.placement, mesh) and mesh["dp"].is_first
+        for box, local in pieces(p.placement, tuple(p.shape), mesh)
+    ]
+
+
+def put_together(parts: list[list[tuple]]) -> dict[str, Tensor]:
+    """Whole tensors from the pieces of all ranks; every element must be there exactly once."""
+    whole: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for name, shape, box, values in (piece for rank in parts for piece in rank):
+        whole.setdefault(name, torch.zeros(shape, dtype=values.dtype))[slices(box)] = values
+        seen.setdefault(name, torch.zeros(shape))[slices(box)] += 1
+    for name, count in seen.items():
+        assert bool((count == 1).all()), f"{name}: some elements are held by no rank, or spoken for by two"
+    return whole
+
+
+def run(
+    config: TransformerConfig,
+    layout: Layout,
+    *,
+    steps: int = 3,
+    global_batch: int = 24,
+    optimizer: OptimizerConfig | None = None,
+) -> Outcome:
+    """Train `steps` steps under a layout and collect the outcome from all ranks."""
+    optimizer = optimizer or OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
+    work = partial(
+        train_rank, config=config, layout=layout, steps=steps, global_batch=global_batch, optimizer=optimizer
+    )
+    ranks = run_ranks({"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, work, delayed=layout.delayed)
+    assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), "ranks disagree on the gradient norm"
+    return Outcome(
+        losses=ranks[-1]["losses"],
+        norms=ranks[0]["norms"],
+        grads=[put_together([rank["grads"][step] for rank in ranks]) for step in range(steps)],
+        weights=put_together([rank["weights"] for rank in ranks]),
+    )
+
+
+def assert_equal(got: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Per tensor max|a - b| <= tolerance * max|b|, and the same relative bound for losses and norms."""
+    for name in ("losses", "norms"):
+        for step, (a, b) in enumerate(zip(getattr(got, name), getattr(expected, name), strict=True)):
+            assert abs(a - b) <= tolerance * abs(b), f"{name} of step {step}: {a} instead of {b}"
+    pairs = {f"gradient of step {i}": pair for i, pair in enumerate(zip(got.grads, expected.grads, strict=True))}
+    for what, (a, b) in (pairs | {"weight": (got.weights, expected.weights)}).items():
+        assert a.keys() == b.keys(), f"{what}: {a.keys() ^ b.keys()} are in one model only"
+        for name in b:
+            worst, scale = (a[name] - b[name]).abs().max().item(), b[name].abs().max().item()
+            assert worst <= tolerance * scale, f"{what} {name} differs by {worst}, its largest value is {scale}"
