@@ -65,3 +65,8 @@ class Device:
     def peak_memory_bytes(self) -> int | None:
         """The most memory that tensors have taken since the start; None where the device does not count."""
         return None if self.module is None else self.module.max_memory_allocated()
+
+
+def has_fused_adam(device: torch.device) -> bool:
+    """Whether torch updates all of a parameter's Adam state in one pass on this device."""
+    return device.type in ("cpu", "cuda", "xpu")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.config import ConfigError, knob
+from megatron.core.device import has_fused_adam
 from megatron.core.distributed.memory_buffer import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.plan import runs
 from megatron.core.parallel_state import Mesh
@@ -69,7 +70,7 @@ class FlatOptimizer:
                 segment.grad = buffer.grads.data[start:stop]
                 groups[decay].append(segment)
                 states[segment] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=segment.device if _fuses(segment) else "cpu"),
+                    "step": torch.zeros((), dtype=torch.float32, device=segment.device if has_fused_adam(segment.device) else "cpu"),
                     "exp_avg": self.exp_avg[i].data[start:stop],
                     "exp_avg_sq": self.exp_avg_sq[i].data[start:stop],
                 }
@@ -78,7 +79,7 @@ class FlatOptimizer:
             [{"params": segments, "weight_decay": decay_of[key]} for key, segments in groups.items() if segments],
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             eps=self.config.adam_eps,
-            fused=all(_fuses(segment) for segment in states),
+            fused=all(has_fused_adam(segment.device) for segment in states),
         )
         adam.state.update(states)
         return adam
@@ -153,8 +154,3 @@ def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh) -> list[tuple[int, int
     """The parts of the buffer that this rank speaks for in sums over the model."""
     labels = {name: is_counted(parameter.placement, mesh) for name, parameter in buffer.parameters.items()}
     return [(start, stop) for counted, start, stop in runs(buffer.plan.slots, labels) if counted]
-
-
-def _fuses(segment: Tensor) -> bool:
-    """Whether torch has a one-pass AdamW for this device."""
-    return segment.device.type in ("cpu", "cuda", "xpu")

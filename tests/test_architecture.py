@@ -1,0 +1,209 @@
+"""The shape of the code base, checked: who may import whom, who may communicate, who may name a vendor, how long things are."""
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CORE = ROOT / "megatron" / "core"
+PYTHON_FILES = sorted(p for folder in ("megatron", "tools", "tests") for p in (ROOT / folder).rglob("*.py"))
+PYTHON_FILES += sorted(ROOT.glob("*.py"))
+PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).parts]
+
+# A package may import only from rows above its own (row 2 packages not even one another).
+ROWS = [
+    {"config", "device", "grid", "boxes", "enums"},
+    {"parallel_state", "comm", "placement", "random"},
+    {"tensor_parallel", "pipeline_parallel", "distributed", "datasets", "tokenizers"},
+    {"transformer", "optimizer", "checkpoint"},
+    {"models"},
+    {"inference"},
+]
+# Files that load without torch, so that tools and tests of plain integers start at once.
+PURE = [
+    "megatron.core.grid",
+    "megatron.core.boxes",
+    "megatron.core.placement",
+    "megatron.core.config",
+    "megatron.core.distributed.plan",
+    "megatron.core.optimizer.lr_schedule",
+    "megatron.core.checkpoint.format",
+    "megatron.core.pipeline_parallel.schedule",
+    "megatron.core.pipeline_parallel.lower",
+    "megatron.core.pipeline_parallel.simulate",
+    "megatron.core.pipeline_parallel.stage",
+    "megatron.core.datasets.index_map",
+]
+MAX_FUNCTION, MAX_FILE = 80, 500  # code lines: neither comment, docstring nor blank
+LONGER_WITH_REASON: dict[str, str] = {}  # "path" or "path:function" -> why
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imported_modules(path: Path) -> list[str]:
+    """Absolute names of everything that a file imports, wherever in the file."""
+    names = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the package's name"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def package_in_core(name: str) -> str | None:
+    """megatron.core.transformer.norm -> transformer"""
+    parts = name.split(".")
+    if parts[:2] != ["megatron", "core"] or len(parts) < 3:
+        return None
+    return "parallel_state" if parts[2] == "mpu" else parts[2]
+
+
+def row_of(package: str) -> int:
+    for row, packages in enumerate(ROWS):
+        if package in packages:
+            return row
+    raise AssertionError(f"megatron/core/{package} has no row; give it one in ROWS")
+
+
+@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE)))
+def test_imports_point_up_the_rows(path: Path):
+    module = ".".join(("megatron", "core", *path.relative_to(CORE).with_suffix("").parts))
+    own = package_in_core(module)
+    if own is None or own == "__init__":
+        return
+    for name in imported_modules(path):
+        assert not name.startswith("megatron.training"), f"{path}: core imports the loop"
+        other = package_in_core(name)
+        if other is None or other == own:
+            continue
+        above = row_of(other) < row_of(own) or (row_of(other) == row_of(own) < 2)
+        assert above, f"{path.relative_to(ROOT)} (row {row_of(own)}) imports {name} (row {row_of(other)})"
+
+
+@pytest.mark.parametrize("package", sorted(set().union(*ROWS)))
+def test_every_row_names_what_exists(package: str):
+    assert (CORE / package).is_dir() or (CORE / f"{package}.py").is_file()
+
+
+def test_no_imports_in_a_circle():
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in PRODUCT_FILES}
+    graph = {
+        name: {m for n in imported_modules(path) for m in (n, n.rpartition(".")[0]) if m in modules and m != name}
+        for name, path in modules.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import circle: {' -> '.join((*trail, name))}"
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_only_comm_and_parallel_state_know_torch_distributed():
+    allowed = {CORE / "comm.py", CORE / "parallel_state.py"}
+    for path in PRODUCT_FILES:
+        if path in allowed:
+            continue
+        assert not any(n.startswith("torch.distributed") for n in imported_modules(path)), path
+        assert not re.search(r"torch\.distributed\.\w+\(", path.read_text()), path
+
+
+def test_parallel_state_creates_groups_and_comm_uses_them():
+    moves = {
+        "all_reduce",
+        "all_gather",
+        "broadcast",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "barrier",
+        "reduce_scatter_tensor",
+    }
+    for node in ast.walk(tree_of(CORE / "parallel_state.py")):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist":
+            assert node.attr not in moves, f"parallel_state.py communicates: dist.{node.attr}"
+    assert "new_group" not in (CORE / "comm.py").read_text()
+
+
+def test_only_device_names_a_vendor():
+    for path in PRODUCT_FILES:
+        if path == CORE / "device.py":
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                assert node.attr not in ("cuda", "npu", "xpu"), f"{path}:{node.lineno} uses torch.{node.attr}"
+            if isinstance(node, ast.Constant) and node.value in ("cuda", "npu", "xpu"):
+                raise AssertionError(f"{path}:{node.lineno} names the vendor {node.value!r}; ask Device")
+
+
+def test_imports_stand_at_the_top_of_product_files():
+    optional = {"tokenizers", "matplotlib", "tqdm", "tensorboard", "wandb"}
+    for path in PRODUCT_FILES:
+        for function in (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+                    assert {n.split(".")[0] for n in names} <= optional, (
+                        f"{path}:{node.lineno} imports inside a function"
+                    )
+
+
+def test_no_pickle():
+    for path in PRODUCT_FILES:
+        assert not {"pickle", "dill", "cloudpickle", "marshal"} & {n.split(".")[0] for n in imported_modules(path)}, (
+            path
+        )
+        assert not re.search(r"torch\.(load|save)\(|allow_pickle=True", path.read_text()), path
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_load_without_torch(module: str):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, f"{module} loads torch"
+
+
+def code_lines(path: Path) -> set[int]:
+    """Numbers of the lines that hold code: neither blank, comment nor docstring."""
+    lines: set[int] = set()
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type not in skipped:
+                lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return lines
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path: Path):
+    name, lines = str(path.relative_to(ROOT)), code_lines(path)
+    if name not in LONGER_WITH_REASON:
+        assert len(lines) <= MAX_FILE, f"{name} has {len(lines)} code lines; what is the second idea in it?"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef) and f"{name}:{node.name}" not in LONGER_WITH_REASON:
+            length = len(lines & set(range(node.lineno, node.end_lineno + 1)))
+            assert length <= MAX_FUNCTION, f"{name}: {node.name} has {length} code lines"
+
+
+def test_reasons_are_for_what_exists():
+    for entry in LONGER_WITH_REASON:
+        assert (ROOT / entry.split(":")[0]).is_file(), f"{entry} is gone; take it out of LONGER_WITH_REASON"
