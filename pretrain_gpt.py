@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.training import get_runtime, get_tokenizer, pretrain
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
     """This pipeline stage's part of the model."""
     runtime = get_runtime()
-    return GPTModel(runtime.config.transformer, **runtime.model_parts(pre_process, post_process))
+    return GPTModel(runtime.config.transformer, **runtime.model_parts(pre_process, post_process, vp_stage))
 
 
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:

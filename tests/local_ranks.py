@@ -2,8 +2,8 @@
 
     losses = run_ranks({"tp": 2, "pp": 2, "dp": 2}, lambda mesh: train(mesh))       one result per rank
 
-Two kinds of group: one completes every call when it starts; the other (`delayed=True`) completes at `wait()` and fills the
-result with NaN until then, so that a missing wait is loud. A call that the other ranks do not join fails after `TIMEOUT`
+Two kinds of group: one completes a collective when it starts; the other (`delayed=True`) completes it at `wait()` and fills the
+result with NaN until then, so that a missing wait is loud. A receive is always of the second kind: it is posted before the send. A call that the other ranks do not join fails after `TIMEOUT`
 seconds and says which call each rank is in.
 """
 
@@ -102,16 +102,17 @@ class ThreadGroup:
         return _Later(lambda: None)
 
     def recv(self, x: Tensor, source: int) -> _Later:
-        return self._later(x, lambda: x.detach().copy_(self.meeting.receive(source, self.rank)))
+        return self._later(x, lambda: x.detach().copy_(self.meeting.receive(source, self.rank)), delayed=True)
 
     def _collective(self, op: str, out: Tensor, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Later:
         call, self.calls = self.calls, self.calls + 1
         self.meeting.put(call, self.rank, op, x.detach().clone())
-        return self._later(out, lambda: out.detach().copy_(combine(self.meeting.take_all(call, op)).view_as(out)))
+        complete = lambda: out.detach().copy_(combine(self.meeting.take_all(call, op)).view_as(out))  # noqa: E731
+        return self._later(out, complete, delayed=self.delayed)
 
-    def _later(self, out: Tensor, complete: Callable[[], object]) -> _Later:
+    def _later(self, out: Tensor, complete: Callable[[], object], *, delayed: bool) -> _Later:
         later = _Later(complete)
-        if not self.delayed:
+        if not delayed:
             later.wait()
         elif out.is_floating_point():
             out.detach().fill_(float("nan"))

@@ -9,7 +9,8 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron.core.boxes import slices
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.deferred import WeightGradStore
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Mesh
@@ -35,17 +36,33 @@ LLAMA = replace(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over ranks; one process by default."""
+    """How a run is spread over ranks and time; one process by default."""
 
     tp: int = 1
     sp: bool = False
     pp: int = 1
     dp: int = 1
     m: int = 1  # microbatches of one rank and step
+    v: int = 1  # model chunks of each pipeline rank
+    schedule: str = "1f1b"
+    recompute: str = "none"  # "selective", "uniform 2", "block 1": full recomputation by method and number of layers
+    scatter: bool = True
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     delayed: bool = False
 
     def __str__(self) -> str:
-        return f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}{'-delayed' if self.delayed else ''}"
+        parts = [f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}"]
+        parts += [f"v{self.v}"] * (self.v > 1) + [self.schedule] * (self.schedule != "1f1b")
+        parts += [self.recompute.replace(" ", "")] * (self.recompute != "none") + ["delayed"] * self.delayed
+        parts += ["whole"] * (not self.scatter) + ["overlap"] * self.data_parallel.overlap_grad_reduce
+        return "-".join([*parts, *["fixed"] * self.data_parallel.fixed_order_grad_reduce])
+
+    def applied_to(self, config: TransformerConfig) -> TransformerConfig:
+        """The model with this layout's recomputation."""
+        if self.recompute in ("none", "selective"):
+            return replace(config, recompute_granularity=None if self.recompute == "none" else "selective")
+        method, number = self.recompute.split()
+        return replace(config, recompute_granularity="full", recompute_method=method, recompute_num_layers=int(number))
 
 
 @dataclass
@@ -82,40 +99,57 @@ def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
     return model(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(loss_func, batch["mask"])
 
 
+def build_chunks(
+    mesh: Mesh, config: TransformerConfig, layout: Layout
+) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
+    """This rank's stages in their buffers."""
+    pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
+    config, last = layout.applied_to(config), pp.size * layout.v - 1
+    for stage in range(pp.rank, last + 1, pp.size):
+        model = GPTModel(
+            config, vocab_size=VOCAB, positions=SEQ, layers=layers_of_stage(config.num_layers, last + 1, stage),
+            tp=TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store), keys=keys,
+            ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,
+        )  # fmt: skip
+        initialize_parameters(model, SEED, mesh)
+        chunks[stage] = DistributedDataParallel(model, mesh, layout.data_parallel)
+    return chunks, keys, store
+
+
 def build(mesh: Mesh, config: TransformerConfig, sp: bool) -> tuple[DistributedDataParallel, DropoutKeys]:
-    """This rank's stage in its buffers."""
-    pp, keys = mesh["pp"], DropoutKeys(SEED)
-    model = GPTModel(
-        config, vocab_size=VOCAB, positions=SEQ, layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
-        tp=TensorParallel(mesh["tp"], sp, config.params_dtype), keys=keys, ends=mesh["embd"],
-        pre_process=pp.is_first, post_process=pp.is_last,
-    )  # fmt: skip
-    initialize_parameters(model, SEED, mesh)
-    return DistributedDataParallel(model, mesh), keys
+    """This rank's only stage in its buffers."""
+    chunks, keys, _ = build_chunks(mesh, config, Layout(sp=sp))
+    return chunks[mesh["pp"].rank], keys
 
 
 def train_rank(
     mesh: Mesh, config: TransformerConfig, layout: Layout, *, steps: int, global_batch: int, optimizer: OptimizerConfig
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
-    chunk, keys = build(mesh, config, layout.sp)
-    adam = FlatOptimizer(chunk.buffers, optimizer, mesh)
+    chunks, keys, store = build_chunks(mesh, config, layout)
+    buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
+    adam = FlatOptimizer(buffers, optimizer, mesh)
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
-    spec = TensorSpec(
-        (SEQ // layout.tp if layout.sp else SEQ, batch.micro_batch_size, config.hidden_size), config.params_dtype
-    )
-    stage = mesh["pp"].rank
-    pipeline = Pipeline({stage: chunk}, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys)
+    length = SEQ // layout.tp if layout.sp else SEQ
+    spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.params_dtype)
+    pipeline = Pipeline(
+        chunks, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
+        schedule_name=layout.schedule, copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
+    )  # fmt: skip
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
         first = step * global_batch
-        data = microbatches(batch, first, mesh)
-        result = train_step(pipeline, adam, {stage: data}, first_sample=first, lr=1e-2)
+        data = {stage: microbatches(batch, first, mesh) for stage in chunks}
+        result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
-        known["grads"].append(my_pieces(chunk.module, mesh, lambda p: p.main_grad))
-    known["weights"] = my_pieces(chunk.module, mesh, lambda p: p.data)
+        known["grads"].append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad))
+    known["weights"] = pieces_of_chunks(chunks, mesh, lambda p: p.data)
     return known
+
+
+def pieces_of_chunks(chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of) -> list[tuple]:
+    return [piece for chunk in chunks.values() for piece in my_pieces(chunk.module, mesh, tensor_of)]
 
 
 def my_pieces(module: nn.Module, mesh: Mesh, tensor_of) -> list[tuple]:

@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -40,6 +40,25 @@ class ParallelConfig:
     context_parallel_size: int = knob(1, "ranks that share each sequence")
     expert_model_parallel_size: int = knob(1, "ranks that share the experts")
     num_layers_per_virtual_pipeline_stage: int | None = knob(None, "layers of each chunk of the interleaved schedule")
+    num_virtual_stages_per_pipeline_rank: int | None = knob(
+        None, "chunks of each pipeline rank, the other way to say it"
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1"] | None = knob(
+        None, "order of forwards and backwards; 1f1b, or interleaved with several chunks per rank, when unset"
+    )
+    decoder_first_pipeline_num_layers: int | None = knob(
+        None, "layers of the first pipeline rank, if not its equal share"
+    )
+    decoder_last_pipeline_num_layers: int | None = knob(
+        None, "layers of the last pipeline rank, if not its equal share"
+    )
+    account_for_embedding_in_pipeline_split: bool = knob(False, "count the embedding as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = knob(
+        False, "count the output layer and loss as a layer of the last stage"
+    )
+    scatter_gather_tensors_in_pipeline: bool = knob(
+        True, "send a boundary tensor that all tensor-parallel ranks hold in parts"
+    )
     use_tp_pp_dp_mapping: bool = knob(False, "place pipeline ranks next to tensor ranks: order tp-cp-ep-pp-dp")
 
     def __post_init__(self) -> None:
@@ -52,9 +71,12 @@ class ParallelConfig:
             if getattr(self, name) != 1:
                 flag = f"--{name.replace('_', '-')}"
                 problems.append(f"{flag} is {getattr(self, name)}, but {what} parallelism is not built yet; use 1")
-        if self.num_layers_per_virtual_pipeline_stage is not None:
+        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             problems.append(
-                "--num-layers-per-virtual-pipeline-stage: the interleaved schedule is not built yet; leave it out"
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
             )
         if problems:
             raise ConfigError(problems)
@@ -79,6 +101,8 @@ class Mesh(Mapping[str, Axis]):
 
     def __init__(self, axes: dict[str, Axis], ledger: Ledger):
         self._axes, self.ledger = axes, ledger
+        self.virtual_size: int | None = None  # model chunks of each pipeline rank, None without interleaving
+        self.virtual_rank: int | None = None  # the chunk that is running, for scripts that ask
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
@@ -202,8 +226,6 @@ def initialize_model_parallel(
     built = {"context": context_parallel_size, "expert": expert_model_parallel_size}
     if unbuilt := [f"{name} parallelism of size {size}" for name, size in built.items() if size != 1]:
         raise ConfigError(f"{' and '.join(unbuilt)}: not built yet; use 1")
-    if virtual_pipeline_model_parallel_size is not None:
-        raise ConfigError("virtual_pipeline_model_parallel_size: the interleaved schedule is not built yet; use None")
     grid = grid_for(
         launched_world_size(),
         tensor=tensor_model_parallel_size,
@@ -218,6 +240,7 @@ def initialize_model_parallel(
         return TorchGroup(dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name))
 
     _mesh = build_mesh(grid, launched_rank(), make_group)
+    _mesh.virtual_size = virtual_pipeline_model_parallel_size
     return _mesh
 
 
@@ -312,12 +335,38 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     return pp.ranks[(pp.rank - 1) % pp.size]
 
 
-def is_pipeline_first_stage() -> bool:
-    return get_mesh()["pp"].is_first
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The model chunk of this rank that is running."""
+    return get_mesh().virtual_rank
 
 
-def is_pipeline_last_stage() -> bool:
-    return get_mesh()["pp"].is_last
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    get_mesh().virtual_rank = rank
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    return get_mesh().virtual_size
+
+
+def _is_chunk(wanted: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    """Whether the running chunk (or `vp_stage`) is number `wanted`; always so where ranks hold one chunk."""
+    mesh = get_mesh()
+    if ignore_virtual or mesh.virtual_size is None:
+        return True
+    chunk = mesh.virtual_rank if vp_stage is None else vp_stage
+    if chunk is None:
+        raise RuntimeError("no chunk is running: pass vp_stage, or set_virtual_pipeline_model_parallel_rank first")
+    return chunk == wanted % mesh.virtual_size
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
+    """Whether this rank, with its running chunk or `vp_stage`, holds the first stage."""
+    return get_mesh()["pp"].is_first and _is_chunk(0, ignore_virtual, vp_stage)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
+    """Whether this rank, with its running chunk or `vp_stage`, holds the last stage."""
+    return get_mesh()["pp"].is_last and _is_chunk(-1, ignore_virtual, vp_stage)
 
 
 def get_data_parallel_group() -> Any:

@@ -6,7 +6,8 @@ is drawn from a generator seeded by (seed, site, layer, sample), so that recompu
 no generator's state is ever saved.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 import torch
@@ -78,6 +79,15 @@ class DropoutKeys:
     def __init__(self, seed: int):
         self.seed = seed
         self.samples: tuple[int, ...] = ()
+
+    @contextlib.contextmanager
+    def naming(self, samples: tuple[int, ...]) -> Iterator[None]:
+        """Key by other samples inside the block: those of the forward that is being computed again."""
+        before, self.samples = self.samples, samples
+        try:
+            yield
+        finally:
+            self.samples = before
 
     def of(self, sample_row: int, site: str, layer: int, *more: int) -> int:
         assert sample_row < len(self.samples), (

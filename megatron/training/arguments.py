@@ -46,16 +46,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--model-parallel-size": ("1", "was renamed; use --tensor-model-parallel-size"),
     "--warmup": ("1", "was renamed; use --lr-warmup-fraction"),
     "--fp16": ("0", "is not built yet; use --bf16"),
-    "--checkpoint-activations": ("0", "recomputation is not built yet; leave it out, at the cost of memory"),
-    "--recompute-activations": ("0", "recomputation is not built yet; leave it out, at the cost of memory"),
-    "--recompute-granularity": ("1", "recomputation is not built yet; leave it out, at the cost of memory"),
-    "--recompute-method": ("1", "recomputation is not built yet; leave it out, at the cost of memory"),
-    "--recompute-num-layers": ("1", "recomputation is not built yet; leave it out, at the cost of memory"),
     "--use-distributed-optimizer": (
         "0",
         "sharded optimizer state is not built yet; leave it out, at the cost of memory",
     ),
-    "--overlap-grad-reduce": ("0", "is not built yet; leave it out, the numbers are the same"),
     "--overlap-param-gather": ("0", "is not built yet; leave it out, the numbers are the same"),
     "--train-samples": ("1", "is not built yet; use --train-iters"),
     "--rampup-batch-size": ("3", "is not built yet; use --global-batch-size"),
@@ -64,10 +58,12 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--wandb-project": ("1", "is not built yet; tools/plot_run.py draws the log"),
 }
 
-# Other spellings of a setting: flag -> (field, value).
-SHORTHAND: dict[str, tuple[str, Any]] = {
-    "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
-    "--no-position-embedding": ("position_embedding_type", None),  # classic scripts give it beside the rotary flag
+# Other spellings of a setting: flag -> the fields that it stands for.
+SHORTHAND: dict[str, dict[str, Any]] = {
+    "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
+    "--recompute-activations": {"recompute_granularity": "selective"},
+    "--checkpoint-activations": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    "--no-position-embedding": {},  # classic scripts give it beside the rotary flag
 }
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
@@ -100,8 +96,9 @@ def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     for component in COMPONENTS.values():
         add_flags(parser, component)
     shorthand = parser.add_argument_group("Other spellings")
-    for flag, (name, value) in SHORTHAND.items():
-        text = f"the same as --{name.replace('_', '-')} {value}" if value else "accepted beside the rotary flag"
+    for flag, fields in SHORTHAND.items():
+        text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
+        text = f"the same as {text}" if text else "the same as --position-embedding-type none, unless another is given"
         shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
     _add_table(parser, "Accepted without effect", NO_EFFECT)
     _add_table(parser, "Refused", REFUSED)
@@ -135,9 +132,8 @@ def parse_args(
     problems += [f"{flag} {REFUSED[flag][1]}" for flag in given if flag in REFUSED]
     notes = [f"{flag} has no effect: {NO_EFFECT[flag][1]}" for flag in given if flag in NO_EFFECT]
     settings = {name: value for name, value in given.items() if not name.startswith("--")}
-    for flag, (name, value) in SHORTHAND.items():
-        if flag in given and value is not None:
-            settings[name] = value
+    for flag in SHORTHAND.keys() & given.keys():
+        settings |= SHORTHAND[flag]
     if "--no-position-embedding" in given and "position_embedding_type" not in settings:
         settings["position_embedding_type"] = "none"
     for name, value in (args_defaults or {}).items():

@@ -6,10 +6,12 @@ from typing import Any
 from megatron.core.config import ConfigError, changes, knob, knobs
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import DeviceConfig
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, grid_for
-from megatron.core.pipeline_parallel.stage import layers_of_stage
+from megatron.core.pipeline_parallel.schedule import SCHEDULES
+from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -76,6 +78,7 @@ class Config:
 
     transformer: TransformerConfig
     parallel: ParallelConfig
+    data_parallel: DataParallelConfig
     training: TrainingConfig
     learning_rate: LearningRateConfig
     optimizer: OptimizerConfig
@@ -97,6 +100,40 @@ class Config:
         """Forwards of one rank in one step."""
         samples_at_once = self.training.micro_batch_size * self.data_parallel_size(world_size)
         return self.global_batch_size(world_size) // samples_at_once
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Model chunks (virtual stages) of each pipeline rank. Raises ConfigError when the layers cannot be divided so."""
+        parallel, num_layers = self.parallel, self.transformer.num_layers
+        if parallel.num_layers_per_virtual_pipeline_stage is None:
+            return parallel.num_virtual_stages_per_pipeline_rank or 1
+        per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
+        if num_layers % per_pass:
+            raise ConfigError(
+                f"--num-layers ({num_layers}) must be a multiple of {per_pass} = --num-layers-per-virtual-pipeline-stage "
+                f"({parallel.num_layers_per_virtual_pipeline_stage}) x --pipeline-model-parallel-size "
+                f"({parallel.pipeline_model_parallel_size})"
+            )
+        return num_layers // per_pass
+
+    @property
+    def layer_split(self) -> list[range]:
+        """The global numbers of the layers of each stage. Raises ValueError when they cannot be divided so."""
+        parallel = self.parallel
+        return split_layers(
+            self.transformer.num_layers,
+            parallel.pipeline_model_parallel_size * self.chunks_per_rank,
+            chunks=self.chunks_per_rank,
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+            embedding_as_layer=parallel.account_for_embedding_in_pipeline_split,
+            loss_as_layer=parallel.account_for_loss_in_pipeline_split,
+        )
+
+    @property
+    def schedule_name(self) -> str:
+        """The pipeline schedule that runs."""
+        return self.parallel.pipeline_schedule or ("1f1b" if self.chunks_per_rank == 1 else "interleaved")
 
     @property
     def positions(self) -> int:
@@ -154,7 +191,7 @@ def _data_problems(config: Config) -> list[str]:
 
 def _model_problems(config: Config) -> list[str]:
     model, parallel, problems = config.transformer, config.parallel, []
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
     heads = {"--num-attention-heads": model.num_attention_heads, "ffn hidden size": model.ffn_size}
     if model.group_query_attention:
         heads["--num-query-groups"] = model.num_query_groups
@@ -169,7 +206,7 @@ def _model_problems(config: Config) -> list[str]:
             "which does not divide it; change one"
         )
     try:
-        layers_of_stage(model.num_layers, stages, 0)
+        _ = config.layer_split
     except ValueError as error:
         problems.append(str(error))
     limit = model.max_position_embeddings
@@ -190,4 +227,11 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             f"--global-batch-size ({training.global_batch_size}) must be a multiple of {at_once} = --micro-batch-size "
             f"({training.micro_batch_size}) x data-parallel size ({config.data_parallel_size(world_size)})"
         ]
+    try:
+        stages, microbatches = parallel.pipeline_model_parallel_size, config.num_microbatches(world_size)
+        if config.chunks_per_rank > 1 and stages == 1:
+            return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
+        SCHEDULES[config.schedule_name](stages, microbatches, config.chunks_per_rank)
+    except ValueError as error:
+        return str(error).split("\n")
     return []

@@ -8,6 +8,7 @@ import torch
 
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
+from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
@@ -35,10 +36,11 @@ def initialize_megatron(
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
+        config.chunks_per_rank if config.chunks_per_rank > 1 else None,
         distributed_timeout_minutes=config.device.distributed_timeout_minutes,
         order=config.parallel.order,
     )
-    runtime = Runtime(config, args, mesh, device, tokenizer, DropoutKeys(config.training.seed))
+    runtime = Runtime(config, args, mesh, device, tokenizer, DropoutKeys(config.training.seed), WeightGradStore())
     set_runtime(runtime)
     agree_on_settings(runtime)
     announce(runtime, notes)

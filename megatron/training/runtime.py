@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.parallel_state import Mesh
-from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tokenizers.tokenizers import Tokenizer
@@ -25,6 +25,7 @@ class Runtime:
     device: Device
     tokenizer: Tokenizer
     dropout_keys: DropoutKeys
+    weight_grads: WeightGradStore
 
     @property
     def world_size(self) -> int:
@@ -47,17 +48,18 @@ class Runtime:
             config.parallel.sequence_parallel_on,
             config.transformer.params_dtype,
             self.device.torch_device,
+            self.weight_grads,
         )
 
     def model_parts(
-        self, pre_process: bool = True, post_process: bool = True, stage: int | None = None
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> dict[str, Any]:
-        """The keyword arguments of `GPTModel` for one pipeline stage (this rank's, when `stage` is None)."""
-        pp, model = self.mesh["pp"], self.config.transformer
+        """The keyword arguments of `GPTModel` for this rank's stage; with interleaving, for its chunk `vp_stage`."""
+        pp = self.mesh["pp"]
         return {
             "vocab_size": self.tokenizer.vocab_size,
             "positions": self.config.positions,
-            "layers": layers_of_stage(model.num_layers, pp.size, pp.rank if stage is None else stage),
+            "layers": self.config.layer_split[(vp_stage or 0) * pp.size + pp.rank],
             "tp": self.tensor_parallel,
             "keys": self.dropout_keys,
             "ends": self.mesh["embd"],

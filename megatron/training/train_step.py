@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core import comm
+from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize import finalize_grads
 from megatron.core.grid import Axis
@@ -15,7 +16,7 @@ from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule import Schedule, forward_only, one_f_one_b
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Schedule, forward_only
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
@@ -37,7 +38,8 @@ class BatchShape:
 class Pipeline:
     """This rank's executor with the schedules of training and evaluation.
 
-    chunks: this rank's model chunks by stage. boundary: what passes between stages.
+    chunks: this rank's model chunks by stage, one per virtual stage. boundary: what passes between stages, of which the ranks of
+    `copies_over` hold equal copies.
     """
 
     def __init__(
@@ -49,46 +51,58 @@ class Pipeline:
         boundary: tuple[TensorSpec, ...],
         forward_step: ForwardStep,
         keys: DropoutKeys,
+        weight_grads: WeightGradStore,
+        schedule_name: str = "1f1b",
+        copies_over: Axis | None = None,
         device: torch.device | str = "cpu",
     ):
         self.chunks, self.mesh, self.batch, self.keys = chunks, mesh, batch, keys
         self.placement = loop_placement(mesh["pp"].size)
-        self.transport = Transport(mesh, boundary, device)
-        self.forward_step, self.device = forward_step, device
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self.transport = Transport(mesh, boundary, device, copies_over=copies_over)
+        self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
+        self.schedule_name = schedule_name
+        self._schedules: dict[str, Schedule] = {}
 
-    def train(self, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
+    def train(self, data_iterators: Mapping[int, object], first_sample: int, loss_scale: float = 1.0) -> LossTotals:
         """Forwards, backwards and the start of the gradient reduction of one step."""
-        return self._run("train", data_iterators, first_sample)
+        return self._run("train", data_iterators, first_sample, loss_scale)
 
     def evaluate(self, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
         """The forwards of one global batch."""
         return self._run("evaluate", data_iterators, first_sample)
 
-    def _run(self, purpose: str, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
-        def name_microbatch(stage: int, microbatch: int) -> None:
-            self.keys.samples = self.batch.samples_of(first_sample, microbatch, self.mesh["dp"])
+    def _run(
+        self, purpose: str, data_iterators: Mapping[int, object], first_sample: int, loss_scale: float = 1.0
+    ) -> LossTotals:
+        pp, dp = self.mesh["pp"], self.mesh["dp"]
+
+        def begin(action: Action) -> None:
+            self.keys.samples = self.batch.samples_of(first_sample, action.microbatch, dp)
+            self.mesh.virtual_rank = action.stage // pp.size
+            if action.op is not Op.F:
+                self.chunks[action.stage].begin_microbatch(action.microbatch)
 
         executor = Executor(
             self.chunks,
-            self.mesh["pp"].size,
+            len(self.chunks) * pp.size,
             placement=self.placement,
             transport=self.transport,
             forward_step=self.forward_step,
             data_iterators=data_iterators,
-            name_microbatch=name_microbatch,
+            begin=begin,
             reduce=lambda stage: self.chunks[stage].start_grad_reduce(),
+            weight_grads=self.weight_grads,
         )
-        return executor.run(self.schedule(purpose), self.mesh["pp"].rank, training=purpose == "train")
+        return executor.run(self.schedule(purpose), pp.rank, training=purpose == "train", loss_scale=loss_scale)
 
     def schedule(self, purpose: str) -> Schedule:
         """The lowered lists of all pipeline ranks; made once."""
-        key = (purpose, self.batch.num_microbatches)
-        if key not in self._schedules:
-            generate = {"train": one_f_one_b, "evaluate": forward_only}[purpose]
-            lowered = add_transfers(generate(self.mesh["pp"].size, self.batch.num_microbatches), self.placement)
-            self._schedules[key] = add_reduce(lowered) if purpose == "train" else lowered
-        return self._schedules[key]
+        if purpose not in self._schedules:
+            p, m, v = self.mesh["pp"].size, self.batch.num_microbatches, len(self.chunks)
+            generated = SCHEDULES[self.schedule_name](p, m, v) if purpose == "train" else forward_only(p, m, v)
+            lowered = add_transfers(generated, self.placement)
+            self._schedules[purpose] = add_reduce(lowered) if purpose == "train" else lowered
+        return self._schedules[purpose]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
     at the end      validation and test losses
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,16 +71,24 @@ def pretrain(
 
 
 def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, DistributedDataParallel]:
-    """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers."""
-    pp = runtime.mesh["pp"]
-    chunk = model_provider(pre_process=pp.is_first, post_process=pp.is_last)
-    lost = [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]
-    if lost:
-        raise ConfigError(
-            f"parameters without a placement: {', '.join(lost)}; set parameter.placement where each is created"
-        )
-    initialize_parameters(chunk, runtime.config.training.seed, runtime.mesh)
-    return {pp.rank: DistributedDataParallel(chunk, runtime.mesh)}
+    """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers.
+
+    A provider with a parameter `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
+    """
+    mesh, pp, chunks = runtime.mesh, runtime.mesh["pp"], {}
+    last_stage = runtime.config.chunks_per_rank * pp.size - 1
+    takes_chunk = "vp_stage" in inspect.signature(model_provider).parameters
+    for chunk_number in range(runtime.config.chunks_per_rank):
+        stage = chunk_number * pp.size + pp.rank
+        mesh.virtual_rank = chunk_number
+        chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
+        chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
+        lost = [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]
+        if lost:
+            raise ConfigError(f"parameters without a placement: {', '.join(lost)}; set one where each is created")
+        initialize_parameters(chunk, runtime.config.training.seed, mesh)
+        chunks[stage] = DistributedDataParallel(chunk, mesh, runtime.config.data_parallel)
+    return chunks
 
 
 class Trainer:
@@ -119,8 +128,17 @@ class Trainer:
             boundary=(spec,),
             forward_step=forward_step,
             keys=runtime.dropout_keys,
+            weight_grads=runtime.weight_grads,
+            schedule_name=config.schedule_name,
+            copies_over=self.mesh["tp"] if self._scatters else None,
             device=runtime.device.torch_device,
         )
+
+    @property
+    def _scatters(self) -> bool:
+        """Whether the tensor-parallel ranks hold copies of what passes between stages, to be sent in parts."""
+        parallel = self.config.parallel
+        return parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel_on
 
     def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
         training = self.config.training
@@ -193,11 +211,11 @@ class Trainer:
 
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
         """Batches for each chunk, on the ranks that read: the first of each tensor-parallel group, at both ends."""
-        pp, dp = self.mesh["pp"], self.mesh["dp"]
-        reads = self.mesh["tp"].is_first and (pp.is_first or pp.is_last)
+        dp, ends = self.mesh["dp"], (0, len(self.chunks) * self.mesh["pp"].size - 1)
+        micro_batch_size = self.config.training.micro_batch_size
         return {
-            stage: batches(self.datasets[split], first_sample, self.config.training.micro_batch_size, dp.rank, dp.size)
-            if reads
+            stage: batches(self.datasets[split], first_sample, micro_batch_size, dp.rank, dp.size)
+            if self.mesh["tp"].is_first and stage in ends
             else None
             for stage in self.chunks
         }

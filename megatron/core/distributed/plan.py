@@ -46,6 +46,22 @@ def lay_out(items: list[Item], align: int = ALIGN) -> list[BufferPlan]:
     return [BufferPlan(key, tuple(slots), _round_up(slots[-1].stop, align)) for key, slots in by_key.items()]
 
 
+def buckets(slots: tuple[Slot, ...], numel: int, bucket_numel: int | None) -> list[tuple[int, int, tuple[str, ...]]]:
+    """The buffer cut between parameters into pieces of about `bucket_numel` elements: (start, stop, names).
+
+    A bucket ends with the parameter that fills it, so it is at least `bucket_numel` long, but for the last. None: one bucket.
+    """
+    result: list[tuple[int, int, tuple[str, ...]]] = []
+    start, names = 0, []
+    for i, slot in enumerate(slots):
+        names.append(slot.name)
+        stop = slots[i + 1].start if i + 1 < len(slots) else numel
+        if i + 1 == len(slots) or (bucket_numel is not None and stop - start >= bucket_numel):
+            result.append((start, stop, tuple(names)))
+            start, names = stop, []
+    return result
+
+
 def runs(slots: tuple[Slot, ...], label: dict[str, Hashable]) -> list[tuple[Hashable, int, int]]:
     """Neighbouring slots of equal label joined: (label, start, stop), the gaps between them included."""
     result: list[tuple[Hashable, int, int]] = []

@@ -11,12 +11,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class LanguageModelHead(nn.Module):
     """x -> x W^T for this rank's rows of W: its own weight, or (tied) the word table handed to forward.
 
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
+    `shares_table`: this stage's embedding holds the same tensor. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
     """
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, *, tp: TensorParallel):
+    def __init__(self, config: TransformerConfig, vocab_size: int, *, tp: TensorParallel, shares_table: bool = False):
         super().__init__()
-        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.axis, self.sequence_parallel, self.store = tp.axis, tp.sequence_parallel, tp.weight_grads
+        if shares_table:
+            # Its gradient has two sources on this stage; put off, one would be added in another order than without.
+            self.store = None
         self.weight = None
         if config.untie_embeddings_and_output_weights:
             rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
@@ -27,4 +30,4 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         weight = tied_weight if self.weight is None else self.weight
-        return column_linear(x, weight, self.axis, sequence_parallel=self.sequence_parallel)
+        return column_linear(x, weight, self.axis, sequence_parallel=self.sequence_parallel, store=self.store)

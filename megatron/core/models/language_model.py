@@ -48,7 +48,7 @@ class TransformerLanguageModel(nn.Module):
             config, layers, tp=tp, keys=keys, post_process=post_process, make_layer=make_layer
         )
         if post_process:
-            self.output_layer = LanguageModelHead(config, vocab_size, tp=tp)
+            self.output_layer = LanguageModelHead(config, vocab_size, tp=tp, shares_table=tied and pre_process)
         self._input_tensor: Tensor | None = None
 
     def set_input_tensor(self, x: Tensor | None) -> None:

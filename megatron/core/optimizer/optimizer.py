@@ -70,7 +70,9 @@ class FlatOptimizer:
                 segment.grad = buffer.grads.data[start:stop]
                 groups[decay].append(segment)
                 states[segment] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=segment.device if has_fused_adam(segment.device) else "cpu"),
+                    "step": torch.zeros(
+                        (), dtype=torch.float32, device=segment.device if has_fused_adam(segment.device) else "cpu"
+                    ),
                     "exp_avg": self.exp_avg[i].data[start:stop],
                     "exp_avg_sq": self.exp_avg_sq[i].data[start:stop],
                 }

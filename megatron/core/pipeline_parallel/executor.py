@@ -8,24 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.deferred import WeightGradStore, Work
 from megatron.core.pipeline_parallel.loss import LossTotals, read_loss
 from megatron.core.pipeline_parallel.lower import partner
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 from megatron.core.pipeline_parallel.simulate import show
 from megatron.core.pipeline_parallel.stage import Placement
-from megatron.core.pipeline_parallel.transport import Transport
+from megatron.core.pipeline_parallel.transport import Transfer, Transport
 
 ForwardStep = Callable[[Iterator | None, nn.Module], tuple[Any, Callable[[Any], Any]]]
 Key = tuple[int, int]  # (stage, microbatch)
+_DIRECTION = {
+    Op.SEND_F: "forward", Op.POST_F: "forward", Op.SEND_B: "backward", Op.POST_B: "backward",
+}  # fmt: skip
 
 
 class Executor:
-    """One rank's part of one step. Holds what is in flight: inputs, outputs and gradients by (stage, microbatch).
+    """One rank's part of one step. Holds what is in flight, by (stage, microbatch).
 
     chunks: the model chunks of this rank by stage; data_iterators: likewise (None where a stage reads nothing).
     forward_step(data_iterator, model) -> (output, loss_func), as Megatron's.
-    name_microbatch(stage, microbatch) is called before each forward; reduce(stage) once its last backward is done.
+    begin(action) is called before each compute action, reduce(stage) once a stage's gradients are complete.
+    weight_grads: the store of the chunks' linear layers, for schedules that put weight gradients off.
     """
 
     def __init__(
@@ -37,24 +43,29 @@ class Executor:
         transport: Transport,
         forward_step: ForwardStep,
         data_iterators: Mapping[int, Iterator | None],
-        name_microbatch: Callable[[int, int], None] = lambda stage, microbatch: None,
+        begin: Callable[[Action], None] = lambda action: None,
         reduce: Callable[[int], None] = lambda stage: None,
+        weight_grads: WeightGradStore | None = None,
     ):
         self.chunks, self.last_stage, self.placement, self.transport = chunks, num_stages - 1, placement, transport
         self.forward_step, self.data_iterators = forward_step, data_iterators
-        self.name_microbatch, self.reduce = name_microbatch, reduce
+        self.begin, self.reduce, self.weight_grads = begin, reduce, weight_grads or WeightGradStore()
         self.inputs: dict[Key, tuple[Tensor, ...]] = {}
-        self.outputs: dict[Key, tuple[Tensor, ...]] = {}
+        self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until they are sent
+        self.roots: dict[Key, tuple[Tensor | GradientEdge, ...]] = {}  # where a backward starts
         self.grads: dict[Key, tuple[Tensor | None, ...]] = {}
+        self.weight_work: dict[Key, list[Work]] = {}
+        self.transfers: dict[Action, Transfer] = {}
         self.totals = LossTotals()
-        self.training = True
+        self.training, self.loss_scale = True, 1.0
 
-    def run(self, schedule: Schedule, rank: int, *, training: bool = True) -> LossTotals:
+    def run(self, schedule: Schedule, rank: int, *, training: bool = True, loss_scale: float = 1.0) -> LossTotals:
         """Do every action of `schedule[rank]` in order. The totals are those of the last stage, empty elsewhere.
 
-        Every pipeline rank must call with the same schedule. An error carries the action and the grid around it.
+        Every pipeline rank must call with the same schedule. `loss_scale` multiplies what is differentiated, not what is
+        reported. An error carries the action and the grid around it.
         """
-        self.training, self.totals = training, LossTotals()
+        self.training, self.loss_scale, self.totals = training, loss_scale, LossTotals()
         with torch.set_grad_enabled(training):
             for index, action in enumerate(schedule[rank]):
                 try:
@@ -62,15 +73,17 @@ class Executor:
                 except Exception as error:
                     error.add_note(f"while running pipeline action {action}:\n{show(schedule, rank, index)}")
                     raise
-            self.transport.finish()
-        left = [name for name in ("inputs", "outputs", "grads") if getattr(self, name)]
-        assert not left, f"the schedule left {left} behind: it is not complete"
+        held = ("inputs", "outputs", "roots", "grads", "weight_work", "transfers")
+        left = {name: list(getattr(self, name)) for name in held if getattr(self, name)}
+        assert not left, f"the schedule is not complete, it leaves {left}"
         return self.totals
+
+    # ---------------------------------------------------------------- compute
 
     def forward(self, action: Action) -> None:
         _, stage, microbatch = action
         key, chunk = (stage, microbatch), self.chunks[stage]
-        self.name_microbatch(stage, microbatch)
+        self.begin(action)
         inputs = self.inputs.get(key, ())
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
         output, loss_func = self.forward_step(self.data_iterators[stage], chunk)
@@ -78,50 +91,63 @@ class Executor:
         if stage == self.last_stage:
             loss = read_loss(loss_func(output))
             self.totals.add(loss)
-            output = loss.objective
+            output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale
         outputs = output if isinstance(output, tuple) else (output,)
         if self.training:
-            self.outputs[key] = outputs
+            self.roots[key] = outputs if stage == self.last_stage else tuple(_root(x) for x in outputs)
         else:
             self.inputs.pop(key, None)
-        if stage < self.last_stage:
-            self._hand_on(stage, microbatch, outputs)
-
-    def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
-        """To the next stage if that lives here too; else the outputs wait for their SEND."""
-        if stage + 1 in self.chunks:
+        if stage + 1 in self.chunks:  # the next stage lives here too
             self.inputs[stage + 1, microbatch] = _as_inputs(outputs, self.training)
-        elif not self.training:
-            self.outputs[stage, microbatch] = outputs
+        elif stage < self.last_stage:
+            self.outputs[key] = outputs
 
     def backward(self, action: Action) -> None:
+        """Gradients of the stage's input and weights. A stage of which nothing is trained has neither."""
         _, stage, microbatch = action
         key = (stage, microbatch)
-        outputs, inputs = self.outputs.pop(key), self.inputs.pop(key, ())
-        torch.autograd.backward(outputs, None if stage == self.last_stage else self.grads.pop(key))
-        grads = tuple(x.grad for x in inputs)
+        self.begin(action)
+        roots, inputs = self.roots.pop(key), self.inputs.pop(key, ())
+        incoming = (None,) * len(roots) if stage == self.last_stage else self.grads.pop(key)
+        pairs = [(root, grad) for root, grad in zip(roots, incoming) if root is not None]
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+        grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
         if stage - 1 in self.chunks:
             self.grads[stage - 1, microbatch] = grads
         elif stage > 0:
             self.grads[key] = grads  # until SEND_B
 
-    def send_forward(self, action: Action) -> None:
-        _, stage, microbatch = action
-        key = (stage, microbatch)
-        outputs = self.outputs[key] if self.training else self.outputs.pop(key)
-        self.transport.send("forward", self._peer(action), tuple(x.detach() for x in outputs))
+    def backward_input(self, action: Action) -> None:
+        with self.weight_grads.collect() as work:
+            self.backward(action)
+        self.weight_work[action.stage, action.microbatch] = work
 
-    def send_backward(self, action: Action) -> None:
-        _, stage, microbatch = action
-        self.transport.send("backward", self._peer(action), self.grads.pop((stage, microbatch)))
+    def backward_weight(self, action: Action) -> None:
+        self.begin(action)
+        for work in self.weight_work.pop((action.stage, action.microbatch)):
+            work()
 
-    def recv_forward(self, action: Action) -> None:
-        _, stage, microbatch = action
-        self.inputs[stage, microbatch] = _as_inputs(self.transport.recv("forward", self._peer(action)), self.training)
+    # ---------------------------------------------------------------- transfers
 
-    def recv_backward(self, action: Action) -> None:
-        _, stage, microbatch = action
-        self.grads[stage, microbatch] = self.transport.recv("backward", self._peer(action))
+    def send(self, action: Action) -> None:
+        held = self.outputs if action.op is Op.SEND_F else self.grads
+        tensors = tuple(x.detach() for x in held.pop((action.stage, action.microbatch)))
+        self.transfers[action] = self.transport.send(_DIRECTION[action.op], self._peer(action), tensors)
+
+    def post(self, action: Action) -> None:
+        self.transfers[action] = self.transport.post(_DIRECTION[action.op], self._peer(action))
+
+    def sent(self, action: Action) -> None:
+        """The tensors have left: only what a backward needs of them stays alive."""
+        self.transfers.pop(action._replace(op=_BEGUN_BY[action.op])).wait()
+
+    def receive(self, action: Action) -> None:
+        tensors = self.transfers.pop(action._replace(op=_BEGUN_BY[action.op])).wait()
+        if action.op is Op.RECV_F:
+            self.inputs[action.stage, action.microbatch] = _as_inputs(tensors, self.training)
+        else:
+            self.grads[action.stage, action.microbatch] = tensors
 
     def reduce_grads(self, action: Action) -> None:
         self.reduce(action.stage)
@@ -136,12 +162,24 @@ def _as_inputs(tensors: tuple[Tensor, ...], training: bool) -> tuple[Tensor, ...
     return tuple(x.detach().requires_grad_(training and x.is_floating_point()) for x in tensors)
 
 
+def _root(x: Tensor) -> GradientEdge | None:
+    """Where a backward from `x` starts, without keeping the tensor's memory; None if nothing behind it is trained."""
+    return get_gradient_edge(x) if x.requires_grad else None
+
+
+_BEGUN_BY = {Op.SENT_F: Op.SEND_F, Op.SENT_B: Op.SEND_B, Op.RECV_F: Op.POST_F, Op.RECV_B: Op.POST_B}
 _HANDLERS: dict[Op, Callable[[Executor, Action], None]] = {
     Op.F: Executor.forward,
     Op.B: Executor.backward,
-    Op.SEND_F: Executor.send_forward,
-    Op.RECV_F: Executor.recv_forward,
-    Op.SEND_B: Executor.send_backward,
-    Op.RECV_B: Executor.recv_backward,
+    Op.I: Executor.backward_input,
+    Op.W: Executor.backward_weight,
+    Op.SEND_F: Executor.send,
+    Op.SEND_B: Executor.send,
+    Op.SENT_F: Executor.sent,
+    Op.SENT_B: Executor.sent,
+    Op.POST_F: Executor.post,
+    Op.POST_B: Executor.post,
+    Op.RECV_F: Executor.receive,
+    Op.RECV_B: Executor.receive,
     Op.REDUCE: Executor.reduce_grads,
 }

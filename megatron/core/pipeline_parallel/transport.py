@@ -1,7 +1,12 @@
-"""Transfers between pipeline stages: a tuple of tensors per microbatch, forwards and backwards over separate communicators."""
+"""Transfers between pipeline stages: a tuple of tensors per microbatch, forwards and backwards over separate communicators.
+
+Where tensor-parallel ranks hold equal copies of what passes (no sequence parallelism), each sends its t-th part to its
+counterpart, and the receivers put the parts together again over the faster links that they share (arXiv:2104.04473, section 4.1).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,38 +23,52 @@ class TensorSpec:
     dtype: torch.dtype
 
 
+class Transfer:
+    """Tensors on their way. `wait()` gives those that have arrived, or says that those sent may be reused."""
+
+    def __init__(self, pending: list[comm.Pending], specs: tuple[TensorSpec, ...], scattered_over: Axis | None = None):
+        self._pending, self._specs, self._axis = pending, specs, scattered_over
+
+    def wait(self) -> tuple[Tensor, ...]:
+        arrived = [one.wait() for one in self._pending]
+        if self._axis is not None:
+            arrived = [comm.all_gather(part, self._axis).view(spec.shape) for part, spec in zip(arrived, self._specs)]
+        return tuple(arrived)
+
+
 class Transport:
     """Sends and receives of one rank. `boundary`: the tensors that pass between two stages (one for GPT).
 
-    Transfers between two ranks in one direction arrive in the order sent. A send may return before its tensors have left; the
-    next one in that direction waits for it, which the order of the schedule allows even where sends block.
+    `copies_over`: the axis whose ranks all hold the same of them, if there is one. Transfers between two ranks in one direction
+    arrive in the order sent.
     """
 
-    def __init__(self, mesh: Mapping[str, Axis], boundary: tuple[TensorSpec, ...], device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        mesh: Mapping[str, Axis],
+        boundary: tuple[TensorSpec, ...],
+        device: torch.device | str = "cpu",
+        *,
+        copies_over: Axis | None = None,
+    ):
         self.axes = {"forward": mesh["pp_forward"], "backward": mesh["pp_backward"]}
         self.boundary, self.device = boundary, device
-        self._leaving: dict[str, list[comm.Pending]] = {"forward": [], "backward": []}
+        divides = copies_over is not None and all(prod(spec.shape) % copies_over.size == 0 for spec in boundary)
+        self._copies_over = copies_over if divides and copies_over.size > 1 else None
 
-    def send(self, direction: str, to: int, tensors: tuple[Tensor, ...]) -> None:
-        """Begin to send to pipeline rank `to`; the tensors may not be changed before `finish`."""
+    def send(self, direction: str, to: int, tensors: tuple[Tensor, ...]) -> Transfer:
+        """Begin to send to pipeline rank `to`; the tensors may not be changed before the transfer's `wait`."""
         given = tuple(TensorSpec(tuple(x.shape), x.dtype) for x in tensors)
         if given != self.boundary:
             raise ValueError(f"a stage hands on {given}, but the stages agreed on {self.boundary}")
-        self._wait(direction)
-        self._leaving[direction] = [comm.start_send(x, self.axes[direction], to) for x in tensors]
+        axis, over = self.axes[direction], self._copies_over
+        if over is not None:
+            tensors = tuple(x.reshape(-1)[comm.my_part(x.numel(), over)] for x in tensors)
+        return Transfer([comm.start_send(x, axis, to) for x in tensors], self.boundary)
 
-    def recv(self, direction: str, source: int) -> tuple[Tensor, ...]:
-        """What pipeline rank `source` sends next in this direction."""
-        made = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in self.boundary]
-        pending = [comm.start_recv(x, self.axes[direction], source) for x in made]
-        return tuple(one.wait() for one in pending)
-
-    def finish(self) -> None:
-        """Wait until everything has left."""
-        for direction in self._leaving:
-            self._wait(direction)
-
-    def _wait(self, direction: str) -> None:
-        for pending in self._leaving[direction]:
-            pending.wait()
-        self._leaving[direction] = []
+    def post(self, direction: str, source: int) -> Transfer:
+        """Begin to receive what pipeline rank `source` sends next in this direction."""
+        axis, over = self.axes[direction], self._copies_over
+        shapes = [spec.shape if over is None else (prod(spec.shape) // over.size,) for spec in self.boundary]
+        made = [torch.empty(shape, dtype=spec.dtype, device=self.device) for shape, spec in zip(shapes, self.boundary)]
+        return Transfer([comm.start_recv(x, axis, source) for x in made], self.boundary, over)

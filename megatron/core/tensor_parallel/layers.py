@@ -10,13 +10,14 @@ Column-parallel followed by row-parallel needs one collective each way:
     parallelism         reduce-scatter of Z               reduce-scatter of dX
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core import comm
+from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
 from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import mappings
@@ -31,6 +32,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
 
     @property
     def sequence_axis(self) -> Axis | None:
@@ -78,7 +80,7 @@ class ColumnParallelLinear(nn.Module):
         blocks: tuple[int, ...] = (),
     ):
         super().__init__()
-        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.axis, self.sequence_parallel, self.store = tp.axis, tp.sequence_parallel, tp.weight_grads
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         for part in blocks or (output_size,):
             divide("output size of a column-parallel layer", part, tp.axis)
@@ -91,7 +93,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = tp.parameter((rows,), Placement((output_size,), Constant(0.0), shard=shard, blocks=blocks))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = column_linear(x, self.weight, self.axis, sequence_parallel=self.sequence_parallel)
+        y = column_linear(x, self.weight, self.axis, sequence_parallel=self.sequence_parallel, store=self.store)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
@@ -117,7 +119,7 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: bool = False,
     ):
         super().__init__()
-        self.axis, self.skip_bias_add = tp.axis, skip_bias_add
+        self.axis, self.skip_bias_add, self.store = tp.axis, skip_bias_add, tp.weight_grads
         self.leave = mappings.reduce_scatter_sequence if tp.sequence_parallel else mappings.reduce
         columns = divide("input size of a row-parallel layer", input_size, tp.axis)
         self.weight = tp.parameter(
@@ -126,7 +128,7 @@ class RowParallelLinear(nn.Module):
         self.bias = tp.replicated((output_size,), Constant(0.0)) if bias else None
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        z = self.leave(linear(y, self.weight), self.axis)
+        z = self.leave(linear(y, self.weight, store=self.store), self.axis)
         if self.skip_bias_add:
             return z, self.bias
         return z if self.bias is None else z + self.bias, None

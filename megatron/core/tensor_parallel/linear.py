@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
 
 
@@ -29,6 +30,7 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
         main_grad.addmm_(grad.t(), x)
     else:
         main_grad.add_(grad.t() @ x)
+    weight.grad_written()
     return None
 
 
@@ -36,49 +38,84 @@ class _ColumnLinear(torch.autograd.Function):
     """x [s(/t), b, in] -> [s, b, out/t], with the moves of the input on either side of the product."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, store: WeightGradStore | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # save_for_backward returns a new object of the weight; its buffer hangs on the one we were given.
-        ctx.weight, ctx.axis, ctx.sequence_parallel = weight, axis, sequence_parallel
+        ctx.weight, ctx.axis, ctx.sequence_parallel, ctx.store = weight, axis, sequence_parallel, store
         full = comm.all_gather(x, axis) if sequence_parallel else x
         return full @ weight.t()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        gathering = comm.start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_weight else None
+        defers = needs_weight and _defers(ctx)
+        gathering = None
+        if ctx.sequence_parallel and needs_weight and not defers:
+            gathering = comm.start_all_gather(x, ctx.axis)
         grad_x = summing = grad_weight = None
         if needs_x:
-            grad_x = grad @ weight
             start = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
-            summing = start(grad_x, ctx.axis)
-        if needs_weight:
+            summing = start(grad @ weight, ctx.axis)
+        if defers:
+            holder, axis, gathers = ctx.weight, ctx.axis, ctx.sequence_parallel
+            ctx.store.keep(lambda: _write(holder, grad, comm.all_gather(x, axis) if gathers else x))
+        elif needs_weight:
             grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x)
-        return summing.wait() if summing else None, grad_weight, None, None
+        if summing:
+            grad_x = summing.wait()
+        return grad_x, grad_weight, None, None, None
 
 
 class _Linear(torch.autograd.Function):
     """x [.., in] -> [.., out] without communication: the product inside a row-parallel layer."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, store: WeightGradStore | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight
+        ctx.weight, ctx.store = weight, store
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        return grad_x, weight_gradient(ctx.weight, grad, x) if ctx.needs_input_grad[1] else None
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x, grad_weight = grad @ weight if needs_x else None, None
+        if needs_weight and _defers(ctx):
+            holder = ctx.weight
+            ctx.store.keep(lambda: _write(holder, grad, x))
+        elif needs_weight:
+            grad_weight = weight_gradient(ctx.weight, grad, x)
+        return grad_x, grad_weight, None
 
 
-def column_linear(x: Tensor, weight: Tensor, axis: Axis, *, sequence_parallel: bool = False) -> Tensor:
-    """x A_i for my columns. x: [s, b, in], or my part of the sequence [s/t, b, in]; weight [out/t, in] -> [s, b, out/t]."""
-    return _ColumnLinear.apply(x, weight, axis, sequence_parallel and axis.size > 1)
+def _defers(ctx) -> bool:
+    """Whether the weight gradient waits for the schedule: only where there is a buffer to write it to later."""
+    return ctx.store is not None and ctx.store.is_collecting and hasattr(ctx.weight, "main_grad")
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [.., in] times weight [out, in] transposed -> [.., out]."""
-    return _Linear.apply(x, weight)
+def _write(weight: Tensor, grad: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        weight_gradient(weight, grad, x)
+
+
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    axis: Axis,
+    *,
+    sequence_parallel: bool = False,
+    store: WeightGradStore | None = None,
+) -> Tensor:
+    """x A_i for my columns. x: [s, b, in], or my part of the sequence [s/t, b, in]; weight [out/t, in] -> [s, b, out/t].
+
+    `store`: where the weight gradient may be put off.
+    """
+    return _ColumnLinear.apply(x, weight, axis, sequence_parallel and axis.size > 1, store)
+
+
+def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None) -> Tensor:
+    """x [.., in] times weight [out, in] transposed -> [.., out]. `store`: where the weight gradient may be put off."""
+    return _Linear.apply(x, weight, store)

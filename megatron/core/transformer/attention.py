@@ -1,11 +1,14 @@
 """Self-attention with its heads divided over the tensor-parallel ranks."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron.core.placement import Normal
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, divide
 from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,6 +37,8 @@ class ParallelAttention(nn.Module):
             config.attention_backend,
             AttentionDropout(config.attention_dropout, keys, layer, first_head=tp.axis.rank * heads),
         )
+        self.keys = keys
+        self.recomputes_core = config.recompute_granularity == "selective"
         self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
         )
@@ -42,7 +47,8 @@ class ParallelAttention(nn.Module):
         q, k, v = self.project(x)
         if angles is not None:
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
-        out, _ = self.linear_proj(self.core_attention(q, k, v, mask))
+        attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
+        out, _ = self.linear_proj(attend(q, k, v, mask))
         return out
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,14 @@
 """The layers of one pipeline stage."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotary_angles
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
@@ -32,7 +34,8 @@ class ParallelTransformer(nn.Module):
         make_layer: MakeLayer | None = None,
     ):
         super().__init__()
-        self.config, self.sequence_ranks = config, tp.axis.size if tp.sequence_parallel else 1
+        self.config, self.keys = config, keys
+        self.sequence_ranks = tp.axis.size if tp.sequence_parallel else 1
         make_layer = make_layer or (lambda layer: ParallelTransformerLayer(config, layer, tp=tp, keys=keys))
         self.layers = nn.ModuleDict({str(layer): make_layer(layer) for layer in layers})
         self.final_layernorm = None
@@ -44,6 +47,23 @@ class ParallelTransformer(nn.Module):
         if config.position_embedding_type == "rope":
             length = x.shape[0] * self.sequence_ranks
             angles = rotary_angles(length, config.rotary_width, config.rotary_base, like=x)
-        for layer in self.layers.values():
-            x = layer(x, mask, angles)
+        for recompute, layers in self._groups():
+            run = partial(_run_layers, layers)
+            x = recomputed(run, self.keys, x, mask, angles) if recompute else run(x, mask, angles)
         return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def _groups(self) -> list[tuple[bool, Sequence[nn.Module]]]:
+        """The layers in order, in groups: (whether the backward computes the group again, its layers)."""
+        layers, config = list(self.layers.values()), self.config
+        if config.recompute_granularity != "full":
+            return [(False, layers)]
+        size = config.recompute_num_layers or 1
+        if config.recompute_method == "uniform":
+            return [(True, layers[i : i + size]) for i in range(0, len(layers), size)]
+        return [*((True, [layer]) for layer in layers[:size]), (False, layers[size:])]
+
+
+def _run_layers(layers: Sequence[nn.Module], x: Tensor, mask: Tensor | None, angles: Tensor | None) -> Tensor:
+    for layer in layers:
+        x = layer(x, mask, angles)
+    return x

@@ -43,6 +43,13 @@ class TransformerConfig:
     attention_backend: Literal["auto", "fused", "unfused"] = knob(
         "auto", "attention kernel: torch's fused one, the plain one, or fused wherever it can do the work"
     )
+    recompute_granularity: Literal["full", "selective"] | None = knob(
+        None, "what the backward computes again instead of keeping: whole layers, or attention's scores"
+    )
+    recompute_method: Literal["uniform", "block"] | None = knob(
+        None, "full: keep the input of every group of layers, or compute the first layers of each stage again"
+    )
+    recompute_num_layers: int | None = knob(None, "layers in a group (uniform), or first layers of a stage (block)")
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
@@ -59,6 +66,7 @@ class TransformerConfig:
             problems.append(f"--rotary-percent is {self.rotary_percent}; it must be in (0, 1]")
         if not problems:
             problems = self._shape_problems()
+        problems += self._recompute_problems()
         if self.bf16 and self.fp64:
             problems.append("--bf16 and --fp64 exclude each other; give one")
         if problems:
@@ -82,6 +90,17 @@ class TransformerConfig:
             problems.append(
                 f"rotary positions need an even width; heads of {self.head_width} x --rotary-percent give {self.rotary_width}"
             )
+        return problems
+
+    def _recompute_problems(self) -> list[str]:
+        full = self.recompute_granularity == "full"
+        problems = []
+        if full and self.recompute_method is None:
+            problems.append("--recompute-granularity full needs --recompute-method uniform or block")
+        if not full and (self.recompute_method is not None or self.recompute_num_layers is not None):
+            problems.append("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+        if self.recompute_num_layers is not None and self.recompute_num_layers < 1:
+            problems.append(f"--recompute-num-layers is {self.recompute_num_layers}; it must be at least 1")
         return problems
 
     @property
