@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
 
-DEFAULT_COST = {Op.F: 1, Op.B: 2}  # backward multiplies two matrices where forward multiplies one
+DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # backward multiplies two matrices where forward multiplies one
 
 
 class Timeline(NamedTuple):
@@ -45,17 +46,14 @@ def bubble(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Per rank, the most forwards of one stage that wait for their backward at once: activations to hold in memory.
+    """Per rank, the most microbatches of one stage between their F and their B or W at once: activations to hold.
 
     A chunk's activation is 1/v of a rank's. Means nothing for `forward_only`, where nothing waits for a backward.
     """
     peaks = []
     for actions in schedule:
-        live = peak = 0
-        for action in actions:
-            live += (action.op is Op.F) - (action.op is Op.B)
-            peak = max(peak, live)
-        peaks.append(peak)
+        changes = ((action.op is Op.F) - (action.op in (Op.B, Op.W)) for action in actions)
+        peaks.append(max(accumulate(changes)))
     return peaks
 
 
@@ -66,7 +64,7 @@ def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, trans
     -- goes on with what the cell to the left began, blank is idle. An example opens `schedule.py`.
     """
     start, end = simulate(schedule, cost, transfer)
-    unit = min(cost.values())
+    unit = min(cost[action.op] for action in end)
     width = 1 + max(len(str(action.microbatch)) for action in end)
     num_cells = _round_half_up(max(end.values()) / unit)
     rows = []
