@@ -10,6 +10,7 @@ _SUBMODULE_OF = {
     "loop_placement": "stage",
     "stages_of_rank": "stage",
     "layers_of_stage": "stage",
+    "split_layers": "stage",
     "Op": "schedule",
     "Action": "schedule",
     "Schedule": "schedule",
