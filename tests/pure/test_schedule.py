@@ -12,6 +12,7 @@ from schedules import CHUNKED, COSTS, FLAT, assert_lists, refusal, training_sche
 
 from megatron.core import pipeline_parallel
 from megatron.core.pipeline_parallel import schedule as schedule_module
+from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.schedule import (
     SCHEDULES,
     Action,
@@ -23,7 +24,7 @@ from megatron.core.pipeline_parallel.schedule import (
     one_f_one_b,
     zb_h1,
 )
-from megatron.core.pipeline_parallel.simulate import bubble, peak_live, plot_text
+from megatron.core.pipeline_parallel.simulate import bubble, bubble_in_theory, peak_live, peak_live_in_theory
 
 # ---- generators: exact lists
 
@@ -183,6 +184,21 @@ def test_zb_h1_bubble_matches_theory(cost):
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
+def test_bubble_and_memory_by_name_match_their_closed_forms(cost):
+    for name, make in SCHEDULES.items():
+        for p, m, v in CHUNKED if name == "interleaved" else [(p, m, 1) for p, m in FLAT]:
+            schedule = make(p, m, v)
+            assert bubble(schedule, cost) == pytest.approx(bubble_in_theory(name, p, m, v, cost), abs=1e-12), (
+                name,
+                p,
+                m,
+                v,
+            )
+            assert peak_live(schedule) == peak_live_in_theory(name, p, m, v), (name, p, m, v)
+    assert bubble_in_theory("1f1b", 4, 8, transfer=0.5) is None
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_zb_h1_is_never_slower_than_one_f_one_b(cost):
     for p, m in FLAT:
         assert bubble(zb_h1(p, m), cost) <= bubble(one_f_one_b(p, m), cost) + 1e-12
@@ -282,7 +298,7 @@ def test_sizes_below_one_are_refused_together():
 def test_every_public_name_is_found_and_others_are_refused():
     assert pipeline_parallel.gpipe is gpipe
     for name, submodule in pipeline_parallel._SUBMODULE_OF.items():
-        if submodule in ("stage", "schedule", "lower", "simulate"):  # the others load torch
+        if submodule in ("stage", "schedule", "lower", "simulate", "plot"):  # the others load torch
             assert getattr(pipeline_parallel, name) is not None
             assert name in dir(pipeline_parallel)
     with pytest.raises(AttributeError, match="no attribute 'zigzag'"):

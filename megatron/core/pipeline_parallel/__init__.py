@@ -1,6 +1,6 @@
 """Pipeline parallelism: schedules as data, and the executor that runs them.
 
-Names are imported when first asked for, so that `schedule`, `stage`, `lower` and `simulate` load without torch.
+Names are imported when first asked for, so that all but the executor and what it needs loads without torch.
 """
 
 from importlib import import_module
@@ -27,9 +27,14 @@ _SUBMODULE_OF = {
     "partner": "lower",
     "DIRECTION_OF": "lower",
     "bubble": "simulate",
+    "bubble_in_theory": "simulate",
     "peak_live": "simulate",
-    "plot_text": "simulate",
+    "peak_live_in_theory": "simulate",
+    "peak_bytes": "simulate",
     "show": "simulate",
+    "plot_text": "plot",
+    "plot_svg": "plot",
+    "chrome_trace": "plot",
 }
 
 

@@ -2,7 +2,7 @@
 
     p  pipeline ranks       m  microbatches in a step       v  chunks: stages per rank
 
-1F1B with p = 3, m = 4, a backward taking twice the time of a forward (drawn by `simulate.plot_text`):
+1F1B with p = 3, m = 4, a backward taking twice the time of a forward (drawn by `plot.plot_text`):
 
     rank 0 |F0F1F2        B0--F3B1--  B2--  B3--|
     rank 1 |  F0F1    B0--F2B1--F3B2--  B3--    |
