@@ -1,65 +1,127 @@
 """Lowering: from who computes what to the full list of a rank, with transfers and gradient reductions.
 
-    generate            F0.0 B0.0                             F1.0 B1.0
-    add_transfers       F0.0 SEND_F0.0 RECV_B0.0 B0.0         RECV_F1.0 F1.0 B1.0 SEND_B1.0
-    add_reduce          F0.0 SEND_F0.0 RECV_B0.0 B0.0 REDUCE0 RECV_F1.0 F1.0 B1.0 SEND_B1.0 REDUCE1
+    generate       F0.0 B0.0
+                   F1.0 B1.0
+    add_transfers  F0.0 SEND_F0.0 POST_B0.0 RECV_B0.0 SENT_F0.0 B0.0
+                   POST_F1.0 RECV_F1.0 F1.0 B1.0 SEND_B1.0 SENT_B1.0
+    add_reduce     F0.0 SEND_F0.0 POST_B0.0 RECV_B0.0 SENT_F0.0 B0.0 REDUCE0
+                   POST_F1.0 RECV_F1.0 F1.0 B1.0 SEND_B1.0 REDUCE1 SENT_B1.0
 
-Every rank's list is a projection of one global order. Run that order from its head: the first event not yet done stands
-at the head of every list it is in, so it can run. Hence no deadlock, even if each send blocks until its receive.
+A transfer is begun at both ends, by SEND and POST, which never wait; then it goes on beside the compute; SENT and RECV
+wait for its end. Activations go forward over one communicator, gradients backward over another, and a communicator
+does what a rank has begun strictly in that order (NCCL does). So the ranks must begin in orders that agree: in each
+direction all transfers have ONE global order, and what a rank begins is a projection of it.
+
+Why nothing deadlocks: run compute and transfers in the order of time, a transfer at the moment its producer ends. Its
+SEND stands right behind the producer and its POST no later than that moment, and all that were begun before it in its
+direction stand before it in the global order, so they are done. SENT and RECV stand later, so they do not wait in vain.
 """
 
+from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.schedule import COMPUTE, Action, Op, Schedule, count_stages, dependencies
 from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, locate, run_in_order, show, simulate
 from megatron.core.pipeline_parallel.stage import Placement
 
-_SEND_OF = {Op.F: Op.SEND_F, Op.B: Op.SEND_B}
-_RECV_OF = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
-_PRODUCER_OF = {Op.SEND_F: Op.F, Op.SEND_B: Op.B}
-_PARTNER_OF = {  # the op that meets it, and how many stages further up
-    Op.SEND_F: (Op.RECV_F, +1),
-    Op.RECV_F: (Op.SEND_F, -1),
-    Op.SEND_B: (Op.RECV_B, -1),
-    Op.RECV_B: (Op.SEND_B, +1),
+DIRECTION_OF = {  # the communicator that carries it; SEND, SENT, POST and RECV of a transfer are named by it
+    **dict.fromkeys((Op.F, Op.SEND_F, Op.SENT_F, Op.POST_F, Op.RECV_F), "forward"),
+    **dict.fromkeys((Op.B, Op.I, Op.SEND_B, Op.SENT_B, Op.POST_B, Op.RECV_B), "backward"),
 }
+_OPS_OF = {
+    "forward": (Op.SEND_F, Op.SENT_F, Op.POST_F, Op.RECV_F),
+    "backward": (Op.SEND_B, Op.SENT_B, Op.POST_B, Op.RECV_B),
+}
+_STEP_OF = {"forward": +1, "backward": -1}  # from the stage that sends to the stage that receives
+_SENDING = frozenset({Op.SEND_F, Op.SENT_F, Op.SEND_B, Op.SENT_B})
+_PARTNER_OF = {Op.SEND_F: Op.POST_F, Op.SENT_F: Op.RECV_F, Op.SEND_B: Op.POST_B, Op.SENT_B: Op.RECV_B}
+_PARTNER_OF |= {receiving: sending for sending, receiving in _PARTNER_OF.items()}
+_BEGIN_OF = {Op.SENT_F: Op.SEND_F, Op.RECV_F: Op.POST_F, Op.SENT_B: Op.SEND_B, Op.RECV_B: Op.POST_B}
+_WAIT_OF = {begin: wait for wait, begin in _BEGIN_OF.items()}
 
 
 def add_transfers(schedule: Schedule, placement: Placement, cost: Mapping[Op, float] = DEFAULT_COST) -> Schedule:
-    """The schedule with a SEND after each producer and a RECV before each consumer that lives on another rank.
+    """The schedule with SEND and SENT for each result that another rank needs, and POST and RECV on that rank.
 
-    In the global order a transfer stands at the moment its producer ends, as simulated with `cost`. So a RECV waits for
-    no compute that the rank could have done meanwhile, and only other transfers stand between a producer and its SEND.
-    `cost` changes that order, never what is computed. All ranks must lower with the same `cost`: not with what each one
-    measured. A stage's neighbour on the same rank needs no transfer.
+    Between two computes stands first what does not wait, then what does:
+      SEND  right behind the producer.
+      POST  when the producer starts, so that the receive is there when the data comes: before what the rank computes at
+            that moment, but behind whatever its direction's global order has before.
+      SENT  where the rank begins its next send in that direction, at the latest before the backward that frees the
+            output, or at the end: a rank holds at most two leaving results a direction.
+      RECV  right before the consumer.
+
+    The global order is that of the producers' ends as simulated with `cost`. `cost` changes that order, and never what
+    is computed. All ranks must lower with the same `cost`, not with what each one measured. A stage's neighbour on the
+    same rank needs no transfer.
     """
     _check_placement(schedule, placement)
-    start, end = simulate(schedule, cost)
-    num_stages = count_stages(schedule)
-    transfer_first, compute_next = 0, 1  # of one moment: what ends then is sent before the next action starts
-    events = [(start[action], compute_next, [action]) for action in start]
-    for action in end:
-        send = Action(_SEND_OF[action.op], action.stage, action.microbatch)
-        recv = partner(send)
-        if 0 <= recv.stage < num_stages and placement(recv.stage) != placement(send.stage):
-            events.append((end[action], transfer_first, [send, recv]))
+    time, home, num_stages = simulate(schedule, cost), locate(schedule), count_stages(schedule)
+    rows = [_Row(actions, [time.end[action] for action in actions]) for actions in schedule]
+    for producer in sorted(time.end, key=time.end.get):  # what ends together keeps one order, the same on all ranks
+        if producer.op is Op.W:
+            continue
+        direction = DIRECTION_OF[producer.op]
+        consumer = producer._replace(stage=producer.stage + _STEP_OF[direction])
+        if 0 <= consumer.stage < num_stages and placement(consumer.stage) != placement(producer.stage):
+            (rank, produced), (peer, consumed) = home[producer], home[consumer]
+            rows[rank].send(producer, direction, produced)
+            rows[peer].receive(consumer, direction, consumed, time.start[producer])
+    return [row.merged() for row in rows]
 
-    lowered = [[] for _ in schedule]
-    for _, _, actions in sorted(events, key=lambda event: event[:2]):
-        for action in actions:
-            lowered[placement(action.stage)].append(action)
-    return lowered
+
+class _Row:
+    """One rank's list in the making. Gap i is before compute i; the last one is the end of the list."""
+
+    def __init__(self, actions: list[Action], ends: list[float]):
+        self.actions, self.ends = actions, ends
+        self.begins: list[list[Action]] = [[] for _ in range(len(actions) + 1)]
+        self.waits: list[list[Action]] = [[] for _ in range(len(actions) + 1)]
+        self.gap_of_last_begin = {"forward": 0, "backward": 0}
+        self.leaving: dict[str, Action] = {}  # by direction, the SENT that has no place yet
+        self.freed_at = {action[1:]: index for index, action in enumerate(actions) if action.op in (Op.B, Op.I)}
+
+    def send(self, producer: Action, direction: str, index: int) -> None:
+        """Add the SEND of compute `index`, and the SENT of the send before it."""
+        send, sent, _, _ = _OPS_OF[direction]
+        self._begin(producer._replace(op=send), direction, index + 1)
+        self._place_sent(direction, index + 1)
+        self.leaving[direction] = producer._replace(op=sent)
+
+    def receive(self, consumer: Action, direction: str, index: int, moment: float) -> None:
+        """Add the RECV of compute `index`, and its POST before what the rank computes at `moment`."""
+        _, _, post, recv = _OPS_OF[direction]
+        self._begin(consumer._replace(op=post), direction, bisect_right(self.ends, moment))
+        self.waits[index].append(consumer._replace(op=recv))
+
+    def merged(self) -> list[Action]:
+        for direction in _OPS_OF:
+            self._place_sent(direction, len(self.actions))
+        gaps = [begins + waits for begins, waits in zip(self.begins, self.waits)]
+        return [action for gap, compute in zip(gaps, self.actions) for action in (*gap, compute)] + gaps[-1]
+
+    def _begin(self, action: Action, direction: str, gap: int) -> None:
+        gap = self.gap_of_last_begin[direction] = max(gap, self.gap_of_last_begin[direction])
+        self.begins[gap].append(action)
+
+    def _place_sent(self, direction: str, gap: int) -> None:
+        if direction in self.leaving:
+            sent = self.leaving.pop(direction)
+            if direction == "forward":
+                gap = min(gap, self.freed_at.get(sent[1:], gap))
+            self.waits[gap].append(sent)
 
 
 def add_reduce(schedule: Schedule) -> Schedule:
-    """The schedule with a REDUCE once a stage's last gradient is computed, and sent where it has to be sent.
+    """The schedule with a REDUCE once a stage's last gradient is computed, and on its way where it has to be sent.
 
     The SEND_B goes first because the stage below waits for it and nothing waits for the REDUCE. Apply it last, after
     `add_transfers`.
     """
     lowered = []
     for actions in schedule:
-        last = {action.stage: index for index, action in enumerate(actions) if action.op in (Op.B, Op.SEND_B)}
+        last = {a.stage: index for index, a in enumerate(actions) if a.op in (Op.B, Op.W, Op.SEND_B)}
         row = []
         for index, action in enumerate(actions):
             row.append(action)
@@ -70,53 +132,102 @@ def add_reduce(schedule: Schedule) -> Schedule:
 
 
 def check_rendezvous(schedule: Schedule, placement: Placement) -> None:
-    """Run the lowered lists on paper with sends that block until their receive: the strictest transport there is.
+    """Run the lowered lists on paper over communicators that do, on each rank, what was begun in the order it was begun.
 
-    Raises ValueError, naming the waiting actions and the grid around them, if a transfer is never met, an action stands
-    before what it needs, or the ranks wait for each other in a circle.
+    A transfer happens when it is first in the queues of both its ends; that is the strictest transport there is. Raises
+    ValueError, naming the waiting actions and the grid around them, if an action stands before what it needs, the ranks
+    wait for each other in a circle, or a transfer is begun and never met or never waited for.
     """
     _check_placement(schedule, placement)
     home, num_stages = locate(schedule), count_stages(schedule)
-    done, met = set(), set()
+    done, wires = set(), {"forward": _Wire(placement), "backward": _Wire(placement)}
 
     def attempt(rank: int, heads: list[int]) -> list[Action]:
         action = schedule[rank][heads[rank]]
-        missing = [need for need in _needs_on_rank(action, schedule[rank], placement, num_stages) if need not in done]
-        if action.op in _PRODUCER_OF and not missing:  # a send: it meets its receive if that is at its list's head
-            recv = partner(action)
-            recv_rank, recv_index = home.get(recv, (rank, None))
-            if heads[recv_rank] == recv_index:
-                met.add(recv)
-            else:
-                missing = [recv]
-        elif action.op in _PARTNER_OF and action not in met:
-            missing.append(partner(action))
+        needs = _needs_on_rank(action, schedule[rank], home, placement, num_stages)
+        missing = [need for need in needs if need not in done]
+        if action.op in _BEGIN_OF and not missing:
+            missing = wires[DIRECTION_OF[action.op]].held_up_by(action._replace(op=_BEGIN_OF[action.op]))
         if not missing:
             done.add(action)
+            if action.op in _WAIT_OF:
+                wires[DIRECTION_OF[action.op]].begin(action)
         return missing
 
     run_in_order(schedule, attempt)
+    problems = [
+        f"{action} is begun, but {other} is in no list"
+        for action in home
+        if action.op in _WAIT_OF
+        for other in (partner(action), action._replace(op=_WAIT_OF[action.op]))
+        if other not in home
+    ]
+    if problems:
+        raise ValueError("\n".join(f"schedule: {problem}" for problem in problems))
+
+
+class _Wire:
+    """One direction's communicator: a queue a rank of what it has begun."""
+
+    def __init__(self, placement: Placement):
+        self.placement = placement
+        self.queues: dict[int, deque[Action]] = defaultdict(deque)
+        self.happened: set[Action] = set()
+
+    def begin(self, action: Action) -> None:
+        """Queue a SEND or POST, and do every transfer that is now first at both its ends."""
+        ranks = [self.placement(action.stage)]
+        self.queues[ranks[0]].append(action)
+        while ranks:
+            rank = ranks.pop()
+            queue = self.queues[rank]
+            if queue and self._first(peer := self.placement(partner(queue[0]).stage)) == partner(queue[0]):
+                self.happened |= {queue.popleft(), self.queues[peer].popleft()}
+                ranks += [rank, peer]  # what stood behind it is first now
+
+    def held_up_by(self, action: Action) -> list[Action]:
+        """[] if the transfer of this SEND or POST has happened, else the action that has to go before it."""
+        if action in self.happened:
+            return []
+        other = partner(action)
+        for mine in (action, other):
+            first = self._first(self.placement(mine.stage))
+            if first != mine:
+                return [first if mine in self.queues[self.placement(mine.stage)] else mine]
+        raise AssertionError(f"{action} and {other} are first in their queues and did not happen")
+
+    def _first(self, rank: int) -> Action | None:
+        return self.queues[rank][0] if self.queues[rank] else None
 
 
 def partner(action: Action) -> Action:
-    """The transfer that meets this one: SEND_F3.1 and RECV_F4.1, SEND_B4.1 and RECV_B3.1 are partners.
+    """The action that meets this one: SEND_F3.1 and POST_F4.1, SENT_F3.1 and RECV_F4.1, SEND_B4.1 and POST_B3.1, ...
 
     `placement(partner(action).stage)` is the rank at the other end.
     """
-    op, step = _PARTNER_OF[action.op]
-    return Action(op, action.stage + step, action.microbatch)
+    step = _STEP_OF[DIRECTION_OF[action.op]] * (1 if action.op in _SENDING else -1)
+    return Action(_PARTNER_OF[action.op], action.stage + step, action.microbatch)
 
 
-def _needs_on_rank(action: Action, actions: list[Action], placement: Placement, num_stages: int) -> list[Action]:
+def _needs_on_rank(
+    action: Action, actions: list[Action], home: Mapping[Action, tuple[int, int]], placement: Placement, num_stages: int
+) -> list[Action]:
     """What must stand before `action` in its own rank's list, which is `actions`."""
-    if action.op in _PRODUCER_OF:
-        return [action._replace(op=_PRODUCER_OF[action.op])]
+    if action.op is Op.SEND_F:
+        return [action._replace(op=Op.F)]
+    if action.op is Op.SEND_B:
+        half = action._replace(op=Op.I)
+        return [half if half in home else action._replace(op=Op.B)]
+    if action.op in _BEGIN_OF:
+        return [action._replace(op=_BEGIN_OF[action.op])]
     if action.op is Op.REDUCE:
-        return [other for other in actions if other.op is Op.B and other.stage == action.stage]
-    if action.op not in _SEND_OF:
-        return []  # a receive
+        return [other for other in actions if other.op in (Op.B, Op.W) and other.stage == action.stage]
+    if action.op not in COMPUTE:
+        return []  # a POST
     return [
-        need if placement(need.stage) == placement(action.stage) else action._replace(op=_RECV_OF[need.op])
+        need
+        if placement(need.stage) == placement(action.stage)
+        else action._replace(op=_OPS_OF[DIRECTION_OF[need.op]][3])
         for need in dependencies(action, num_stages)
     ]
 

@@ -2,16 +2,17 @@
 
     p  pipeline ranks       m  microbatches in a step       v  chunks: stages per rank
 
-1F1B with p = 3, m = 4, a backward taking twice the time of a forward (drawn by `simulate.plot_text`):
+1F1B with p = 3, m = 4, a backward taking twice the time of a forward (drawn by `plot.plot_text`):
 
     rank 0 |F0F1F2        B0--F3B1--  B2--  B3--|
     rank 1 |  F0F1    B0--F2B1--F3B2--  B3--    |
     rank 2 |    F0B0--F1B1--F2B2--F3B3--        |
 
 A schedule says who computes what and in which order. `simulate` runs it on paper, `lower` adds the communication, the
-executor runs one rank's list. A new schedule is a new function here; nothing else has to know of it.
+executor runs one rank's list. A new schedule is a new function here and a line in SCHEDULES; nothing else has to know.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import NamedTuple
@@ -20,15 +21,26 @@ from megatron.core.pipeline_parallel.stage import loop_placement, stages_of_rank
 
 
 class Op(Enum):
+    """What a rank can do. A transfer is two actions at each end: begin it, and wait for it."""
+
     # fmt: off
     F = auto()       # forward of one microbatch through one stage
     B = auto()       # backward of the same: gradients of the input and of the weights
-    SEND_F = auto()  # the output of F3.1 leaves:   SEND_F3.1, met by RECV_F4.1
-    RECV_F = auto()  # the input of F4.1 arrives
-    SEND_B = auto()  # the gradient that B4.1 computed for its input leaves:   SEND_B4.1, met by RECV_B3.1
-    RECV_B = auto()  # the gradient that B3.1 starts from arrives
+    I = auto()       # half of B: the gradient of the input, which the stage before waits for  # noqa: E741
+    W = auto()       # the other half: the gradients of the weights, which nobody waits for
+    SEND_F = auto()  # begin to send the output of F3.1:   SEND_F3.1, met by POST_F4.1
+    SENT_F = auto()  # wait until it has left: its memory may be used again
+    POST_F = auto()  # begin to receive the input of F4.1
+    RECV_F = auto()  # wait until it has arrived
+    SEND_B = auto()  # begin to send the gradient that B4.1 or I4.1 computed for its input:   SEND_B4.1, met by POST_B3.1
+    SENT_B = auto()  # wait until it has left
+    POST_B = auto()  # begin to receive the gradient that B3.1 or I3.1 starts from
+    RECV_B = auto()  # wait until it has arrived
     REDUCE = auto()  # start reducing the stage's gradients over the data-parallel ranks; has no microbatch
     # fmt: on
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # what stands in a schedule before `lower` adds the rest
 
 
 class Action(NamedTuple):
@@ -71,6 +83,42 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * p)
 
 
+def zb_h1(p: int, m: int) -> Schedule:
+    """ZB-H1: 1F1B whose weight gradients fill the bubble, with the memory of 1F1B (arXiv:2401.10241, section 2.2).
+
+    1F1B keeps p - r activations on rank r, which waits longest in the end, for the backwards to come down, where r is
+    small, and in the beginning where r is large. With room for p activations, as rank 0 has, rank r can put off r of its
+    W, so that the I come r * tW earlier and W fill the end. With p = 3, m = 4 and F, I, W of equal time:
+
+        rank 0 |F0F1F2    I0W0F3I1W1I2W2I3W3|
+        rank 1 |  F0F1  I0F2I1W0F3I2W1I3W2W3|
+        rank 2 |    F0I0F1I1F2I2W0F3I3W1W2W3|
+    """
+    _check_sizes("zb-h1", p, m)
+    return defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
+
+
+def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
+    """The schedule with each B split into I and W, W standing behind the I that comes `delay(rank)` backwards later.
+
+    The W that are left at the end follow each other there. W run in the order of their I, so the gradients of a stage
+    are summed in the order of its microbatches, as by B.
+    """
+    split = []
+    for rank, actions in enumerate(schedule):
+        row, waiting = [], deque()
+        for action in actions:
+            if action.op is not Op.B:
+                row.append(action)
+                continue
+            row.append(action._replace(op=Op.I))
+            waiting.append(action._replace(op=Op.W))
+            if len(waiting) > delay(rank):
+                row.append(waiting.popleft())
+        split.append(row + list(waiting))
+    return split
+
+
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
     """The forwards of `interleaved` (with v = 1, of 1F1B), for evaluation; m may be any number."""
     _check_sizes("forward_only", p, m, v)
@@ -78,13 +126,17 @@ def forward_only(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """The compute actions, on whichever rank, whose results the compute action needs."""
-    assert action.op in (Op.F, Op.B), f"{action} is no compute action"
-    stage, microbatch = action.stage, action.microbatch
+    """The compute actions, on whichever rank, whose results the compute action needs.
+
+    B needs the B of the stage after it and I the I: a microbatch's backward is split on every stage or on none.
+    """
+    assert action.op in COMPUTE, f"{action} is no compute action"
     if action.op is Op.F:
-        return [Action(Op.F, stage - 1, microbatch)] if stage > 0 else []
-    own = Action(Op.F, stage, microbatch)
-    return [own, Action(Op.B, stage + 1, microbatch)] if stage < num_stages - 1 else [own]
+        return [action._replace(stage=action.stage - 1)] if action.stage > 0 else []
+    if action.op is Op.W:
+        return [action._replace(op=Op.I)]
+    own = action._replace(op=Op.F)
+    return [own, action._replace(stage=action.stage + 1)] if action.stage < num_stages - 1 else [own]
 
 
 def count_stages(schedule: Schedule) -> int:
@@ -133,3 +185,25 @@ def _check_sizes(name: str, p: int, m: int, v: int = 1) -> None:
         )
     if problems:
         raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))
+
+
+def _with_one_chunk(name: str, make: Callable[[int, int], Schedule]) -> Callable[[int, int, int], Schedule]:
+    def make_or_refuse(p: int, m: int, v: int = 1) -> Schedule:
+        _check_sizes(name, p, m, v)
+        if v > 1:
+            raise ValueError(
+                f"{name}: it has one chunk per rank, not {v}; use interleaved, or leave out "
+                "--num-layers-per-virtual-pipeline-stage"
+            )
+        return make(p, m)
+
+    return make_or_refuse
+
+
+# What trains, by name: (p, m, v) -> Schedule, or ValueError where the sizes do not fit.
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": _with_one_chunk("gpipe", gpipe),
+    "1f1b": _with_one_chunk("1f1b", one_f_one_b),
+    "interleaved": interleaved,
+    "zb-h1": _with_one_chunk("zb-h1", zb_h1),
+}

@@ -1,12 +1,12 @@
-"""Schedules on paper: start and end times, bubble, live activations, a plot, and who waits for whom in a deadlock."""
+"""Schedules on paper: start and end times, bubble, live activations, and who waits for whom in a deadlock."""
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
 
-DEFAULT_COST = {Op.F: 1, Op.B: 2}  # backward multiplies two matrices where forward multiplies one
+DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # backward multiplies two matrices where forward multiplies one
 
 
 class Timeline(NamedTuple):
@@ -44,41 +44,52 @@ def bubble(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer
     return max(simulate(schedule, cost, transfer).end.values()) / ideal - 1
 
 
+def bubble_in_theory(
+    name: str, p: int, m: int, v: int = 1, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0
+) -> float | None:
+    """The closed form of `bubble` for a schedule of SCHEDULES; None where a transfer takes time: there is none then.
+
+    (p - 1) / (v m) for all but ZB-H1 (arXiv:2104.04473, section 2.2). ZB-H1 idles for (p - 1)(tF + tI - tW) if m >= p
+    and no op is cheaper than W (arXiv:2401.10241, table 1). What stands here holds for all costs and all m: it was
+    found by trying, and is tested over a grid.
+    """
+    if transfer:
+        return None
+    if name != "zb-h1":
+        return (p - 1) / (v * m)
+    forward, input_grad, weight_grad = (cost[op] for op in (Op.F, Op.I, Op.W))
+    idle = (p - 1) * (forward + input_grad) - (min(p, m) - 1) * min(forward, input_grad, weight_grad)
+    return idle / (m * (forward + input_grad + weight_grad))
+
+
 def peak_live(schedule: Schedule) -> list[int]:
-    """Per rank, the most forwards of one stage that wait for their backward at once: activations to hold in memory.
+    """Per rank, the most microbatches of one stage between their F and their B or W at once: activations to hold.
 
     A chunk's activation is 1/v of a rank's. Means nothing for `forward_only`, where nothing waits for a backward.
     """
-    peaks = []
-    for actions in schedule:
-        live = peak = 0
-        for action in actions:
-            live += (action.op is Op.F) - (action.op is Op.B)
-            peak = max(peak, live)
-        peaks.append(peak)
-    return peaks
+    return peak_bytes(schedule, [1] * count_stages(schedule))
 
 
-def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:
-    """The time line, one row per rank and one cell per unit of time, the unit being the cheapest action.
+def peak_live_in_theory(name: str, p: int, m: int, v: int = 1) -> list[int]:
+    """The closed form of `peak_live` for a schedule of SCHEDULES (section 2.2 of the same papers)."""
+    live = {
+        "gpipe": lambda rank: m,
+        "1f1b": lambda rank: p - rank,
+        "interleaved": lambda rank: 2 * (p - rank - 1) + (v - 1) * p + 1,
+        "zb-h1": lambda rank: p,
+    }[name]
+    return [min(live(rank), v * m) for rank in range(p)]
 
-    F0 is the forward of microbatch 0, B0 its backward, in lower case for every chunk of a rank but its first;
-    -- goes on with what the cell to the left began, blank is idle. An example opens `schedule.py`.
+
+def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float], kept_for_weights: float = 1.0) -> list[float]:
+    """Per rank, the most bytes of activations at once, where each stage's F makes `bytes_of_stage[stage]` of them.
+
+    B and W free them. I leaves `kept_for_weights` of them: the inputs of the matrices without what attention and the
+    norms had kept, and with the gradients of their outputs, which W multiplies; it may be more than 1. The peaks of
+    1F1B and ZB-H1 with 1.0 are those of `peak_live`. Buffers of transfers are not counted.
     """
-    start, end = simulate(schedule, cost, transfer)
-    unit = min(cost.values())
-    width = 1 + max(len(str(action.microbatch)) for action in end)
-    num_cells = _round_half_up(max(end.values()) / unit)
-    rows = []
-    for rank, actions in enumerate(schedule):
-        cells = [" " * width] * num_cells
-        first_chunk = min(action.stage for action in actions)
-        for action in actions:
-            begin, stop = _round_half_up(start[action] / unit), _round_half_up(end[action] / unit)
-            name = action.op.name if action.stage == first_chunk else action.op.name.lower()
-            cells[begin:stop] = [f"{name}{action.microbatch}".ljust(width, "-")] + ["-" * width] * (stop - begin - 1)
-        rows.append(f"rank {rank:<{len(str(len(schedule) - 1))}} |{''.join(cells)}|")
-    return "\n".join(rows)
+    share = {Op.F: 1, Op.B: -1, Op.I: kept_for_weights - 1, Op.W: -kept_for_weights}
+    return [max(accumulate(share[a.op] * bytes_of_stage[a.stage] for a in actions)) for actions in schedule]
 
 
 def show(schedule: Schedule, rank: int, index: int, around: int = 3) -> str:
@@ -164,7 +175,3 @@ def _check_cost(schedule: Schedule, cost: Mapping[Op, float]) -> None:
     wrong = [f"{op.name} ({value})" for op, value in cost.items() if not value > 0]
     if wrong:
         raise ValueError(f"simulate: the cost of {', '.join(wrong)} must be positive; change `cost`")
-
-
-def _round_half_up(x: float) -> int:
-    return math.floor(x + 0.5)

@@ -1,0 +1,120 @@
+"""Drawings of a schedule's time line: text for a terminal, SVG for a page, a Chrome trace to zoom into."""
+
+import math
+from collections.abc import Iterator, Mapping
+from html import escape
+
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, bubble, locate, simulate
+
+_FILL = {Op.F: "#4e79a7", Op.B: "#59a14f", Op.I: "#76b7b2", Op.W: "#edc948"}
+_LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
+_ROW, _MARGIN, _DIGIT, _MAX_WIDTH = 26, 60, 7, 6000  # in SVG units, which a browser shows as pixels
+
+
+def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:
+    """The time line, one row per rank and one cell per unit of time, the unit being the cheapest action.
+
+    F0 is the forward of microbatch 0, B0 its backward, in lower case for every chunk of a rank but its first;
+    -- goes on with what the cell to the left began, blank is idle. An example opens `schedule.py`.
+    """
+    start, end = simulate(schedule, cost, transfer)
+    unit = min(cost[action.op] for action in end)
+    width = 1 + max(len(str(action.microbatch)) for action in end)
+    num_cells = _round_half_up(max(end.values()) / unit)
+    rows = []
+    for rank, actions in enumerate(schedule):
+        cells = [" " * width] * num_cells
+        first_chunk = min(action.stage for action in actions)
+        for action in actions:
+            begin, stop = _round_half_up(start[action] / unit), _round_half_up(end[action] / unit)
+            name = action.op.name if action.stage == first_chunk else action.op.name.lower()
+            cells[begin:stop] = [f"{name}{action.microbatch}".ljust(width, "-")] + ["-" * width] * (stop - begin - 1)
+        rows.append(f"rank {rank:<{len(str(len(schedule) - 1))}} |{''.join(cells)}|")
+    return "\n".join(rows)
+
+
+def plot_svg(
+    schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0, title: str = "pipeline schedule"
+) -> str:
+    """The same as a page of SVG that needs nothing else: one row per rank, one box per action with its microbatch.
+
+    Chunks after a rank's first are lighter. Pointing at a box shows its action and its times.
+    """
+    start, end = simulate(schedule, cost, transfer)
+    total, first_stage = max(end.values()), [min(action.stage for action in actions) for actions in schedule]
+    digits = max(len(str(action.microbatch)) for action in end)
+    scale = min(_DIGIT * (digits + 1) / min(cost[action.op] for action in end), _MAX_WIDTH / total)
+    num_chunks = max(len({action.stage for action in actions}) for actions in schedule)
+    width, height = max(total * scale, 600) + 2 * _MARGIN, _ROW * (len(schedule) + 2) + _MARGIN
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{_MARGIN}" y="24" font-size="15">{escape(title)}, bubble {bubble(schedule, cost, transfer):.1%}</text>',
+    ]
+    for rank, actions in enumerate(schedule):
+        y = 40 + _ROW * rank
+        lines.append(f'<text x="{_MARGIN - 8}" y="{y + 16}" text-anchor="end">rank {rank}</text>')
+        lines.append(f'<rect x="{_MARGIN}" y="{y}" width="{total * scale:.2f}" height="{_ROW - 4}" fill="#eee"/>')
+        for action in actions:
+            chunk = (action.stage - first_stage[rank]) // len(schedule)
+            x, box = _MARGIN + start[action] * scale, (end[action] - start[action]) * scale
+            lines += _box(action, x, y, box, 1 - 0.6 * chunk / num_chunks, f"{start[action]:g} to {end[action]:g}")
+    lines += _legend(sorted({action.op for action in end}, key=list(Op).index), 40 + _ROW * len(schedule) + 10)
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _box(action: Action, x: float, y: float, width: float, opacity: float, when: str) -> Iterator[str]:
+    yield f"<g><title>{action}: {when}</title>"
+    yield (
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 4}" fill="{_FILL[action.op]}" '
+        f'fill-opacity="{opacity:.2f}" stroke="white"/>'
+    )
+    if width >= _DIGIT * len(str(action.microbatch)):  # else the number does not fit
+        yield f'<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle" font-size="11">{action.microbatch}</text>'
+    yield "</g>"
+
+
+def _legend(ops: list[Op], y: float) -> Iterator[str]:
+    for index, op in enumerate(ops):
+        x = _MARGIN + 150 * index
+        yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_FILL[op]}"/>'
+        yield f'<text x="{x + 20}" y="{y + 12}">{op.name}: {_LABEL[op]}</text>'
+
+
+def chrome_trace(
+    schedule: Schedule,
+    cost: Mapping[Op, float] = DEFAULT_COST,
+    transfer: float = 0.0,
+    *,
+    microseconds_per_unit: float = 1000.0,
+) -> dict:
+    """The time line in the Trace Event Format, for chrome://tracing or ui.perfetto.dev: `json.dump` it to a file.
+
+    One thread per rank; arrows lead from each result that crosses ranks to the action that needs it.
+    """
+    start, end = simulate(schedule, cost, transfer)
+    home, num_stages = locate(schedule), count_stages(schedule)
+    events = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for rank in range(len(schedule))
+    ]
+
+    def event(phase: str, action: Action, time: float, **more) -> None:
+        events.append({"ph": phase, "pid": 0, "tid": home[action][0], "ts": time * microseconds_per_unit, **more})
+
+    for action in start:
+        duration = (end[action] - start[action]) * microseconds_per_unit
+        details = {"stage": action.stage, "microbatch": action.microbatch}
+        event("X", action, start[action], name=str(action), cat=_LABEL[action.op], dur=duration, args=details)
+        for need in dependencies(action, num_stages):
+            if home[need][0] != home[action][0]:
+                arrow = {"name": "transfer", "cat": "transfer", "id": f"{need}-{action}"}
+                event("s", need, end[need], **arrow)
+                event("f", action, start[action], bp="e", **arrow)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _round_half_up(x: float) -> int:
+    return math.floor(x + 0.5)
