@@ -123,7 +123,7 @@ class Config:
         return split_layers(
             self.transformer.num_layers,
             parallel.pipeline_model_parallel_size * self.chunks_per_rank,
-            chunks=self.chunks_per_rank,
+            num_ranks=parallel.pipeline_model_parallel_size,
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
             embedding_as_layer=parallel.account_for_embedding_in_pipeline_split,
