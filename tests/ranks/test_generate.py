@@ -1,0 +1,293 @@
+"""Generation: what the tool writes is what the trained model says, from a checkpoint of any layout."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
+
+import pretrain_gpt
+from megatron.core.checkpoint import open_checkpoint, save_checkpoint
+from megatron.core.enums import ModelType
+from megatron.core.inference import load_gpt
+from megatron.core.inference.generate import generate, next_scores
+from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.sampling import greedy
+from megatron.training import pretrain
+from megatron.training.checkpointing import model_tensors
+from tools.generate import main, read_state, text_pieces
+
+tokenizers = pytest.importorskip("tokenizers")
+
+LENGTH = 16  # positions of the trained models
+ROTARY = (
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+NULL = "--tokenizer-type NullTokenizer --vocab-size 60"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Checkpoints of short trainings in folders learned, rotary and text; the last beside its tokenizer.json."""
+    root = tmp_path_factory.mktemp("runs")
+    byte_tokenizer(root / "tokenizer.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE", raising=False)
+        train(root / "learned", NULL)
+        train(root / "rotary", f"{NULL} {ROTARY} --bf16")
+        train(root / "text", f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {root}/tokenizer.json")
+    return root
+
+
+def train(folder: Path, flags: str) -> None:
+    flags = (
+        f"--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {LENGTH} "
+        "--micro-batch-size 4 --train-iters 4 --lr 1e-2 --eval-iters 0 --device cpu "
+        f"--save-interval 2 --save {folder} {flags}"
+    )
+    parts = (pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider)
+    pretrain(*parts, ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=flags.split())
+
+
+def byte_tokenizer(path: Path) -> None:
+    """A tokenizer whose ids are the 256 bytes, and one that ends documents: characters beyond ASCII take several."""
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+
+
+@pytest.fixture
+def tool(capsys):
+    """(exit code, stdout, stderr) of the tool run with these arguments."""
+
+    def call(*arguments):
+        code = main(["--device", "cpu", *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return call
+
+
+def load(folder: Path, iteration: int | None = None):
+    """The trained model."""
+    checkpoint = open_checkpoint(folder, iteration)
+    vocab_size, config = read_state(checkpoint.state, str(folder))
+    return load_gpt(checkpoint, config.transformer, vocab_size=vocab_size, positions=config.positions)
+
+
+def by_hand(model, ids: list[int], count: int, stop_id: int | None = None) -> list[int]:
+    """`count` ids after `ids`, each the highest score at the last position of the last LENGTH tokens."""
+    ids, start = list(ids), len(ids)
+    for _ in range(count):
+        seen = torch.tensor([ids[-LENGTH:]])
+        with torch.no_grad():
+            scores = model(seen, torch.arange(seen.shape[1])[None], None)[0, -1, : model.vocab_size]
+        if scores.argmax() == stop_id:
+            break
+        ids.append(int(scores.argmax()))
+    return ids[start:]
+
+
+# ---------------------------------------------------------------- the tool
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary"])
+def test_greedy_text_is_the_argmax_of_the_model(runs, tool, kind):
+    expected = by_hand(load(runs / kind), [5, 6, 7], 12, stop_id=60)
+    code, out, err = tool("--load", runs / kind, "--prompt", "5 6 7", "--greedy", "--max-new-tokens", 12)
+    assert (code, out) == (0, " ".join(map(str, [5, 6, 7, *expected])) + "\n")
+    assert "iteration 4 of" in err
+
+
+def test_a_prompt_longer_than_the_window_is_seen_from_its_end(runs, tool):
+    numbers = [i % 60 for i in range(3 * LENGTH)]
+    expected = by_hand(load(runs / "learned"), numbers, 3)
+    _, out, _ = tool(
+        "--load", runs / "learned", "--prompt", " ".join(map(str, numbers)), "--greedy", "--max-new-tokens", 3
+    )
+    assert [int(word) for word in out.split()] == numbers + expected
+
+
+def test_same_seed_gives_the_same_text_however_many_are_asked_for(runs, tool):
+    flags = ("--load", runs / "learned", "--prompt", "5 6", "--max-new-tokens", 20, "--temperature", 1.5, "--top-k", 30)
+    first = tool(*flags, "--seed", 7)[1]
+    assert tool(*flags, "--seed", 7)[1] == first
+    assert tool(*flags, "--seed", 8)[1] != first
+    many = tool(*flags, "--seed", 7, "--num-samples", 3, "--prompt", "9")[1].splitlines()
+    assert many[0::2] == [f"=== prompt {i}, sample {j}" for i in (1, 2) for j in (1, 2, 3)]
+    assert many[1] == first.rstrip("\n") and len(set(many[1::2])) == 6
+
+
+def test_an_empty_prompt_begins_after_the_end_of_a_document(runs, tool):
+    code, out, _ = tool("--load", runs / "learned", "--prompt", "", "--greedy", "--max-new-tokens", 5)
+    assert (code, [int(word) for word in out.split()]) == (0, by_hand(load(runs / "learned"), [60], 5, stop_id=60))
+
+
+def test_iteration_and_prompt_file(runs, tool, tmp_path):
+    (tmp_path / "prompt.txt").write_text("5 6 7\n")
+    flags = ("--load", runs / "learned", "--prompt-file", tmp_path / "prompt.txt", "--greedy", "--max-new-tokens", 8)
+    code, out, err = tool(*flags, "--iteration", 2)
+    expected = by_hand(load(runs / "learned", 2), [5, 6, 7], 8, stop_id=60)
+    assert (code, [int(word) for word in out.split()]) == (0, [5, 6, 7, *expected])
+    assert "iteration 2 of" in err
+
+
+def test_a_tokenizer_that_has_moved(runs, tool, tmp_path):
+    moved = tmp_path / "elsewhere.json"
+    flags = ("--load", runs / "text", "--prompt", "na\u00efve", "--max-new-tokens", 5)
+    expected = tool(*flags)
+    assert expected[0] == 0 and expected[1].startswith("na\u00efve")
+    shutil.move(runs / "tokenizer.json", moved)
+    try:
+        code, out, err = tool(*flags)
+        assert (code, out) == (2, "")
+        assert "--tokenizer-model" in err and "there is no such file; if it has moved" in err and err.count("\n") == 1
+        assert tool(*flags, "--tokenizer-model", moved)[1] == expected[1]
+    finally:
+        shutil.move(moved, runs / "tokenizer.json")
+
+
+def test_text_comes_in_whole_characters(runs):
+    from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(runs / "tokenizer.json")))
+    before, text = "a\u00ef", "\u4f60 x\U0001f600"
+    ids = tokenizer.tokenize(text)
+    pieces = [piece for piece in text_pieces(tokenizer, tokenizer.tokenize(before), ids) if piece]
+    assert pieces == ["\u4f60", " ", "x", "\U0001f600"]
+    cut = list(text_pieces(tokenizer, tokenizer.tokenize(before), ids[:-1]))
+    assert "".join(cut).startswith("\u4f60 x") and cut[-1].endswith("\ufffd"), "half a character comes at the end"
+
+
+LOAD = ("--load", "learned")
+PROMPT = (*LOAD, "--prompt", "5 6")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", "5"), "--load is needed"),
+        (LOAD, "no prompt: give --prompt TEXT or --prompt-file FILE"),
+        ((*PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; it must be at least 1"),
+        ((*PROMPT, "--num-samples", "0"), "--num-samples is 0; it must be at least 1"),
+        ((*PROMPT, "--iteration", "-1"), "--iteration is -1; it must not be negative"),
+        ((*PROMPT, "--iteration", "3"), "name one of the iterations that are there: 2, 4"),
+        ((*PROMPT, "--greedy", "--num-samples", "2"), "--greedy would give 2 equal texts"),
+        ((*PROMPT, "--temperature", "0"), "--temperature is 0.0"),
+        ((*PROMPT, "--tempreture", "1"), "unknown flag --tempreture; did you mean --temperature?"),
+        ((*LOAD, "--prompt", "five"), "the prompt 'five' cannot be read: NullTokenizer reads whole numbers"),
+        ((*LOAD, "--prompt", "61"), "are not all between 0 and 60"),
+        ((*LOAD, "--prompt", "\udcff"), "is not valid text at character 0"),
+        ((*LOAD, "--prompt-file", "absent.txt"), "absent.txt"),
+        ((*LOAD, "--prompt-file", "bytes.txt"), "bytes.txt is not UTF-8 at byte 1"),
+        ((*PROMPT, "--vocab-size", "70"), "a vocabulary of 61, the tokenizer (NullTokenizer) one of 71"),
+        ((*PROMPT, "--tokenizer-type", "GPT2BPETokenizer"), "--tokenizer-type GPT2BPETokenizer needs --vocab-file"),
+        (("--load", "nowhere", "--prompt", "5"), "nowhere: is not a folder"),
+        (("--load", ".", "--prompt", "5"), "holds no latest_checkpointed_iteration.txt"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_exit_code_2(runs, tool, monkeypatch, arguments, message):
+    monkeypatch.chdir(runs)
+    Path("bytes.txt").write_bytes(b"5\xff")
+    code, out, err = tool(*arguments)
+    last = err.splitlines()[-1]
+    assert (code, out) == (2, "") and message in last and last.startswith("generate: ")
+    assert [line for line in err.splitlines()[:-1] if not line.startswith("iteration ")] == []
+
+
+def test_a_state_that_names_no_model_is_refused():
+    with pytest.raises(ValueError, match="X does not say what model it holds"):
+        read_state({"vocab_size": 5}, "X")
+    saved = {"transformer": {"num_layers": 2, "num_wings": 2}, "data": {}, "tokenizer": {}}
+    with pytest.raises(ValueError, match="X has model settings unknown here: num_wings"):
+        read_state({"vocab_size": 5, "config": saved}, "X")
+
+
+# ---------------------------------------------------------------- the parts
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=("gpt2", "llama"))
+def test_weights_of_any_layout_make_the_same_model(tmp_path, config, tp, pp):
+    def save(mesh):
+        chunk, _ = build(mesh, config, sp=tp > 1)
+        save_checkpoint(tmp_path, 1, model_tensors([chunk], mesh), {}, mesh["world"])
+
+    run_ranks({"tp": tp, "pp": pp, "dp": 2}, save)
+    loaded = load_gpt(open_checkpoint(tmp_path), config, vocab_size=VOCAB, positions=SEQ)
+    expected = build(lone_mesh(), config, sp=False)[0].module  # initial weights are the same in every layout
+    for (name, a), (_, b) in zip(loaded.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    expected.eval()
+    assert torch.equal(next_scores(loaded, [3, 1, 4]), next_scores(expected, [3, 1, 4]))
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    def save(mesh):
+        save_checkpoint(tmp_path, 1, model_tensors([build(mesh, GPT2, sp=False)[0]], mesh), {}, mesh["world"])
+
+    run_ranks({"tp": 1, "pp": 1, "dp": 1}, save)
+    with pytest.raises(ValueError, match=r"does not hold a GPT of its own settings; parameters only in the checkpoint"):
+        load_gpt(open_checkpoint(tmp_path), LLAMA, vocab_size=VOCAB, positions=SEQ)
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary"])
+def test_a_text_longer_than_the_window_slides(runs, kind):
+    model, count = load(runs / kind), 3 * LENGTH
+    ids = list(generate(model, [5, 6, 7], max_new_tokens=count, max_length=LENGTH, stop_id=None, choose=greedy))
+    assert len(ids) == count and ids == by_hand(model, [5, 6, 7], count)
+
+
+def test_generation_keeps_the_mode_and_the_gradients_of_its_caller():
+    model = build(lone_mesh(), GPT2, sp=False)[0].module  # in training mode, with dropout
+    model.language_model.output_layer.eval()
+    modes = [module.training for module in model.modules()]
+    ids = generate(model, [1, 2], max_new_tokens=5, max_length=SEQ, stop_id=None, choose=greedy)
+    first = next(ids)
+    assert [module.training for module in model.modules()] == modes and torch.is_grad_enabled(), "between two ids"
+    model.eval()
+    assert [first, *ids] == list(generate(model, [1, 2], max_new_tokens=5, max_length=SEQ, stop_id=None, choose=greedy))
+
+
+def test_the_stop_id_ends_the_text_and_padding_is_never_chosen():
+    model = build(lone_mesh(), GPT2, sp=False)[0].module
+    seen = []
+
+    def choose(scores):
+        assert not scores.requires_grad, "no graph is kept"
+        seen.append(len(scores))
+        return len(seen)
+
+    settings = {"max_new_tokens": 9, "max_length": SEQ, "choose": choose}
+    assert list(generate(model, [0], stop_id=4, **settings)) == [1, 2, 3]
+    assert seen == [VOCAB] * 4 and model.language_model.embedding.word_embeddings.weight.shape[0] > VOCAB
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changed", "message"),
+    [
+        ([], {}, "the prompt has no token"),
+        ([0, VOCAB], {}, f"ids from 0 to {VOCAB}, the model those from 0 to {VOCAB - 1}"),
+        ([-1], {}, "ids from -1 to -1"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ([1], {"max_length": 0}, "max_length is 0; it must be at least 1"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_at_once(prompt, changed, message):
+    model = build(lone_mesh(), GPT2, sp=False)[0].module
+    settings = {"max_new_tokens": 1, "max_length": SEQ, "stop_id": None, "choose": greedy} | changed
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt, **settings)
+
+
+def test_the_saved_settings_are_json(runs):
+    state = open_checkpoint(runs / "learned").state
+    assert read_state(json.loads(json.dumps(state)), "X") == read_state(state, "X")
