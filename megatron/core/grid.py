@@ -80,7 +80,11 @@ def grid_of(order: str, sizes: dict[str, int]) -> Grid:
     names = order.split("-")
     if unknown := set(names) - {"tp", "cp", "ep", "dp", "pp"}:
         raise ValueError(f"order {order!r} names unknown axes {sorted(unknown)}; allowed are tp, cp, ep, dp and pp")
-    if missing := [n for n in ("tp", "pp", "dp") if n not in names and sizes.get(n, sizes.get(f"{n}_outer", 1)) > 1]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"order {order!r} names an axis twice")
+    parts = {"dp": ("dp_outer", "dp_inner")}
+    large = [n for n in ("tp", "cp", "dp", "pp") if any(sizes.get(part, 1) > 1 for part in parts.get(n, (n,)))]
+    if missing := [n for n in large if n not in names]:
         raise ValueError(f"order {order!r} leaves out {missing}, of size above one; name every such axis in it")
-    slow_to_fast = [part for n in reversed(names) for part in (("dp_outer", "dp_inner") if n == "dp" else (n,))]
+    slow_to_fast = [part for n in reversed(names) for part in parts.get(n, (n,))]
     return Grid({name: sizes.get(name, 1) for name in slow_to_fast if name != "ep"})

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, unknown_flag_message
@@ -73,9 +72,11 @@ class Arguments:
     """A read-only view of all settings by field name, as `get_args()` gives it to users' scripts."""
 
     def __init__(self, values: Mapping[str, Any]):
-        object.__setattr__(self, "_values", MappingProxyType(dict(values)))
+        object.__setattr__(self, "_values", dict(values))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_values":  # asked for by copy, before there are values
+            raise AttributeError(name)
         try:
             return self._values[name]
         except KeyError:
@@ -137,7 +138,8 @@ def parse_args(
     if "--no-position-embedding" in given and "position_embedding_type" not in settings:
         settings["position_embedding_type"] = "none"
     for name, value in (args_defaults or {}).items():
-        settings.setdefault(name, value)
+        if settings.get(name) is None:
+            settings[name] = value
     parts, more = _build_all(settings)
     if problems + more:
         raise ConfigError(problems + more)

@@ -7,7 +7,7 @@ from megatron.core.config import ConfigError, changes, knob, knobs
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
-from megatron.core.optimizer.lr_schedule import LearningRateConfig
+from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
@@ -170,8 +170,8 @@ def check(config: Config, world_size: int) -> None:
     problems += [f"{flag} is required" for flag, value in required.items() if value is None]
     problems += _data_problems(config)
     problems += _model_problems(config)
-    if not problems:
-        problems += _batch_problems(config, world_size)
+    problems += _batch_problems(config, world_size)
+    problems += _schedule_problems(config)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         problems.append("--save-interval needs --save, the folder to write to")
     if problems:
@@ -216,11 +216,18 @@ def _model_problems(config: Config) -> list[str]:
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:
+    """What does not come out even between the ranks, the layers and the batch."""
     parallel, training = config.parallel, config.training
+    stages = parallel.pipeline_model_parallel_size
     try:
-        grid_for(world_size, tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size)
+        grid_for(world_size, tensor=parallel.tensor_model_parallel_size, pipeline=stages)
+        chunks = config.chunks_per_rank
     except ConfigError as error:
         return error.problems
+    if chunks > 1 and stages == 1:
+        return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
+    if training.micro_batch_size is None:
+        return []
     at_once = training.micro_batch_size * config.data_parallel_size(world_size)
     if config.global_batch_size(world_size) % at_once:
         return [
@@ -228,10 +235,18 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             f"({training.micro_batch_size}) x data-parallel size ({config.data_parallel_size(world_size)})"
         ]
     try:
-        stages, microbatches = parallel.pipeline_model_parallel_size, config.num_microbatches(world_size)
-        if config.chunks_per_rank > 1 and stages == 1:
-            return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
-        SCHEDULES[config.schedule_name](stages, microbatches, config.chunks_per_rank)
+        SCHEDULES[config.schedule_name](stages, config.num_microbatches(world_size), chunks)
     except ValueError as error:
         return str(error).split("\n")
+    return []
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    """A learning rate that could not be followed. Iterations are the unit, whatever the batch."""
+    if config.learning_rate.lr is None or config.training.train_iters is None:
+        return []
+    try:
+        LearningRateSchedule(config.learning_rate, config.training.train_iters, global_batch_size=1)
+    except ConfigError as error:
+        return error.problems
     return []

@@ -51,7 +51,7 @@ class Pipeline:
         boundary: tuple[TensorSpec, ...],
         forward_step: ForwardStep,
         keys: DropoutKeys,
-        weight_grads: WeightGradStore,
+        weight_grads: WeightGradStore | None = None,
         schedule_name: str = "1f1b",
         copies_over: Axis | None = None,
         device: torch.device | str = "cpu",

@@ -34,6 +34,8 @@ class LearningRateConfig:
             problems.append(f"--lr-warmup-fraction is {self.lr_warmup_fraction}; it must be in [0, 1]")
         if self.lr_warmup_iters < 0:
             problems.append(f"--lr-warmup-iters is {self.lr_warmup_iters}; it must not be negative")
+        if not self.lr_warmup_init >= 0:
+            problems.append(f"--lr-warmup-init is {self.lr_warmup_init}; it must not be negative")
         if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
             problems.append(f"--lr-decay-iters is {self.lr_decay_iters}; it must be at least 1")
         if problems:
@@ -50,9 +52,10 @@ class LearningRateSchedule:
         if config.lr_warmup_fraction is not None:
             self.warmup = config.lr_warmup_fraction * self.decay
         if self.warmup >= self.decay and config.lr_decay_style != "constant":
+            given = "--lr-warmup-iters" if config.lr_warmup_fraction is None else "--lr-warmup-fraction"
             raise ConfigError(
                 f"the warm-up ({self.warmup / global_batch_size:g} iterations) must end before the decay does "
-                f"({self.decay / global_batch_size:g}); lower --lr-warmup-iters or raise --lr-decay-iters"
+                f"({self.decay / global_batch_size:g}); lower {given} or raise --lr-decay-iters"
             )
 
     def at(self, samples: int) -> float:

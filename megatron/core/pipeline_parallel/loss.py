@@ -30,14 +30,26 @@ def read_loss(result: Any) -> MicrobatchLoss:
             f"not {type(result).__name__} of {len(result) if isinstance(result, tuple) else 1}"
         )
     objective, report = result[0], result[-1]
+    if not isinstance(objective, Tensor):
+        raise TypeError(f"the loss must be a tensor, to be differentiated, not {type(objective).__name__}")
     if objective.numel() != 1:
         raise TypeError(f"the loss must be one number, not a tensor of shape {tuple(objective.shape)}")
-    tokens = torch.as_tensor(result[1] if len(result) == 3 else 1.0, device=objective.device)
-    return MicrobatchLoss(objective, tokens.detach().double(), {name: _pair(value) for name, value in report.items()})
+    tokens = _numbers("num_tokens, beside the loss,", result[1] if len(result) == 3 else 1.0)
+    if tokens.numel() != 1:
+        raise TypeError(f"num_tokens, beside the loss, must be one number, not {tokens.numel()}")
+    pairs = {name: _pair(value).to(objective.device) for name, value in report.items()}
+    return MicrobatchLoss(objective, tokens.to(objective.device).squeeze(), pairs)
+
+
+def _numbers(what: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach().double().reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{what} must be a number or a tensor, not {type(value).__name__}") from None
 
 
 def _pair(value: Any) -> Tensor:
-    value = torch.as_tensor(value).detach().double().reshape(-1)
+    value = _numbers("a report entry", value)
     if value.numel() not in (1, 2):
         raise TypeError(f"a report entry is a number or a pair (sum, count), not a tensor of {value.numel()} elements")
     return value if value.numel() == 2 else torch.cat((value, torch.ones_like(value)))

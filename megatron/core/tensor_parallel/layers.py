@@ -81,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         self.axis, self.sequence_parallel, self.store = tp.axis, tp.sequence_parallel, tp.weight_grads
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.gather_output, self.skip_bias_add, self.blocks = gather_output, skip_bias_add, blocks
         for part in blocks or (output_size,):
             divide("output size of a column-parallel layer", part, tp.axis)
         rows, shard = output_size // tp.axis.size, {tp.axis.name: 0}
@@ -97,8 +97,16 @@ class ColumnParallelLinear(nn.Module):
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
-            y = mappings.gather_last(y, self.axis)
+            y = _whole_blocks(mappings.gather_last(y, self.axis), self.blocks, self.axis.size)
         return y, self.bias if self.skip_bias_add else None
+
+
+def _whole_blocks(y: Tensor, blocks: tuple[int, ...], ranks: int) -> Tensor:
+    """[g0 u0 | g1 u1], as the ranks' parts of fused blocks are gathered, becomes [g0 g1 | u0 u1]."""
+    if len(blocks) < 2 or ranks == 1:
+        return y
+    by_rank = [part.split([block // ranks for block in blocks], dim=-1) for part in y.chunk(ranks, dim=-1)]
+    return torch.cat([part for by_block in zip(*by_rank) for part in by_block], dim=-1)
 
 
 class RowParallelLinear(nn.Module):

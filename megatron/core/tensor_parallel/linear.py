@@ -30,7 +30,8 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
         main_grad.addmm_(grad.t(), x)
     else:
         main_grad.add_(grad.t() @ x)
-    weight.grad_written()
+    if (written := getattr(weight, "grad_written", None)) is not None:
+        written()
     return None
 
 

@@ -1,0 +1,494 @@
+"""Command lines of Megatron's kind become settings; what cannot be is refused, all at once and with a reason."""
+
+import copy
+import shlex
+
+import pytest
+
+from megatron.core.config import ConfigError
+from megatron.training.arguments import NO_EFFECT, REFUSED, Arguments, parse_args
+from megatron.training.config import COMPONENTS, Config, check
+
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+SMALL = MOCK + "--micro-batch-size 2 --train-iters 10 --seq-length 32 --lr 1e-3 --num-layers 4 "
+
+
+def config_of(line: str, **options) -> Config:
+    return parse_args(shlex.split(line), **options)[0]
+
+
+def problems_of(line: str, **options) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        parse_args(shlex.split(line), **options)
+    assert str(error.value) == "\n".join(error.value.problems)
+    return error.value.problems
+
+
+# ---------------------------------------------------------------- command lines as scripts have them
+
+GPT_345M = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
+    --micro-batch-size 4 --global-batch-size 16 --train-iters 500000
+    --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction .01
+    --weight-decay 1e-2 --clip-grad 1.0 --bf16 --attention-softmax-in-fp32
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --distributed-backend nccl
+    --data-path data/my-gpt2_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1
+    --data-impl mmap --no-masked-softmax-fusion --DDP-impl local
+    --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10
+    --save checkpoints --load checkpoints --local_rank=3
+"""
+GPT_345M_FIELDS = {
+    "num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024,
+    "max_position_embeddings": 1024, "micro_batch_size": 4, "global_batch_size": 16, "train_iters": 500_000,
+    "lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "lr_decay_iters": 320_000, "lr_warmup_fraction": 0.01,
+    "weight_decay": 0.01, "clip_grad": 1.0, "bf16": True, "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2, "sequence_parallel": True, "distributed_backend": "nccl",
+    "data_path": ["data/my-gpt2_text_document"], "vocab_file": "gpt2-vocab.json", "merge_file": "gpt2-merges.txt",
+    "split": "949,50,1", "log_interval": 100, "save_interval": 10_000, "eval_interval": 1000, "eval_iters": 10,
+    "save": "checkpoints", "load": "checkpoints", "local_rank": 3, "tokenizer_type": "GPT2BPETokenizer",
+    "position_embedding_type": "learned_absolute", "swiglu": False, "add_bias_linear": True,
+}  # fmt: skip
+LLAMA_8B = """
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0
+    --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights --transformer-impl transformer_engine --use-flash-attn
+    --attention-backend fused --micro-batch-size 1 --global-batch-size 128 --train-iters 1000 --lr 0.00015
+    --min-lr 0.00001 --lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1 --adam-beta1 0.9
+    --adam-beta2 0.95 --clip-grad 1.0 --seed 42 --bf16 --cross-entropy-loss-fusion --calculate-per-token-loss
+    --tensor-model-parallel-size 4 --context-parallel-size 1 --distributed-timeout-minutes 60
+    --data-path corpus --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --split 99,1,0
+    --data-cache-path cache --no-mmap-bin-files --no-create-attention-mask-in-dataloader --num-workers 1
+    --no-load-optim --no-load-rng --exit-interval 500 --finetune
+"""
+LLAMA_8B_FIELDS = {
+    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
+    "group_query_attention": True, "num_query_groups": 8, "kv_channels": 128, "position_embedding_type": "rope",
+    "rotary_base": 1e6, "rotary_percent": 1.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "swiglu": True,
+    "init_method_std": 0.0134, "normalization": "RMSNorm", "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True, "attention_backend": "fused", "lr_warmup_iters": 100,
+    "lr_warmup_fraction": None, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "seed": 42,
+    "context_parallel_size": 1, "distributed_timeout_minutes": 60, "tokenizer_type": "HuggingFaceTokenizer",
+    "tokenizer_model": "tokenizer", "data_cache_path": "cache", "load_optim": False, "exit_interval": 500,
+    "finetune": True, "save": None,
+}  # fmt: skip
+MIXED = """
+    --layernorm-epsilon 1e-6 --use-rotary-position-embeddings --no-position-embedding --eod-mask-loss --mock-data
+    --exit-on-missing-checkpoint --no-check-for-nan-in-loss-and-grad --use-tp-pp-dp-mapping --device cpu
+    --make-vocab-size-divisible-by 64 --adam-eps 1e-6 --lr-warmup-init 1e-7 --local-rank 0
+"""
+MIXED_FIELDS = {
+    "norm_epsilon": 1e-6, "position_embedding_type": "rope", "eod_mask_loss": True, "mock_data": True,
+    "exit_on_missing_checkpoint": True, "check_for_nan_in_loss_and_grad": False, "use_tp_pp_dp_mapping": True,
+    "device": "cpu", "make_vocab_size_divisible_by": 64, "adam_eps": 1e-6, "lr_warmup_init": 1e-7, "local_rank": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "expected", "without_effect"),
+    [
+        (
+            GPT_345M,
+            GPT_345M_FIELDS,
+            {"--attention-softmax-in-fp32", "--data-impl", "--no-masked-softmax-fusion", "--DDP-impl"},
+        ),
+        (
+            LLAMA_8B,
+            LLAMA_8B_FIELDS,
+            {
+                *("--use-mcore-models", "--transformer-impl", "--use-flash-attn", "--cross-entropy-loss-fusion"),
+                *("--calculate-per-token-loss", "--no-mmap-bin-files", "--no-create-attention-mask-in-dataloader"),
+                *("--num-workers", "--no-load-rng"),
+            },
+        ),
+        (MIXED, MIXED_FIELDS, set()),
+    ],
+    ids=["gpt-345m", "llama-8b", "the rest"],
+)
+def test_a_classic_script_parses_into_the_right_fields(line: str, expected: dict, without_effect: set[str]):
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"} if "--vocab-file" in line else None
+    config, args, notes = parse_args(line.split(), args_defaults=defaults)
+    flat = {name: value for part in config.as_json().values() for name, value in part.items()}
+    assert {name: flat[name] for name in expected} == expected
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert {note.split(" ")[0] for note in notes} == without_effect
+
+
+def test_a_line_without_flags_is_all_defaults():
+    config, args, notes = parse_args([])
+    assert config == Config(**{name: component() for name, component in COMPONENTS.items()})
+    assert config.changed_lines() == []
+    assert notes == []
+    assert args.hidden_size == 768
+
+
+def test_what_was_changed_is_listed_with_its_default():
+    assert config_of("--num-layers 4 --no-load-optim --lr 1e-3").changed_lines() == [
+        "  load_optim  False  (default True)",
+        "  lr          0.001  (default None)",
+        "  num_layers  4  (default 12)",
+    ]
+
+
+# ---------------------------------------------------------------- flags without effect, refused flags, other spellings
+
+
+@pytest.mark.parametrize("flag", NO_EFFECT)
+def test_a_flag_without_effect_is_accepted_with_its_reason(flag: str):
+    count, reason = NO_EFFECT[flag]
+    config, args, notes = parse_args([flag, *["1"] * int(count)])
+    assert config == parse_args([])[0]
+    assert notes == [f"{flag} has no effect: {reason}"]
+    assert flag not in args
+    assert len(reason) > 10
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_a_refused_flag_says_why(flag: str):
+    count, reason = REFUSED[flag]
+    assert problems_of(" ".join([flag, *["1"] * int(count)])) == [f"{flag} {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("", "learned_absolute"),
+        ("--use-rotary-position-embeddings", "rope"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "rope"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "rope"),
+        ("--no-position-embedding", "none"),
+        ("--position-embedding-type rope --no-position-embedding", "rope"),
+        ("--position-embedding-type none", "none"),
+    ],
+)
+def test_position_embeddings_have_several_spellings(line: str, kind: str):
+    assert config_of(line).transformer.position_embedding_type == kind
+
+
+# ---------------------------------------------------------------- defaults and flags of the script's own
+
+
+def test_defaults_of_the_script_apply_only_where_the_line_is_silent():
+    defaults = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "a", "num_layers": 3, "load_optim": False}
+    config, args, _ = parse_args(["--tokenizer-model", "b"], args_defaults=defaults)
+    assert (config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", "b")
+    assert config.transformer.num_layers == args.num_layers == 3
+    assert config.checkpoint.load_optim is False
+    assert config_of("--num-layers 12", args_defaults={"num_layers": 3}).transformer.num_layers == 12, (
+        "a value that is given counts, even when it is the default"
+    )
+
+
+def test_a_bad_default_of_the_script_is_found_like_a_flag():
+    assert problems_of("", args_defaults={"num_layers": 0}) == ["--num-layers is 0; it must be at least 1"]
+
+
+def extra(parser):
+    group = parser.add_argument_group("mine")
+    group.add_argument("--my-rate", type=float, default=0.25, help="a rate in %%")
+    group.add_argument("--my-name", default=None)
+    group.add_argument("--my-switch", action="store_true")
+    return parser
+
+
+def test_a_script_brings_flags_of_its_own():
+    config, args, _ = parse_args(["--my-rate", "0.5", "--num-layers", "2"], extra_args_provider=extra)
+    assert (args.my_rate, args.my_name, args.my_switch) == (0.5, None, False)
+    assert config.transformer.num_layers == args.num_layers == 2
+    assert problems_of("--my-ratte 1", extra_args_provider=extra) == [
+        "unknown flag --my-ratte; did you mean --my-rate?"
+    ]
+    assert problems_of("--my-rate x", extra_args_provider=extra) == ["argument --my-rate: invalid float value: 'x'"]
+
+
+def test_a_provider_may_return_nothing():
+    _, args, _ = parse_args(["--my-switch"], extra_args_provider=lambda parser: extra(parser) and None)
+    assert args.my_switch is True
+
+
+def test_defaults_of_the_script_fill_in_its_own_flags_where_they_are_none():
+    _, args, _ = parse_args([], extra_args_provider=extra, args_defaults={"my_name": "x"})
+    assert args.my_name == "x"
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("line", "problems"),
+    [
+        ("--num-layer 3", ["unknown flag --num-layer; did you mean --num-layers?"]),
+        ("--num-layer=3", ["unknown flag --num-layer=3; did you mean --num-layers?"]),
+        ("--xyzzy", ["unknown flag --xyzzy; --help lists the known ones"]),
+        ("--tensor-model-parallel 2", [
+            "unknown flag --tensor-model-parallel; did you mean --tensor-model-parallel-size?"
+        ]),
+        ("here there", ["here there does not belong to any flag"]),
+        ("--num-layers 2 3", ["3 does not belong to any flag"]),
+        ("--num-layers two", ["argument --num-layers: invalid int value: 'two'"]),
+        ("--bf16 --fp64", ["--bf16 and --fp64 exclude each other; give one"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_on_the_line_is_named(line: str, problems: list[str]):
+    assert problems_of(line) == problems
+
+
+def test_a_flag_may_not_be_abbreviated():
+    assert problems_of("--micro-batch 3") == ["unknown flag --micro-batch; did you mean --micro-batch-size?"]
+
+
+def test_problems_of_all_kinds_come_at_once():
+    line = "--num-layer 3 --fp16 --warmup 1 --hidden-size 0 --lr -1 --seed -2 --log-interval 0 --adam-beta1 1"
+    assert set(problems_of(line)) == {
+        "unknown flag --num-layer; did you mean --num-layers?",
+        "--fp16 is not built yet; use --bf16",
+        "--warmup was renamed; use --lr-warmup-fraction",
+        "--hidden-size is 0; it must be at least 1",
+        "--lr is -1.0; it must be positive",
+        "--min-lr is 0.0; it must be between 0 and --lr (-1.0)",
+        "--seed is -2; it must be in [0, 2^32)",
+        "--log-interval is 0; it must be at least 1",
+        "--adam-beta1 is 1.0; it must be in [0, 1)",
+    }
+
+
+# one row per message of one component:  line, problem
+RULES = [
+    ("--num-layers 0", "--num-layers is 0; it must be at least 1"),
+    ("--num-attention-heads -1", "--num-attention-heads is -1; it must be at least 1"),
+    ("--num-query-groups 0", "--num-query-groups is 0; it must be at least 1"),
+    ("--hidden-dropout 1", "--hidden-dropout is 1.0; it must be in [0, 1)"),
+    ("--attention-dropout -0.1", "--attention-dropout is -0.1; it must be in [0, 1)"),
+    ("--rotary-percent 0", "--rotary-percent is 0.0; it must be in (0, 1]"),
+    (
+        "--hidden-size 100",
+        "--hidden-size 100 is not a multiple of --num-attention-heads 12; change one or give --kv-channels",
+    ),
+    (
+        "--group-query-attention --num-query-groups 5",
+        "--num-attention-heads 12 is not a multiple of --num-query-groups 5; change one",
+    ),
+    ("--num-query-groups 4", "--num-query-groups needs --group-query-attention"),
+    (
+        "--position-embedding-type rope --kv-channels 3",
+        "rotary positions need an even width; heads of 3 x --rotary-percent give 3",
+    ),
+    ("--micro-batch-size 0", "--micro-batch-size is 0; it must be at least 1"),
+    ("--global-batch-size 0", "--global-batch-size is 0; it must be at least 1"),
+    ("--train-iters 0", "--train-iters is 0; it must be at least 1"),
+    ("--eval-interval 0", "--eval-interval is 0; it must be at least 1"),
+    ("--exit-interval 0", "--exit-interval is 0; it must be at least 1"),
+    ("--eval-iters -1", "--eval-iters is -1; it must not be negative"),
+    ("--seed 4294967296", "--seed is 4294967296; it must be in [0, 2^32)"),
+    ("--save-interval 0", "--save-interval is 0; it must be at least 1"),
+    ("--log-interval 0", "--log-interval is 0; it must be at least 1"),
+    ("--adam-beta2 -0.5", "--adam-beta2 is -0.5; it must be in [0, 1)"),
+    ("--weight-decay -1", "--weight-decay is -1.0; it must not be negative"),
+    ("--adam-eps -1", "--adam-eps is -1.0; it must not be negative"),
+    ("--clip-grad -1", "--clip-grad is -1.0; it must not be negative"),
+    ("--lr 1e-3 --min-lr 1e-2", "--min-lr is 0.01; it must be between 0 and --lr (0.001)"),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
+        "--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one",
+    ),
+    ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction is 1.5; it must be in [0, 1]"),
+    ("--lr-warmup-iters -5", "--lr-warmup-iters is -5; it must not be negative"),
+    ("--lr-decay-iters 0", "--lr-decay-iters is 0; it must be at least 1"),
+    ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes is 0; it must be at least 1"),
+    ("--data-path a b", "--data-path takes one prefix, given a b: blends are not built yet; merge the data first"),
+    ("--seq-length 0", "--seq-length (0) must be at least 1"),
+    ("--mock-data --split 9,1,0", "--split 9,1,0 has no meaning with --mock-data; leave one of them out"),
+    ("--reset-position-ids", "--reset-position-ids is not built yet; leave it out"),
+    ("--reset-attention-mask", "--reset-attention-mask is not built yet; leave it out"),
+    ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
+    ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
+    ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
+    ("--vocab-size 0", "--vocab-size (0) must be at least 1"),
+    (
+        "--vocab-size 9 --null-tokenizer-eod-id 10",
+        "--null-tokenizer-eod-id (10) must lie between 0 and --vocab-size (9)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "problem"), RULES, ids=[line for line, _ in RULES])
+def test_a_rule_of_one_component_is_explained(line: str, problem: str):
+    assert problems_of(line) == [problem]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--ffn-hidden-size 0",
+        "--ffn-hidden-size -8",
+        "--kv-channels -2",
+        "--max-position-embeddings 0",
+        "--make-vocab-size-divisible-by 0",
+        "--init-method-std -1",
+        "--norm-epsilon -1",
+        "--rotary-base 0",
+        "--lr 1e-3 --lr-warmup-init -1",
+        "--clip-grad nan",
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(line: str):
+    assert line.split()[-2] in problems_of(line)[0]
+
+
+# ---------------------------------------------------------------- rules across components
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "problems"),
+    [
+        (
+            "",
+            1,
+            [
+                "--micro-batch-size is required",
+                "--train-iters is required",
+                "--seq-length is required",
+                "--lr is required",
+                "no data: give --data-path PREFIX, or --mock-data to try things out",
+                "--tokenizer-type is required (NullTokenizer with --vocab-size for data without text)",
+            ],
+        ),
+        (
+            SMALL + "--data-path x --max-position-embeddings 16 --tensor-model-parallel-size 5 --sequence-parallel "
+            "--pipeline-model-parallel-size 3 --save-interval 5 --group-query-attention --num-query-groups 4",
+            15,
+            [
+                "--data-path and --mock-data exclude each other; give one",
+                "--num-attention-heads (12) must be a multiple of --tensor-model-parallel-size (5)",
+                "ffn hidden size (3072) must be a multiple of --tensor-model-parallel-size (5)",
+                "--num-query-groups (4) must be a multiple of --tensor-model-parallel-size (5)",
+                "--sequence-parallel divides --seq-length (32) over --tensor-model-parallel-size (5), which does not "
+                "divide it; change one",
+                "pipeline: the number of layers (4) must be a multiple of the number of stages (3: pipeline ranks "
+                "times chunks per rank); change --num-layers, --pipeline-model-parallel-size or "
+                "--num-layers-per-virtual-pipeline-stage",
+                "--max-position-embeddings (16) must be at least --seq-length (32)",
+                "--save-interval needs --save, the folder to write to",
+            ],
+        ),
+        (
+            SMALL + "--global-batch-size 12",
+            8,
+            ["--global-batch-size (12) must be a multiple of 16 = --micro-batch-size (2) x data-parallel size (8)"],
+        ),
+        (
+            SMALL + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save-interval 5",
+            6,
+            [
+                "world size 6 is not a multiple of 4 = tensor-model-parallel-size (2) x pipeline-model-parallel-size "
+                "(2); start another number of processes or change the sizes",
+                "--save-interval needs --save, the folder to write to",
+            ],
+        ),
+        (
+            SMALL + "--pipeline-model-parallel-size 8",
+            8,
+            [
+                "pipeline: the number of layers (4) must be a multiple of the number of stages (8: pipeline ranks "
+                "times chunks per rank); change --num-layers, --pipeline-model-parallel-size or "
+                "--num-layers-per-virtual-pipeline-stage"
+            ],
+        ),
+    ],
+    ids=["nothing given", "much at once", "batch", "world", "layers"],
+)
+def test_all_problems_between_components_come_at_once(line: str, world_size: int, problems: list[str]):
+    with pytest.raises(ConfigError) as error:
+        check(config_of(line), world_size)
+    assert error.value.problems == problems
+
+
+def test_a_warm_up_that_outlasts_the_decay_is_found_with_the_other_problems():
+    with pytest.raises(ConfigError) as error:
+        check(config_of(SMALL + "--lr-warmup-iters 10 --save-interval 5"), 1)
+    assert any("warm-up" in problem for problem in error.value.problems)
+
+
+def test_a_batch_that_does_not_fit_is_found_with_the_other_problems():
+    with pytest.raises(ConfigError) as error:
+        check(config_of(SMALL + "--global-batch-size 12 --max-position-embeddings 16"), 8)
+    assert error.value.problems == [
+        "--max-position-embeddings (16) must be at least --seq-length (32)",
+        "--global-batch-size (12) must be a multiple of 16 = --micro-batch-size (2) x data-parallel size (8)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size"),
+    [
+        (SMALL, 1),
+        (SMALL + "--global-batch-size 32", 8),
+        (SMALL + "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4", 16),
+        (SMALL + "--save x --save-interval 5 --max-position-embeddings 32", 1),
+    ],
+)
+def test_settings_that_fit_pass(line: str, world_size: int):
+    check(config_of(line), world_size)
+
+
+# ---------------------------------------------------------------- batch arithmetic
+
+
+# micro batch, global batch (0: not given), tensor, pipeline, world -> data-parallel size, global batch, microbatches
+BATCHES = [
+    (2, 0, 1, 1, 1, 1, 2, 1),
+    (2, 0, 1, 1, 8, 8, 16, 1),
+    (2, 0, 2, 2, 8, 2, 4, 1),
+    (2, 16, 1, 1, 1, 1, 16, 8),
+    (2, 16, 1, 1, 8, 8, 16, 1),
+    (4, 256, 2, 4, 16, 2, 256, 32),
+    (1, 24, 2, 2, 8, 2, 24, 12),
+    (3, 24, 1, 4, 8, 2, 24, 4),
+]
+
+
+@pytest.mark.parametrize(("micro", "given", "t", "p", "world", "dp", "total", "microbatches"), BATCHES)
+def test_a_step_has_its_samples_whatever_the_layout(micro, given, t, p, world, dp, total, microbatches):
+    line = f"--micro-batch-size {micro} --tensor-model-parallel-size {t} --pipeline-model-parallel-size {p}"
+    config = config_of(line + (f" --global-batch-size {given}" if given else ""))
+    assert config.data_parallel_size(world) == dp
+    assert config.global_batch_size(world) == total
+    assert config.num_microbatches(world) == microbatches
+    assert microbatches * micro * dp == total
+
+
+def test_the_position_table_is_as_long_as_asked_for():
+    assert config_of("--seq-length 32").positions == 32
+    assert config_of("--seq-length 32 --max-position-embeddings 48").positions == 48
+
+
+def test_derived_sizes_follow_the_model():
+    plain, gated = config_of("").transformer, config_of("--swiglu").transformer
+    assert (plain.ffn_size, gated.ffn_size, plain.head_width, plain.query_groups) == (3072, 2048, 64, 12)
+    assert config_of("--hidden-size 1024 --num-attention-heads 16 --swiglu").transformer.ffn_size == 2688
+    padded = {(50257, 1): 50304, (50257, 2): 50432, (50257, 8): 51200, (61, 4): 512, (512, 4): 512}
+    assert {key: plain.padded_vocab_size(*key) for key in padded} == padded
+
+
+# ---------------------------------------------------------------- the view for scripts
+
+
+def test_settings_are_read_only_for_scripts():
+    args = Arguments({"lr": 0.1, "data_path": ["a"]})
+    assert args.lr == 0.1
+    assert "lr" in args
+    assert "momentum" not in args
+    with pytest.raises(AttributeError) as error:
+        args.lr = 0.2
+    assert str(error.value) == "settings are read-only: lr cannot be changed to 0.2; give it on the command line"
+    with pytest.raises(AttributeError) as error:
+        _ = args.momentum
+    assert str(error.value) == "there is no setting 'momentum'"
+    assert getattr(args, "momentum", None) is None
+    assert args.lr == 0.1
+
+
+def test_the_view_may_be_copied():
+    args = Arguments({"lr": 0.1})
+    assert copy.copy(args).lr == copy.deepcopy(args).lr == 0.1

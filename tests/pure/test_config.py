@@ -1,0 +1,219 @@
+"""One dataclass field gives one flag: every kind of knob, every mistake on a command line."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from megatron.core.config import (
+    ConfigError,
+    FlagParser,
+    add_flags,
+    build,
+    changes,
+    default_of,
+    flags_of,
+    knobs,
+    unknown_flag_message,
+)
+from megatron.core.config import knob as declare
+from megatron.training.arguments import NO_EFFECT, REFUSED, SHORTHAND, make_parser
+from megatron.training.config import COMPONENTS
+
+
+@dataclass(frozen=True)
+class Oven:
+    """How to bake.
+
+    Only this docstring's first line is a title.
+    """
+
+    loaves: int = declare(2, "loaves at once")
+    hours: float = declare(0.5, "hours in the oven, 100% of them hot")
+    flour: str = declare("rye", "what it is made of")
+    fan: bool = declare(False, "blow the air about")
+    light: bool = declare(True, "leave the lamp off")
+    door_open: bool = declare(True, "shut the door", flags=("--shut-door",))
+    shelf: int | None = declare(None, "shelf from below")
+    note: str | None = declare(None, "what to write on it", metavar="TEXT")
+    heat: Literal["top", "bottom"] = declare("top", "where it is hot")
+    level: Literal[1, 2, 3] | None = declare(None, "how hot")
+    seeds: list[str] = declare(["sesame"], "on the crust")
+    times: list[int] | None = declare(None, "when to look")
+    yeast: float = declare(1e-3, "grams", flags=("--yeast", "--old-yeast"))
+    derived: int = 7  # a field that is no knob has no flag
+
+
+def read(line: str) -> Oven:
+    parser = FlagParser()
+    add_flags(parser, Oven)
+    return build(Oven, vars(parser.parse_args(line.split())))
+
+
+# one row per kind of knob:  command line, field, value
+KINDS = [
+    ("", "loaves", 2),
+    ("--loaves 5", "loaves", 5),
+    ("--loaves=5", "loaves", 5),
+    ("--loaves -5", "loaves", -5),
+    ("--hours 1e-2", "hours", 0.01),
+    ("--hours 3", "hours", 3.0),
+    ("--flour spelt", "flour", "spelt"),
+    ("", "fan", False),
+    ("--fan", "fan", True),
+    ("", "light", True),
+    ("--no-light", "light", False),
+    ("", "door_open", True),
+    ("--shut-door", "door_open", False),
+    ("", "shelf", None),
+    ("--shelf 3", "shelf", 3),
+    ("", "note", None),
+    ("--note None", "note", "None"),
+    ("--heat bottom", "heat", "bottom"),
+    ("", "level", None),
+    ("--level 2", "level", 2),
+    ("", "seeds", ["sesame"]),
+    ("--seeds poppy flax", "seeds", ["poppy", "flax"]),
+    ("", "times", None),
+    ("--times 10 20 30", "times", [10, 20, 30]),
+    ("--yeast 2", "yeast", 2.0),
+    ("--old-yeast 2", "yeast", 2.0),
+    ("--loaves 3 --loaves 4", "loaves", 4),
+    ("--fan --loaves 9", "derived", 7),
+]
+
+
+@pytest.mark.parametrize(("line", "field", "value"), KINDS)
+def test_a_knob_reads_its_kind(line: str, field: str, value):
+    got = getattr(read(line), field)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_a_flag_is_spelt_like_its_field_unless_it_says_otherwise():
+    spelt = {field.name: flags_of(field) for field in knobs(Oven)}
+    assert spelt == {
+        "loaves": ("--loaves",), "hours": ("--hours",), "flour": ("--flour",),
+        "fan": ("--fan",), "light": ("--no-light",), "door_open": ("--shut-door",),
+        "shelf": ("--shelf",), "note": ("--note",), "heat": ("--heat",), "level": ("--level",),
+        "seeds": ("--seeds",), "times": ("--times",), "yeast": ("--yeast", "--old-yeast"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--loaves two", "argument --loaves: invalid int value: 'two'"),
+        ("--loaves 2.5", "argument --loaves: invalid int value: '2.5'"),
+        ("--loaves", "argument --loaves: expected one argument"),
+        ("--seeds", "argument --seeds: expected at least one argument"),
+        ("--fan=yes", "argument --fan: ignored explicit argument 'yes'"),
+        ("--old-yeast much", "argument --yeast/--old-yeast: invalid float value: 'much'"),
+        ("--loav 3", "unrecognized arguments: --loav 3"),
+        ("--light", "unrecognized arguments: --light"),
+        ("--derived 3", "unrecognized arguments: --derived 3"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_a_config_error(line: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        read(line)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "choices"), [("--heat left", "'left'", "top, bottom"), ("--level 4", "4", "1, 2, 3")]
+)
+def test_a_value_outside_the_choices_names_them(line: str, value: str, choices: str):
+    with pytest.raises(ConfigError) as error:
+        read(line)
+    message = str(error.value).replace("'top'", "top").replace("'bottom'", "bottom")  # quoted by some Pythons only
+    assert message == f"argument {line.split()[0]}: invalid choice: {value} (choose from {choices})"
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--loavs", "unknown flag --loavs; did you mean --loaves?"),
+        ("--hour=3", "unknown flag --hour=3; did you mean --hours?"),
+        ("--no-fan", "unknown flag --no-fan; did you mean --fan?"),
+        ("--xyzzy", "unknown flag --xyzzy; --help lists the known ones"),
+    ],
+)
+def test_an_unknown_flag_comes_with_the_nearest_known_one(flag: str, message: str):
+    parser = FlagParser()
+    add_flags(parser, Oven)
+    assert unknown_flag_message(flag, parser.known_flags()) == message
+
+
+@pytest.mark.parametrize("component", [Oven, *COMPONENTS.values()], ids=lambda c: c.__name__)
+def test_a_config_is_frozen(component: type):
+    config = component()
+    for field in dataclasses.fields(component):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, None)
+
+
+def test_a_list_default_is_not_shared():
+    assert Oven().seeds == Oven().seeds == ["sesame"]
+    assert Oven().seeds is not Oven().seeds
+    (field,) = (f for f in knobs(Oven) if f.name == "seeds")
+    assert default_of(field) == ["sesame"]
+
+
+def test_changes_are_the_differences_from_the_defaults():
+    assert changes(Oven()) == {}
+    baked = read("--loaves 2 --no-light --seeds flax --level 3 --old-yeast 1e-3")
+    assert changes(baked) == {"light": (True, False), "seeds": (["sesame"], ["flax"]), "level": (None, 3)}
+    assert changes(Oven(derived=8)) == {}, "what is no knob is no setting"
+
+
+def test_build_passes_over_what_belongs_to_others():
+    assert build(Oven, {"loaves": 4, "bicycles": 3}) == Oven(loaves=4)
+
+
+def test_problems_are_one_line_each():
+    assert ConfigError("one").problems == ["one"]
+    assert str(ConfigError(["one", "two"])) == "one\ntwo"
+
+
+def test_help_gives_each_knob_with_its_default_under_the_first_line_of_the_docstring():
+    parser = FlagParser()
+    add_flags(parser, Oven)
+    text = " ".join(parser.format_help().split())
+    assert "How to bake.:" in text
+    assert "Only this docstring" not in text
+    for words in (
+        "--loaves LOAVES loaves at once (default: 2)",
+        "--hours HOURS hours in the oven, 100% of them hot (default: 0.5)",
+        "--note TEXT what to write on it (default: None)",
+        "--heat {top,bottom} where it is hot (default: top)",
+        "on the crust (default: ['sesame'])",
+        "grams (default: 0.001)",
+    ):
+        assert words in text
+
+
+def test_help_lists_every_knob_of_a_run_and_every_other_flag():
+    text = make_parser().format_help()
+    listed = {word.rstrip(",").split("=")[0] for word in text.split() if word.startswith("--")}
+    declared = {flag for c in COMPONENTS.values() for field in knobs(c) for flag in flags_of(field)}
+    assert declared | set(NO_EFFECT) | set(REFUSED) | set(SHORTHAND) | {"--help"} <= listed
+    unwrapped = "".join(text.split())  # lines break at hyphens too
+    for component in COMPONENTS.values():
+        for field in knobs(component):
+            assert "".join(f"{field.metadata['help']} (default: {default_of(field)})".split()) in unwrapped
+
+
+def test_no_two_knobs_share_a_name_or_a_flag():
+    fields = [field for component in COMPONENTS.values() for field in knobs(component)]
+    names = [field.name for field in fields]
+    flags = [flag for field in fields for flag in flags_of(field)] + [*NO_EFFECT, *REFUSED, *SHORTHAND]
+    assert len(names) == len(set(names))
+    assert len(flags) == len(set(flags))
+
+
+def test_every_knob_says_what_it_does():
+    for component in COMPONENTS.values():
+        assert component.__doc__.strip().split("\n")[0].endswith(".")
+        assert all(field.metadata["help"].strip() for field in knobs(component))

@@ -1,0 +1,193 @@
+"""The lines that scripts parse, character by character, and the averages in them."""
+
+import json
+import math
+import re
+from datetime import datetime
+
+import pytest
+
+from megatron.training import log as log_module
+from megatron.training.log import TrainingLog, training_line, validation_line
+
+LINE = re.compile(
+    r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration [ \d]{7}\d/[ \d]{7}\d"
+    r" \| consumed samples: [ \d]{11}\d"
+    r" \| elapsed time per iteration \(ms\): (?P<ms>\d+\.\d)"
+    r" \| learning rate: (?P<lr>\d\.\d{6}E[+-]\d\d)"
+    r" \| global batch size: [ \d]{4}\d"
+    r"( \| lm loss: (?P<loss>\d\.\d{6}E[+-]\d\d|NAN))?"
+    r" \| loss scale: \d+\.\d"
+    r" \| grad norm: (?P<norm>\d+\.\d{3}|nan)"
+    r" \| number of skipped iterations: [ \d]{2}\d"
+    r" \| number of nan iterations: (?P<nan>[ \d]{2}\d) \|"
+)
+
+
+def without_time(line: str) -> str:
+    return line[line.index("]") + 1 :]
+
+
+def test_a_training_line_is_megatrons():
+    line = training_line(7, 500_000, 3584, 123.456, 1.5e-4, 512, {"lm loss": 10.8765432}, 1.23456)
+    assert LINE.fullmatch(line)
+    assert without_time(line) == (
+        " iteration        7/  500000 | consumed samples:         3584 | elapsed time per iteration (ms): 123.5 | "
+        "learning rate: 1.500000E-04 | global batch size:   512 | lm loss: 1.087654E+01 | loss scale: 1.0 | "
+        "grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+    stamp = datetime.strptime(line[2 : line.index("]")], "%Y-%m-%d %H:%M:%S.%f")
+    assert abs((datetime.now() - stamp).total_seconds()) < 60
+
+
+def test_a_line_holds_every_loss_and_every_count():
+    line = training_line(
+        12345678, 99999999, 123456789012, 0.04, 0.0, 4, {"lm loss": 0.5, "sop loss": 1e-9}, 1234.5,
+        loss_scale=4096.0, skipped_iterations=12, nan_iterations=345,
+    )  # fmt: skip
+    assert without_time(line) == (
+        " iteration 12345678/99999999 | consumed samples: 123456789012 | elapsed time per iteration (ms): 0.0 | "
+        "learning rate: 0.000000E+00 | global batch size:     4 | lm loss: 5.000000E-01 | sop loss: 1.000000E-09 | "
+        "loss scale: 4096.0 | grad norm: 1234.500 | number of skipped iterations:  12 | number of nan iterations: 345 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "losses", "line"),
+    [
+        (
+            "iteration 40",
+            {"lm loss": math.log(2.0)},
+            " validation loss at iteration 40 | lm loss value: 6.931472E-01 | lm loss PPL: 2.000000E+00 | ",
+        ),
+        (
+            "iteration 40 on test set",
+            {"lm loss": 25.0},
+            " validation loss at iteration 40 on test set | lm loss value: 2.500000E+01 | lm loss PPL: 4.851652E+08 | ",
+        ),
+        (
+            "iteration 1",
+            {"a": 0.0, "b": 1.0},
+            " validation loss at iteration 1 | a value: 0.000000E+00 | a PPL: 1.000000E+00 | "
+            "b value: 1.000000E+00 | b PPL: 2.718282E+00 | ",
+        ),
+        ("iteration 1", {}, " validation loss at iteration 1 | "),
+    ],
+)
+def test_a_validation_line_is_megatrons(where: str, losses: dict, line: str):
+    assert validation_line(where, losses) == line
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(log_module.time, "perf_counter", lambda: self.now)
+
+    def step(self, log: TrainingLog, iteration: int, loss: float, seconds: float = 0.5, norm: float = 1.0) -> None:
+        self.now += seconds
+        log.add({"lm loss": loss}, math.isnan(norm))
+        log.line_if_due(iteration, 8 * iteration, 1e-3 * iteration, norm)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def printed(capsys) -> list[dict[str, str]]:
+    lines = capsys.readouterr().out.splitlines()
+    return [{"line": without_time(line), **LINE.fullmatch(line).groupdict()} for line in lines]
+
+
+def test_a_line_averages_its_interval_and_no_other(clock, capsys):
+    log = TrainingLog(train_iters=10, global_batch_size=8, log_interval=3)
+    for iteration, loss in enumerate((6.0, 5.0, 1.0, 3.0, 2.0, 1.0, 9.0), start=1):
+        clock.step(log, iteration, loss, seconds=iteration / 10, norm=float(iteration))
+    first, second = printed(capsys)
+    assert (first["loss"], first["ms"], first["lr"], first["norm"]) == (
+        "4.000000E+00",
+        "200.0",
+        "3.000000E-03",
+        "3.000",
+    )
+    assert (second["loss"], second["ms"], second["lr"]) == ("2.000000E+00", "500.0", "6.000000E-03")
+    assert second["line"].startswith(" iteration        6/      10 | consumed samples:           48 | ")
+
+
+def test_an_interval_of_one_prints_every_step(clock, capsys):
+    log = TrainingLog(3, 8, 1)
+    for iteration in (1, 2, 3):
+        clock.step(log, iteration, float(iteration))
+    assert [line["loss"] for line in printed(capsys)] == ["1.000000E+00", "2.000000E+00", "3.000000E+00"]
+
+
+def test_steps_without_a_finite_gradient_are_counted_once(clock, capsys):
+    log = TrainingLog(4, 8, 2)
+    clock.step(log, 1, 1.0, norm=math.nan)
+    clock.step(log, 2, 1.0)
+    clock.step(log, 3, 1.0)
+    clock.step(log, 4, 1.0)
+    assert [line["nan"] for line in printed(capsys)] == ["  1", "  0"]
+
+
+def test_a_rank_that_knows_no_loss_prints_none(clock, capsys):
+    log = TrainingLog(2, 8, 1)
+    clock.now += 1
+    log.add({}, False)
+    log.line_if_due(1, 8, 0.0, 0.0)
+    (line,) = printed(capsys)
+    assert line["loss"] is None
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 5])
+def test_an_interval_survives_a_restart(clock, capsys, stop_after: int):
+    losses = [6.0, 5.0, 1.0, 3.0, 2.0, 1.0]
+    whole = TrainingLog(6, 8, 3)
+    for iteration, loss in enumerate(losses, start=1):
+        clock.step(whole, iteration, loss)
+    expected = printed(capsys)
+    log = TrainingLog(6, 8, 3)
+    for iteration, loss in enumerate(losses, start=1):
+        clock.step(log, iteration, loss, norm=math.nan if iteration == 1 else 1.0)
+        if iteration == stop_after:
+            state = json.loads(json.dumps(log.state()))
+            clock.now += 1000.0  # the time between the two runs is nobody's
+            log = TrainingLog(6, 8, 3)
+            log.load_state(state)
+    got = printed(capsys)
+    assert [line["loss"] for line in got] == [line["loss"] for line in expected]
+    assert [line["ms"] for line in got] == [line["ms"] for line in expected]
+    assert [line["nan"] for line in got] == ["  1", "  0"]
+
+
+def test_the_saved_state_does_not_follow_the_run(clock):
+    log = TrainingLog(6, 8, 3)
+    clock.step(log, 1, 2.0)
+    state = log.state()
+    clock.step(log, 2, 5.0)
+    assert state == {"sums": {"lm loss": 2.0}, "steps": 1, "nan_steps": 0}
+
+
+def test_validation_and_saving_take_no_time_from_the_steps(clock, capsys):
+    log = TrainingLog(4, 8, 2)
+    clock.step(log, 1, 1.0)
+    log.pause()
+    clock.now += 50.0
+    log.resume()
+    clock.step(log, 2, 1.0)
+    log.pause()
+    clock.now += 50.0
+    log.resume()
+    clock.step(log, 3, 1.0)
+    clock.step(log, 4, 1.0)
+    assert [line["ms"] for line in printed(capsys)] == ["500.0", "500.0"]
+
+
+def test_only_the_last_rank_prints(clock, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, lines in (("0", 0), ("2", 0), ("3", 1)):
+        monkeypatch.setenv("RANK", rank)
+        clock.step(TrainingLog(2, 8, 1), 1, 1.0)
+        assert len(printed(capsys)) == lines

@@ -1,0 +1,77 @@
+"""Where parameters lie in their buffers: tables, and what must hold for any of them."""
+
+import random
+
+import pytest
+
+from megatron.core.distributed.plan import ALIGN, Item, Slot, lay_out, runs
+
+# parameters in order of creation "name:numel[:key]", alignment -> per key "key total | name start stop | ..."
+TABLE = [
+    ("", 8, []),
+    ("a:8", 8, ["- 8 | a 0 8"]),
+    ("a:5", 8, ["- 8 | a 0 5"]),
+    ("a:5 b:8 c:1", 1, ["- 14 | c 0 1 | b 1 9 | a 9 14"]),
+    ("a:5 b:8 c:1", 8, ["- 24 | c 0 1 | b 8 16 | a 16 21"]),
+    ("a:9 b:17", 8, ["- 40 | b 0 17 | a 24 33"]),
+    ("a:3:x b:4:y c:5:x", 4, ["x 12 | c 0 5 | a 8 11", "y 4 | b 0 4"]),
+    ("a:1:x b:1:y c:1:z", 2, ["z 2 | c 0 1", "y 2 | b 0 1", "x 2 | a 0 1"]),
+    ("a:0 b:3", 8, ["- 8 | b 0 3 | a 8 8"]),
+]
+
+
+@pytest.mark.parametrize(("parameters", "align", "expected"), TABLE)
+def test_parameters_lie_in_reverse_order_of_creation(parameters: str, align: int, expected: list[str]):
+    items = [Item(n, int(size), key or "-") for n, size, key in ((w + ":").split(":")[:3] for w in parameters.split())]
+    got = lay_out(items, align)
+    drawn = [
+        " | ".join([f"{plan.key} {plan.numel}", *(f"{s.name} {s.start} {s.stop}" for s in plan.slots)]) for plan in got
+    ]
+    assert drawn == expected
+
+
+def test_the_alignment_is_eight_elements():
+    assert ALIGN == 8
+    (plan,) = lay_out([Item("a", 1, 0), Item("b", 1, 0)])
+    assert plan.slots == (Slot("b", 0, 1), Slot("a", 8, 9))
+    assert plan.numel == 16
+
+
+def test_every_element_has_one_place():
+    draw = random.Random(3)
+    for _ in range(100):
+        align = draw.choice((1, 2, 8, 64))
+        items = [Item(str(i), draw.randint(1, 100), draw.choice("xyz")) for i in range(draw.randint(1, 12))]
+        plans = lay_out(items, align)
+        assert sorted(slot.name for plan in plans for slot in plan.slots) == sorted(item.name for item in items)
+        assert len({plan.key for plan in plans}) == len(plans)
+        sizes = {item.name: (item.numel, item.key) for item in items}
+        for plan in plans:
+            end = 0
+            for slot in plan.slots:
+                assert slot.start % align == 0
+                assert end <= slot.start < end + align, "no overlap, and no gap beyond the alignment"
+                assert (slot.stop - slot.start, plan.key) == sizes[slot.name]
+                end = slot.stop
+            assert end <= plan.numel < end + align
+            assert plan.numel % align == 0
+
+
+# labels of slots a 0:5, b 8:16, c 16:17, d 24:32 -> (label, start, stop)
+RUNS = [
+    ("1111", [("1", 0, 32)]),
+    ("1112", [("1", 0, 17), ("2", 24, 32)]),
+    ("1122", [("1", 0, 16), ("2", 16, 32)]),
+    ("1212", [("1", 0, 5), ("2", 8, 16), ("1", 16, 17), ("2", 24, 32)]),
+    ("2111", [("2", 0, 5), ("1", 8, 32)]),
+]
+
+
+@pytest.mark.parametrize(("labels", "expected"), RUNS)
+def test_neighbours_of_equal_label_are_one_run(labels: str, expected: list):
+    slots = (Slot("a", 0, 5), Slot("b", 8, 16), Slot("c", 16, 17), Slot("d", 24, 32))
+    assert runs(slots, dict(zip("abcd", labels))) == expected
+
+
+def test_no_slots_give_no_runs():
+    assert runs((), {}) == []
