@@ -7,7 +7,7 @@ from html import escape
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
 from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, bubble, locate, simulate
 
-_FILL = {Op.F: "#4e79a7", Op.B: "#59a14f", Op.I: "#76b7b2", Op.W: "#edc948"}
+_FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
 _LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
 _ROW, _MARGIN, _DIGIT, _MAX_WIDTH = 26, 60, 7, 6000  # in SVG units, which a browser shows as pixels
 
@@ -61,6 +61,8 @@ def plot_svg(
             chunk = (action.stage - first_stage[rank]) // len(schedule)
             x, box = _MARGIN + start[action] * scale, (end[action] - start[action]) * scale
             lines += _box(action, x, y, box, 1 - 0.6 * chunk / num_chunks, f"{start[action]:g} to {end[action]:g}")
+    if num_chunks > 1:
+        lines.append(f'<text x="{_MARGIN + 480}" y="{height - 14:.0f}">lighter: later chunks of a rank</text>')
     lines += _legend(sorted({action.op for action in end}, key=list(Op).index), 40 + _ROW * len(schedule) + 10)
     return "\n".join([*lines, "</svg>"]) + "\n"
 

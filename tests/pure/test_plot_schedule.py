@@ -1,0 +1,124 @@
+"""tools/plot_schedule.py: what it prints and writes, what it says to mistakes, and that it needs no torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, Op
+from tools.plot_schedule import PlotConfig, main, schedules_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed(capsys, *arguments):
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_prints_plot_bubble_and_memory(capsys):
+    # fmt: off
+    arguments = ["--schedule", "zb-h1", "--pipeline-model-parallel-size", "2", "--microbatches", "3"]
+    assert printed(capsys, *arguments) == [
+        "zb-h1: 2 ranks, 3 microbatches, 1 chunk per rank; F takes 1, I takes 1, W takes 1",
+        "rank 0 |F0F1  I0W0F2I1W1I2W2|",
+        "rank 1 |  F0I0F1I1W0F2I2W1W2|",
+        "time         10",
+        "bubble       11.11% of the compute (closed form: 11.11%)",
+        "activations  2 x 2 alive at most, by rank (closed form: 2 x 2)",
+    ]
+    assert printed(capsys, "--schedule", "interleaved", "--pipeline-model-parallel-size", "1", "--microbatches", "1") == [
+        "interleaved: 1 rank, 1 microbatch, 2 chunks per rank; F takes 1, B takes 2",
+        "rank 0 |F0f0b0--B0--|",
+        "time         6",
+        "bubble       0.00% of the compute (closed form: 0.00%)",
+        "activations  2 alive at most, by rank (closed form: 2), each 1/2 of a rank's",
+    ]
+    # fmt: on
+
+
+def test_all_prints_every_schedule_that_fits_and_why_another_does_not(capsys):
+    names = [line.split(":")[0] for line in printed(capsys, "--all") if " takes " in line]
+    assert names == list(SCHEDULES)
+    lines = printed(capsys, "--all", "--microbatches", "6", "--transfer-cost", "0.5")
+    assert "left out     interleaved: num_microbatches (6) must be a multiple of the pipeline size (4); " in lines[-1]
+    assert any(line.endswith("a transfer 0.5") for line in lines)
+    assert any("closed form: none with transfers" in line for line in lines)
+
+
+def test_writes_svg_and_trace_and_then_prints_the_plot_only_if_told(capsys, tmp_path):
+    files = ["--svg", str(tmp_path / "plots/a.svg"), "--trace", str(tmp_path / "a.json")]
+    assert not any(line.startswith("rank 0") for line in printed(capsys, *files))
+    assert any(line.startswith("rank 0") for line in printed(capsys, *files, "--text"))
+    title = ElementTree.parse(tmp_path / "plots/a.svg").getroot().find("{*}text").text
+    assert title == "1f1b: p = 4, m = 8, v = 1, bubble 37.5%"
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    printed(capsys, "--all", *files)
+    assert sorted(path.name for path in tmp_path.glob("*-*.json")) == sorted(f"a-{name}.json" for name in SCHEDULES)
+
+
+# fmt: off
+DERIVED_COSTS = [  # of F, B, I, W
+    ({},                                                              (1, 2, 1, 1)),
+    ({"forward_cost": 3},                                             (3, 6, 3, 3)),
+    ({"backward_cost": 5},                                            (1, 5, 2.5, 2.5)),
+    ({"backward_cost": 5, "input_cost": 3},                           (1, 5, 3, 2)),
+    ({"weight_cost": 0.5},                                            (1, 2, 1.5, 0.5)),
+    ({"input_cost": 2, "weight_cost": 1},                             (1, 3, 2, 1)),
+    ({"backward_cost": 2.5, "input_cost": 2, "weight_cost": 1},       (1, 2.5, 2, 1)),  # splitting may cost
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("given, cost", DERIVED_COSTS)
+def test_costs_that_are_not_given_follow_from_those_that_are(given, cost):
+    assert PlotConfig(**given).cost == dict(zip((Op.F, Op.B, Op.I, Op.W), cost))
+
+
+# fmt: off
+MISTAKES = [
+    ("--schedule zb",             "--schedule (zb) must be one of gpipe, 1f1b, interleaved, zb-h1"),
+    ("--chunks 2",                "1f1b: it has one chunk per rank, not 2; use interleaved, or leave out"),
+    ("--schedule interleaved --microbatches 6", "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4)"),
+    ("--all --microbatches 0",    "gpipe: num_microbatches (0) must be at least 1; raise --global-batch-size; 1f1b: "),
+    ("--weight-cost 5",           "--input-cost (-3) must be positive; raise it, or change the other costs of backward"),
+    ("--transfer-cost -1",        "--transfer-cost (-1) must not be negative"),
+    ("--svg a --trace a",         "--svg and --trace (a) must be two files"),
+    ("--microbatch 4",            "unrecognized arguments: --microbatch 4"),
+    ("--microbatches many",       "argument --microbatches: invalid int value: 'many'"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("arguments, message", MISTAKES)
+def test_mistakes_are_told_in_one_line(capsys, arguments, message):
+    assert main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"plot_schedule: {message}") and err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_in_one_line(capsys, tmp_path):
+    assert main(["--write-docs", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_page_on_schedules_is_current(capsys, tmp_path):
+    page = ROOT / "docs/schedules.md"
+    assert page.read_text() == schedules_page(), (
+        f"run: python tools/plot_schedule.py --write-docs {page.relative_to(ROOT)}"
+    )
+    printed(capsys, "--write-docs", str(tmp_path / "page.md"))
+    assert (tmp_path / "page.md").read_text() == schedules_page()
+
+
+def test_runs_where_torch_cannot_be_imported(tmp_path):
+    for package in ("torch", "numpy"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not here')")
+    command = [sys.executable, str(ROOT / "tools/plot_schedule.py"), "--all", "--trace", str(tmp_path / "t.json")]
+    environment = {"PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
+    assert "zb-h1: 4 ranks" in ran.stdout

@@ -1,0 +1,239 @@
+"""Draw a pipeline schedule and print its bubble and its memory, on paper: it needs neither torch nor a device.
+
+    python tools/plot_schedule.py --schedule zb-h1 --pipeline-model-parallel-size 4 --microbatches 8
+    python tools/plot_schedule.py --all --microbatches 16 --transfer-cost 0.1 --svg plots/schedule.svg
+    python tools/plot_schedule.py --schedule interleaved --chunks 3 --input-cost 1.2 --weight-cost 0.8 --trace out.json
+
+Costs may be in any unit of time, such as measured milliseconds. --write-docs docs/schedules.md makes that page anew.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, Op, Schedule
+from megatron.core.pipeline_parallel.simulate import (
+    DEFAULT_COST,
+    bubble,
+    bubble_in_theory,
+    peak_live,
+    peak_live_in_theory,
+    simulate,
+)
+from megatron.core.pipeline_parallel.stage import loop_placement
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    """Schedule to draw."""
+
+    schedule: str = knob("1f1b", f"one of {', '.join(SCHEDULES)}")
+    all: bool = knob(False, "draw every schedule; those that do not fit the sizes are left out, and why is said")
+    pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
+    microbatches: int = knob(8, "microbatches in a step")
+    chunks: int | None = knob(None, "stages per rank; None is 2 for interleaved and 1 for the others", metavar="CHUNKS")
+    forward_cost: float = knob(1.0, "time of a microbatch's forward through one stage")
+    backward_cost: float | None = knob(None, "time of its backward; None is the sum of the next two, or 2 forwards")
+    input_cost: float | None = knob(None, "time of the input's gradient alone; None is half a backward")
+    weight_cost: float | None = knob(None, "time of the weights' gradients alone; None is the rest of a backward")
+    transfer_cost: float = knob(0.0, "time from the end of a stage to its result being on the next rank")
+    svg: str | None = knob(None, "file to draw to; with --all one per schedule, its name added", metavar="FILE")
+    trace: str | None = knob(None, "file for chrome://tracing or ui.perfetto.dev; with --all likewise", metavar="FILE")
+    text: bool = knob(False, "print the plot although --svg or --trace is given")
+    write_docs: str | None = knob(None, "write the page on schedules to this file, and do nothing else", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.schedule not in SCHEDULES:
+            problems.append(f"--schedule ({self.schedule}) must be one of {', '.join(SCHEDULES)}")
+        if self.svg is not None and self.svg == self.trace:
+            problems.append(f"--svg and --trace ({self.svg}) must be two files")
+        if self.transfer_cost < 0:
+            problems.append(f"--transfer-cost ({self.transfer_cost:g}) must not be negative")
+        for op, value in self.cost.items():
+            if not value > 0:
+                flag = {Op.F: "--forward-cost", Op.B: "--backward-cost", Op.I: "--input-cost", Op.W: "--weight-cost"}[
+                    op
+                ]
+                problems.append(f"{flag} ({value:g}) must be positive; raise it, or change the other costs of backward")
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def cost(self) -> dict[Op, float]:
+        whole, of_input, of_weights = self.backward_cost, self.input_cost, self.weight_cost
+        if whole is None:
+            halves = of_input is not None and of_weights is not None
+            whole = of_input + of_weights if halves else 2 * self.forward_cost
+        if of_input is None:
+            of_input = whole / 2 if of_weights is None else whole - of_weights
+        if of_weights is None:
+            of_weights = whole - of_input
+        return {Op.F: self.forward_cost, Op.B: whole, Op.I: of_input, Op.W: of_weights}
+
+    def chunks_for(self, name: str) -> int:
+        if self.all and name != "interleaved":
+            return 1
+        return (2 if name == "interleaved" else 1) if self.chunks is None else self.chunks
+
+
+def report(config: PlotConfig, name: str) -> Iterator[str]:
+    """The lines to print on one schedule; writes its files. Raises ValueError if the sizes do not fit it."""
+    p, m, v = config.pipeline_model_parallel_size, config.microbatches, config.chunks_for(name)
+    schedule, cost, transfer = SCHEDULES[name](p, m, v), config.cost, config.transfer_cost
+    used = {action.op for actions in schedule for action in actions}
+    yield (
+        f"{name}: {_count(p, 'rank')}, {_count(m, 'microbatch')}, {_count(v, 'chunk')} per rank; "
+        + ", ".join(f"{op.name} takes {cost[op]:g}" for op in Op if op in used)
+        + (f", a transfer {transfer:g}" if transfer else "")
+    )
+    if config.text or not (config.svg or config.trace):
+        yield plot_text(schedule, cost, transfer)
+    expected = bubble_in_theory(name, p, m, v, cost, transfer)
+    in_theory = "none with transfers" if expected is None else f"{expected:.2%}"
+    yield f"time         {max(simulate(schedule, cost, transfer).end.values()):g}"
+    yield f"bubble       {bubble(schedule, cost, transfer):.2%} of the compute (closed form: {in_theory})"
+    yield (
+        f"activations  {_listed(peak_live(schedule))} alive at most, by rank "
+        f"(closed form: {_listed(peak_live_in_theory(name, p, m, v))})" + (f", each 1/{v} of a rank's" if v > 1 else "")
+    )
+    yield from _write_files(config, name, schedule)
+
+
+def _write_files(config: PlotConfig, name: str, schedule: Schedule) -> Iterator[str]:
+    title = (
+        f"{name}: p = {config.pipeline_model_parallel_size}, m = {config.microbatches}, v = {config.chunks_for(name)}"
+    )
+    texts = {
+        config.svg: lambda: plot_svg(schedule, config.cost, config.transfer_cost, title),
+        config.trace: lambda: json.dumps(chrome_trace(schedule, config.cost, config.transfer_cost)) + "\n",
+    }
+    for path, make_text in texts.items():
+        if path is not None:
+            file = Path(path)
+            file = file.with_stem(f"{file.stem}-{name}") if config.all else file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(make_text())
+            yield f"wrote        {file}"
+
+
+def schedules_page() -> str:
+    """The text of docs/schedules.md."""
+    p, m = 4, 8
+    lines = [_PAGE_HEAD]
+    for name, make in SCHEDULES.items():
+        v = 2 if name == "interleaved" else 1
+        lines += [f"## {name}\n", f"{_SAID_OF[name]}\n", f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "") + ":\n"]
+        lines += ["```", plot_text(make(p, m, v)), "```\n"]
+    lines += [_TABLE_HEAD, *_table_rows(), ""]
+    lowered = add_reduce(add_transfers(SCHEDULES["zb-h1"](2, 2, 1), loop_placement(2)))
+    lines += [
+        _LOWERED_HEAD,
+        "```",
+        *(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(lowered)),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table_rows() -> Iterator[str]:
+    for p, m in ((2, 4), (4, 4), (4, 8), (4, 32), (8, 8), (8, 64)):
+        for name, make in SCHEDULES.items():
+            for v in (2, 4) if name == "interleaved" else (1,):
+                schedule = make(p, m, v)
+                share, live = bubble(schedule), peak_live(schedule)
+                theory, live_in_theory = bubble_in_theory(name, p, m, v), peak_live_in_theory(name, p, m, v)
+                cells = [p, m, name, v, f"{share:.2%}", f"{theory:.2%}", _listed(live), _listed(live_in_theory)]
+                yield f"| {' | '.join(map(str, [*cells, f'{max(live) / v:g}']))} |"
+
+
+def _listed(numbers: list[int]) -> str:
+    """4 3 2 1, or 64 x 8 where all eight are equal."""
+    equal = len(numbers) > 1 and len(set(numbers)) == 1
+    return f"{numbers[0]} x {len(numbers)}" if equal else " ".join(map(str, numbers))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
+_PAGE_HEAD = f"""\
+# Pipeline schedules
+
+Made by `python tools/plot_schedule.py --write-docs docs/schedules.md`; a test holds it to the code.
+
+p is the number of pipeline ranks, m of microbatches in a step, v of chunks (stages) per rank. In the plots a forward (F)
+takes {DEFAULT_COST[Op.F]} unit of time, a backward (B) {DEFAULT_COST[Op.B]}, its two halves, for the input (I) and for \
+the weights (W), {DEFAULT_COST[Op.I]} each, and a
+transfer none. The number is the microbatch, -- goes on with what stands to its left, blank is idle, and lower case is
+a chunk of a rank after its first.
+"""
+_SAID_OF = {
+    "gpipe": "All forwards, then all backwards (arXiv:1811.06965). Every rank holds every microbatch.",
+    "1f1b": "One forward, one backward, after a warm-up (arXiv:2104.04473): the bubble of GPipe, but rank r holds only p - r\n"
+    "microbatches. The default.",
+    "interleaved": "1F1B over v chunks per rank (the same paper): 1/v of the bubble for v times the transfers. m must be a\n"
+    "multiple of p.",
+    "zb-h1": "1F1B whose backward is split; what waits for nothing fills the bubble (arXiv:2401.10241). Every rank holds what\n"
+    "rank 0 of 1F1B holds.",
+}
+_TABLE_HEAD = """\
+## Bubble and memory
+
+Bubble: idle time over compute time. Alive: microbatches of one stage between their forward and the end of their backward,
+at most, by rank; the last column counts in activations of a whole rank. Both are measured on the simulated time line
+and stand beside their closed forms: (p - 1) / (v m), and for zb-h1 (p - 1)(tF + tI - tW) over m (tF + tI + tW) if m >= p
+and W is the cheapest.
+
+| p | m | schedule | v | bubble | closed form | alive | closed form | worst rank |
+|---|---|---|---|---|---|---|---|---|"""
+_LOWERED_HEAD = """\
+## What a rank runs
+
+`lower.add_transfers` and `lower.add_reduce` turn the above into the lists that the executor runs. SEND and POST begin a
+transfer, SENT and RECV wait for its end, and in each direction all ranks begin transfers in one global order. REDUCE
+starts the reduction of a stage's gradients over the data-parallel ranks. zb-h1 with p = 2, m = 2:
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 a file that cannot be written."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, PlotConfig)
+    try:
+        config = build(PlotConfig, vars(parser.parse_args(arguments)))
+        if config.write_docs:
+            Path(config.write_docs).write_text(schedules_page())
+            print(f"wrote {config.write_docs}")
+        elif config.all:
+            _report_all(config)
+        else:
+            print("\n".join(report(config, config.schedule)))
+    except (ValueError, OSError) as error:
+        print(f"plot_schedule: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 1 if isinstance(error, OSError) else 2
+    return 0
+
+
+def _report_all(config: PlotConfig) -> None:
+    """Every schedule that fits. Raises ValueError with all reasons if none does."""
+    reports, reasons = [], []
+    for name in SCHEDULES:
+        try:
+            reports.append("\n".join(report(config, name)))
+        except ValueError as error:
+            reasons.append(f"{'; '.join(str(error).splitlines())}")
+    if not reports:
+        raise ValueError("\n".join(reasons))
+    print("\n\n".join([*reports, *(f"left out     {reason}" for reason in reasons)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
