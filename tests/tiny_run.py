@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import is_counted, pieces
+from megatron.core.placement import owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -123,8 +123,8 @@ def my_pieces(module: nn.Module, mesh: Mesh, tensor_of) -> list[tuple]:
     return [
         (name, p.placement.shape, box, tensor_of(p)[slices(local)].clone())
         for name, p in module.named_parameters()
-        if is_counted(p.placement, mesh) and mesh["dp"].is_first
-        for box, local in pieces(p.placement, tuple(p.shape), mesh)
+        if mesh["dp"].is_first
+        for box, local in owned_pieces(p.placement, tuple(p.shape), mesh)
     ]
 
 

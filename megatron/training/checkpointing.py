@@ -21,7 +21,7 @@ from megatron.core.config import ConfigError
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_state import Mesh
-from megatron.core.placement import is_counted, pieces
+from megatron.core.placement import owned_pieces, pieces
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.state import TrainState
 
@@ -57,9 +57,11 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
 
 
 def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
-    placement = parameter.placement
-    speaks = is_counted(placement, mesh) and all(mesh[name].is_first for name in placement.reduce_over)
-    return LocalTensor(tensor, placement.shape, pieces(placement, tuple(tensor.shape), mesh), speaks)
+    placement, shape = parameter.placement, tuple(tensor.shape)
+    owned = owned_pieces(placement, shape, mesh)
+    copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
+    speaks = bool(owned) and all(mesh[name].is_first for name in placement.reduce_over)
+    return LocalTensor(tensor, placement.shape, owned, speaks, copies)
 
 
 def save(

@@ -1,7 +1,7 @@
 """Data parallelism: a model chunk whose gradients lie in contiguous buffers, each summed by one collective.
 
     backward        every gradient is added to its parameter's `main_grad`, a view of a buffer
-    REDUCE action   start_grad_reduce(): sums over the axes in `partial_grad`, then begins the sum over the data-parallel ranks
+    REDUCE action   start_grad_reduce(): sums what is in parts over other axes, then begins the sum over the data-parallel ranks
     end of step     finish_grad_reduce(): waits, and sums what first and last stage share
 
 A buffer holds the parameters of one dtype that are reduced over one group; a tied embedding has a buffer of its own, laid out
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.boxes import slices
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import Item, lay_out
 from megatron.core.parallel_state import Mesh
-from megatron.core.placement import Placement
+from megatron.core.placement import Placement, partial_grads
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
 
@@ -76,9 +77,14 @@ class DistributedDataParallel(nn.Module):
             buffer.grads.data.mul_(factor)
 
     def _sum_partial(self, axis_name: str) -> None:
-        """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism), in one message."""
+        """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism, shared key/value
+        heads), in one message."""
         for buffer in self.buffers:
-            parts = [p.main_grad for p in buffer.parameters.values() if axis_name in p.placement.partial_grad]
+            parts = [
+                p.main_grad[slices(box)]
+                for p in buffer.parameters.values()
+                for box in partial_grads(p.placement, tuple(p.shape), axis_name)
+            ]
             if not parts or self.mesh[axis_name].size == 1:
                 continue
             flat = comm.all_reduce(torch.cat([part.reshape(-1) for part in parts]), self.mesh[axis_name])
