@@ -31,7 +31,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 _SHAPE = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention",
     "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization", "norm_epsilon",
-    "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights",
+    "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 # Settings that, changed under a resumed run, change its data or its schedule: said aloud, and allowed.
 _NOTABLE = ("seed", "global_batch_size", "train_iters", "seq_length", "split", "lr", "lr_decay_style", "lr_decay_iters")

@@ -43,11 +43,13 @@ class TensorParallel:
         parameter.placement = placement
         return parameter
 
-    def replicated(self, shape: tuple[int, ...], init: Constant | Normal) -> nn.Parameter:
+    def replicated(
+        self, shape: tuple[int, ...], init: Constant | Normal, *, partial: bool | None = None
+    ) -> nn.Parameter:
         """A parameter that every tensor-parallel rank holds whole. Under sequence parallelism each rank applies it to its part
-        of the sequence only, and so has only a part of its gradient."""
-        partial = (self.axis.name,) if self.sequence_parallel else ()
-        return self.parameter(shape, Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=partial))
+        of the sequence only, and so has only a part of its gradient; `partial` says so of another cause."""
+        parts = (self.axis.name,) if (self.sequence_parallel if partial is None else partial) else ()
+        return self.parameter(shape, Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=parts))
 
 
 def divide(what: str, size: int, axis: Axis) -> int:

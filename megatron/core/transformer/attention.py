@@ -6,6 +6,7 @@ from megatron.core.placement import Normal
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, divide
 from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.rotary import apply_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -16,6 +17,8 @@ class ParallelAttention(nn.Module):
     The fused q/k/v weight holds the groups one after the other, each as its query heads, one key head, one value head:
 
         group 0: q0 q1 k v | group 1: q2 q3 k v | ...          rows [groups * (n / groups + 2) * d]
+
+    With `qk_layernorm` each query and key head is normalized over its width.
 
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, width / 2]) -> the same shape as x.
     """
@@ -28,8 +31,14 @@ class ParallelAttention(nn.Module):
         self.heads_per_group, self.head_width = n // groups, d
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size, (n + 2 * groups) * d,
-            tp=tp, init=Normal(config.init_method_std), bias=config.add_bias_linear,
+            tp=tp, init=Normal(config.init_method_std), bias=config.add_bias_linear or config.add_qkv_bias,
         )  # fmt: skip
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            # Whole on every rank, yet each rank sees only its own heads, with and without sequence parallelism.
+            self.q_layernorm, self.k_layernorm = (
+                make_norm(config.normalization, d, config.norm_epsilon, tp, partial=True) for _ in range(2)
+            )
         self.core_attention = CoreAttention(
             config.attention_backend,
             AttentionDropout(config.attention_dropout, keys, layer, first_head=tp.axis.rank * heads),
@@ -40,6 +49,8 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x)
+        if self.q_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
         if angles is not None:
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
         out, _ = self.linear_proj(self.core_attention(q, k, v, mask))

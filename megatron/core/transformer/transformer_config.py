@@ -33,6 +33,8 @@ class TransformerConfig:
     norm_epsilon: float = knob(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
     swiglu: bool = knob(False, "gated MLP with SiLU instead of GELU")
     add_bias_linear: bool = knob(True, "leave out the biases of linear layers", flags=("--disable-bias-linear",))
+    add_qkv_bias: bool = knob(False, "keep the bias of the query/key/value layer, even with --disable-bias-linear")
+    qk_layernorm: bool = knob(False, "normalize each query and key head over its width, as --normalization does")
     untie_embeddings_and_output_weights: bool = knob(False, "give the output layer its own weight")
     make_vocab_size_divisible_by: int = knob(
         128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
