@@ -58,17 +58,32 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def sample(number: int) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Texts:
+    """An endless data set."""
+
+    vocab: int = VOCAB
+    documents: bool = False  # mask attention by hand: causal, and not across a document's end at position number % SEQ
+
+
+def sample(number: int, texts: Texts = Texts()) -> dict[str, Tensor]:
     """Sample `number` of an endless data set, with a mask of its own."""
     generator = torch.Generator().manual_seed(1000 + number)
-    text = torch.randint(0, VOCAB, (SEQ + 1,), generator=generator)
+    text = torch.randint(0, texts.vocab, (SEQ + 1,), generator=generator)
     mask = (torch.rand(SEQ, generator=generator, dtype=torch.float32) > 0.3).double()
-    return {"tokens": text[:-1], "labels": text[1:], "mask": mask, "positions": torch.arange(SEQ)}
+    row = {"tokens": text[:-1], "labels": text[1:], "mask": mask, "positions": torch.arange(SEQ)}
+    if texts.documents:
+        document = (torch.arange(SEQ) > number % SEQ).long()
+        other = document[:, None] != document[None, :]
+        row["attention_mask"] = (torch.ones(SEQ, SEQ).triu(1).bool() | other)[None]  # [1, s, s]
+    return row
 
 
-def microbatches(batch: BatchShape, first_sample: int, mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+def microbatches(
+    batch: BatchShape, first_sample: int, mesh: Mesh, texts: Texts = Texts()
+) -> Iterator[dict[str, Tensor]]:
     for i in range(batch.num_microbatches):
-        rows = [sample(number) for number in batch.samples_of(first_sample, i, mesh["dp"])]
+        rows = [sample(number, texts) for number in batch.samples_of(first_sample, i, mesh["dp"])]
         yield {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
@@ -79,15 +94,18 @@ def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
     batch = next(data)
-    return model(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(loss_func, batch["mask"])
+    losses = model(batch["tokens"], batch["positions"], batch.get("attention_mask"), labels=batch["labels"])
+    return losses, partial(loss_func, batch["mask"])
 
 
-def build(mesh: Mesh, config: TransformerConfig, sp: bool) -> tuple[DistributedDataParallel, DropoutKeys]:
+def build(
+    mesh: Mesh, config: TransformerConfig, sp: bool, vocab: int = VOCAB
+) -> tuple[DistributedDataParallel, DropoutKeys]:
     """This rank's stage in its buffers."""
     pp, keys = mesh["pp"], DropoutKeys(SEED)
     model = GPTModel(
-        config, vocab_size=VOCAB, positions=SEQ, layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
-        tp=TensorParallel(mesh["tp"], sp, config.params_dtype), keys=keys, ends=mesh["embd"],
+        config, vocab_size=vocab, positions=SEQ, layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
+        tp=TensorParallel(mesh["tp"], sp, config.params_dtype, kv=mesh["kv"]), keys=keys, ends=mesh["embd"],
         pre_process=pp.is_first, post_process=pp.is_last,
     )  # fmt: skip
     initialize_parameters(model, SEED, mesh)
@@ -95,10 +113,17 @@ def build(mesh: Mesh, config: TransformerConfig, sp: bool) -> tuple[DistributedD
 
 
 def train_rank(
-    mesh: Mesh, config: TransformerConfig, layout: Layout, *, steps: int, global_batch: int, optimizer: OptimizerConfig
+    mesh: Mesh,
+    config: TransformerConfig,
+    layout: Layout,
+    *,
+    steps: int,
+    global_batch: int,
+    optimizer: OptimizerConfig,
+    texts: Texts = Texts(),
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
-    chunk, keys = build(mesh, config, layout.sp)
+    chunk, keys = build(mesh, config, layout.sp, texts.vocab)
     adam = FlatOptimizer(chunk.buffers, optimizer, mesh)
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
     spec = TensorSpec(
@@ -109,7 +134,7 @@ def train_rank(
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
         first = step * global_batch
-        data = microbatches(batch, first, mesh)
+        data = microbatches(batch, first, mesh, texts)
         result = train_step(pipeline, adam, {stage: data}, first_sample=first, lr=1e-2)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
@@ -147,13 +172,21 @@ def run(
     steps: int = 3,
     global_batch: int = 24,
     optimizer: OptimizerConfig | None = None,
+    texts: Texts = Texts(),
 ) -> Outcome:
     """Train `steps` steps under a layout and collect the outcome from all ranks."""
     optimizer = optimizer or OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
     work = partial(
-        train_rank, config=config, layout=layout, steps=steps, global_batch=global_batch, optimizer=optimizer
+        train_rank,
+        config=config,
+        layout=layout,
+        steps=steps,
+        global_batch=global_batch,
+        optimizer=optimizer,
+        texts=texts,
     )
-    ranks = run_ranks({"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, work, delayed=layout.delayed)
+    sizes, sharing = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, config.ranks_per_kv_head(layout.tp)
+    ranks = run_ranks(sizes, work, delayed=layout.delayed, ranks_per_kv_head=sharing)
     assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), "ranks disagree on the gradient norm"
     return Outcome(
         losses=ranks[-1]["losses"],

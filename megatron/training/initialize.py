@@ -35,6 +35,7 @@ def initialize_megatron(
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
+        ranks_per_kv_head=config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size),
         distributed_timeout_minutes=config.device.distributed_timeout_minutes,
         order=config.parallel.order,
     )

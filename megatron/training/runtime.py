@@ -47,6 +47,7 @@ class Runtime:
             config.parallel.sequence_parallel_on,
             config.transformer.params_dtype,
             self.device.torch_device,
+            kv=self.mesh["kv"],
         )
 
     def model_parts(

@@ -115,7 +115,21 @@ class TransformerConfig:
     def params_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float64 if self.fp64 else torch.float32
 
+    def ranks_per_kv_head(self, tensor_parallel_size: int) -> int:
+        """Tensor-parallel ranks that share one key/value head: one, unless there are more ranks than heads."""
+        return max(1, tensor_parallel_size // self.query_groups)
+
     def padded_vocab_size(self, vocab_size: int, tensor_parallel_size: int) -> int:
         """The rows of the embedding table over all ranks. The padding never takes part in anything."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-vocab_size // multiple) * multiple
+
+
+def query_group_problem(groups: int, tensor_parallel_size: int) -> str | None:
+    """Why so many key/value heads cannot be laid on the ranks, if they cannot."""
+    if groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0:
+        return None
+    return (
+        f"--num-query-groups ({groups}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}), "
+        "so that ranks have whole groups, or divide it, so that groups have whole ranks; change one"
+    )
