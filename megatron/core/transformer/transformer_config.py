@@ -45,6 +45,10 @@ class TransformerConfig:
     attention_backend: Literal["auto", "fused", "unfused"] = knob(
         "auto", "attention kernel: torch's fused one, the plain one, or fused wherever it can do the work"
     )
+    label_smoothing: float = knob(
+        0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
+    )
+    z_loss_coeff: float = knob(0.0, "times the squared log-sum-exp of a token's scores is added to its loss")
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
@@ -54,9 +58,11 @@ class TransformerConfig:
             for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
             if getattr(self, name) < 1
         ]
-        for name in ("hidden_dropout", "attention_dropout"):
+        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)")
+        if self.z_loss_coeff < 0:
+            problems.append(f"--z-loss-coeff is {self.z_loss_coeff}; it must not be negative")
         if not 0 < self.rotary_percent <= 1:
             problems.append(f"--rotary-percent is {self.rotary_percent}; it must be in (0, 1]")
         if not problems:
