@@ -127,7 +127,7 @@ def train_rank(
     adam = FlatOptimizer(chunk.buffers, optimizer, mesh)
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
     spec = TensorSpec(
-        (SEQ // layout.tp if layout.sp else SEQ, batch.micro_batch_size, config.hidden_size), config.params_dtype
+        (SEQ // layout.tp if layout.sp else SEQ, batch.micro_batch_size, config.hidden_size), config.residual_dtype
     )
     stage = mesh["pp"].rank
     pipeline = Pipeline({stage: chunk}, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys)

@@ -49,7 +49,9 @@ class TransformerConfig:
         0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
     )
     z_loss_coeff: float = knob(0.0, "times the squared log-sum-exp of a token's scores is added to its loss")
+    fp32_residual_connection: bool = knob(False, "keep the residual stream in float32, with --bf16 or --fp16")
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
+    fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and gradients")
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
     def __post_init__(self) -> None:
@@ -67,8 +69,12 @@ class TransformerConfig:
             problems.append(f"--rotary-percent is {self.rotary_percent}; it must be in (0, 1]")
         if not problems:
             problems = self._shape_problems()
-        if self.bf16 and self.fp64:
-            problems.append("--bf16 and --fp64 exclude each other; give one")
+        if len(given := [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(self, name)]) > 1:
+            problems.append(f"{' and '.join(given)} exclude each other; give one")
+        if self.fp32_residual_connection and not (self.bf16 or self.fp16):
+            problems.append(
+                "--fp32-residual-connection needs --bf16 or --fp16; without them the residual is not rounded"
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -119,7 +125,14 @@ class TransformerConfig:
 
     @property
     def params_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bf16 else torch.float64 if self.fp64 else torch.float32
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else torch.float64 if self.fp64 else torch.float32
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """Of the residual stream, and so of what passes between pipeline stages."""
+        return torch.float32 if self.fp32_residual_connection else self.params_dtype
 
     def ranks_per_kv_head(self, tensor_parallel_size: int) -> int:
         """Tensor-parallel ranks that share one key/value head: one, unless there are more ranks than heads."""
