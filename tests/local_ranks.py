@@ -120,7 +120,12 @@ class ThreadGroup:
 
 
 def run_ranks(
-    sizes: dict[str, int], work: Callable[[Mesh], object], *, delayed: bool = False, order: str = ORDER
+    sizes: dict[str, int],
+    work: Callable[[Mesh], object],
+    *,
+    delayed: bool = False,
+    order: str = ORDER,
+    ranks_per_kv_head: int = 1,
 ) -> list:
     """work(mesh) of every rank, run as threads; results in rank order. `sizes`: tp, pp, dp or dp_outer and dp_inner."""
     sizes = dict(sizes)
@@ -138,9 +143,9 @@ def run_ranks(
                 meeting = meetings[name, ranks] = meetings[name, ranks] or _Meeting(len(ranks), failed)
             return ThreadGroup(meeting, ranks.index(rank), delayed)
 
-        mesh = build_mesh(grid, rank, make_group)
-        parallel_state.use_mesh(mesh)
         try:
+            mesh = build_mesh(grid, rank, make_group, ranks_per_kv_head)
+            parallel_state.use_mesh(mesh)
             results[rank] = work(mesh)
         except BaseException as error:
             errors.append((rank, error))

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import is_counted, pieces
+from megatron.core.placement import owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -75,17 +75,32 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def sample(number: int) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Texts:
+    """An endless data set."""
+
+    vocab: int = VOCAB
+    documents: bool = False  # mask attention by hand: causal, and not across a document's end at position number % SEQ
+
+
+def sample(number: int, texts: Texts = Texts()) -> dict[str, Tensor]:
     """Sample `number` of an endless data set, with a mask of its own."""
     generator = torch.Generator().manual_seed(1000 + number)
-    text = torch.randint(0, VOCAB, (SEQ + 1,), generator=generator)
+    text = torch.randint(0, texts.vocab, (SEQ + 1,), generator=generator)
     mask = (torch.rand(SEQ, generator=generator, dtype=torch.float32) > 0.3).double()
-    return {"tokens": text[:-1], "labels": text[1:], "mask": mask, "positions": torch.arange(SEQ)}
+    row = {"tokens": text[:-1], "labels": text[1:], "mask": mask, "positions": torch.arange(SEQ)}
+    if texts.documents:
+        document = (torch.arange(SEQ) > number % SEQ).long()
+        other = document[:, None] != document[None, :]
+        row["attention_mask"] = (torch.ones(SEQ, SEQ).triu(1).bool() | other)[None]  # [1, s, s]
+    return row
 
 
-def microbatches(batch: BatchShape, first_sample: int, mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+def microbatches(
+    batch: BatchShape, first_sample: int, mesh: Mesh, texts: Texts = Texts()
+) -> Iterator[dict[str, Tensor]]:
     for i in range(batch.num_microbatches):
-        rows = [sample(number) for number in batch.samples_of(first_sample, i, mesh["dp"])]
+        rows = [sample(number, texts) for number in batch.samples_of(first_sample, i, mesh["dp"])]
         yield {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
@@ -96,42 +111,52 @@ def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
     batch = next(data)
-    return model(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(loss_func, batch["mask"])
+    losses = model(batch["tokens"], batch["positions"], batch.get("attention_mask"), labels=batch["labels"])
+    return losses, partial(loss_func, batch["mask"])
 
 
 def build_chunks(
-    mesh: Mesh, config: TransformerConfig, layout: Layout
+    mesh: Mesh, config: TransformerConfig, layout: Layout, vocab: int = VOCAB
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
     """This rank's stages in their buffers."""
     pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
     config, last = layout.applied_to(config), pp.size * layout.v - 1
     for stage in range(pp.rank, last + 1, pp.size):
+        tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store, kv=mesh["kv"])
         model = GPTModel(
-            config, vocab_size=VOCAB, positions=SEQ, layers=layers_of_stage(config.num_layers, last + 1, stage),
-            tp=TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store), keys=keys,
-            ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,
+            config, vocab_size=vocab, positions=SEQ, layers=layers_of_stage(config.num_layers, last + 1, stage),
+            tp=tp, keys=keys, ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,
         )  # fmt: skip
         initialize_parameters(model, SEED, mesh)
         chunks[stage] = DistributedDataParallel(model, mesh, layout.data_parallel)
     return chunks, keys, store
 
 
-def build(mesh: Mesh, config: TransformerConfig, sp: bool) -> tuple[DistributedDataParallel, DropoutKeys]:
+def build(
+    mesh: Mesh, config: TransformerConfig, sp: bool, vocab: int = VOCAB
+) -> tuple[DistributedDataParallel, DropoutKeys]:
     """This rank's only stage in its buffers."""
-    chunks, keys, _ = build_chunks(mesh, config, Layout(sp=sp))
+    chunks, keys, _ = build_chunks(mesh, config, Layout(sp=sp), vocab)
     return chunks[mesh["pp"].rank], keys
 
 
 def train_rank(
-    mesh: Mesh, config: TransformerConfig, layout: Layout, *, steps: int, global_batch: int, optimizer: OptimizerConfig
+    mesh: Mesh,
+    config: TransformerConfig,
+    layout: Layout,
+    *,
+    steps: int,
+    global_batch: int,
+    optimizer: OptimizerConfig,
+    texts: Texts = Texts(),
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
-    chunks, keys, store = build_chunks(mesh, config, layout)
+    chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab)
     buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
     adam = FlatOptimizer(buffers, optimizer, mesh)
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
     length = SEQ // layout.tp if layout.sp else SEQ
-    spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.params_dtype)
+    spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
     pipeline = Pipeline(
         chunks, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
         schedule_name=layout.schedule, copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
@@ -139,7 +164,7 @@ def train_rank(
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
         first = step * global_batch
-        data = {stage: microbatches(batch, first, mesh) for stage in chunks}
+        data = {stage: microbatches(batch, first, mesh, texts) for stage in chunks}
         result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
@@ -157,8 +182,8 @@ def my_pieces(module: nn.Module, mesh: Mesh, tensor_of) -> list[tuple]:
     return [
         (name, p.placement.shape, box, tensor_of(p)[slices(local)].clone())
         for name, p in module.named_parameters()
-        if is_counted(p.placement, mesh) and mesh["dp"].is_first
-        for box, local in pieces(p.placement, tuple(p.shape), mesh)
+        if mesh["dp"].is_first
+        for box, local in owned_pieces(p.placement, tuple(p.shape), mesh)
     ]
 
 
@@ -181,13 +206,21 @@ def run(
     steps: int = 3,
     global_batch: int = 24,
     optimizer: OptimizerConfig | None = None,
+    texts: Texts = Texts(),
 ) -> Outcome:
     """Train `steps` steps under a layout and collect the outcome from all ranks."""
     optimizer = optimizer or OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
     work = partial(
-        train_rank, config=config, layout=layout, steps=steps, global_batch=global_batch, optimizer=optimizer
+        train_rank,
+        config=config,
+        layout=layout,
+        steps=steps,
+        global_batch=global_batch,
+        optimizer=optimizer,
+        texts=texts,
     )
-    ranks = run_ranks({"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, work, delayed=layout.delayed)
+    sizes, sharing = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, config.ranks_per_kv_head(layout.tp)
+    ranks = run_ranks(sizes, work, delayed=layout.delayed, ranks_per_kv_head=sharing)
     assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), "ranks disagree on the gradient norm"
     return Outcome(
         losses=ranks[-1]["losses"],

@@ -6,6 +6,8 @@
     pp_forward    the same ranks, own communicators         activations to the next stage,
     pp_backward                                             gradients to the previous one
     dp            the samples: dp_outer x dp_inner          gradients
+    kv            the neighbours in tp that share one       the gradient of shared key/value heads
+                  key/value head
     mp            tp and pp: one whole model                sums over all parameters
     embd          first and last stage                      the gradient of a tied embedding
     world         anything                                  agreement
@@ -138,8 +140,16 @@ _SPANS = {("dp_outer", "dp_inner"): "dp", ("dp_inner",): "dp_inner", ("dp_outer"
 MakeGroup = Callable[[str, tuple[int, ...]], Group]
 
 
-def build_mesh(grid: Grid, rank: int, make_group: MakeGroup) -> Mesh:
-    """The axes of `rank`. `make_group(axis name, global ranks)` is called in the same order by all members of a group."""
+def build_mesh(grid: Grid, rank: int, make_group: MakeGroup, ranks_per_kv_head: int = 1) -> Mesh:
+    """The axes of `rank`. `make_group(axis name, global ranks)` is called in the same order by all members of a group.
+
+    `ranks_per_kv_head`: so many neighbours on "tp" are an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
+    """
+    if (tensor := grid.sizes["tp"]) % ranks_per_kv_head:
+        raise ConfigError(
+            f"{ranks_per_kv_head} ranks per key/value head do not divide {tensor} tensor-parallel ranks; "
+            "give tensor-parallel size / query groups"
+        )
     ledger, axes = Ledger(), {}
 
     def add(name: str, ranks: tuple[int, ...]) -> None:
@@ -152,6 +162,8 @@ def build_mesh(grid: Grid, rank: int, make_group: MakeGroup) -> Mesh:
     stages = axes["pp"].ranks
     ends = tuple(dict.fromkeys((stages[0], stages[-1])))
     add("embd", ends if rank in ends else (rank,))
+    first = axes["tp"].rank // ranks_per_kv_head * ranks_per_kv_head
+    add("kv", axes["tp"].ranks[first : first + ranks_per_kv_head])
     return Mesh(axes, ledger)
 
 
@@ -208,6 +220,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     num_distributed_optimizer_instances: int = 1,
+    ranks_per_kv_head: int = 1,
     distributed_timeout_minutes: int = 30,
     order: str = ORDER,
 ) -> Mesh:
@@ -239,7 +252,7 @@ def initialize_model_parallel(
         # Only the members meet, so start-up does not cost a collective of everyone for every group of the job.
         return TorchGroup(dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name))
 
-    _mesh = build_mesh(grid, launched_rank(), make_group)
+    _mesh = build_mesh(grid, launched_rank(), make_group, ranks_per_kv_head)
     _mesh.virtual_size = virtual_pipeline_model_parallel_size
     return _mesh
 

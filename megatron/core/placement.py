@@ -6,9 +6,9 @@ A layer sets `parameter.placement = Placement(...)` when it creates the paramete
 |----------------------------|-------------------------------------------------------------------------------------|
 | its initial value          | `init`, drawn for the global tensor of `shape`; a rank keeps its `pieces`           |
 | its buffer                 | parameters of equal (`reduce_over`, `partial_grad` over "embd", dtype) lie together |
-| sums after the backward    | one over `reduce_over`, one over each axis in `partial_grad`                        |
-| who counts it in the norm  | the rank that is first on every axis in `replicated_over`                           |
-| its boxes in a checkpoint  | `pieces`                                                                            |
+| sums after the backward    | one over `reduce_over`, and of `partial_grads` over each axis                       |
+| who counts it in the norm  | each rank its `owned_pieces`: every element has one owner                           |
+| its boxes in a checkpoint  | a rank writes its `owned_pieces` and reads its `pieces`                             |
 """
 
 from collections.abc import Mapping
@@ -35,6 +35,16 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows start .. stop of the whole tensor. Those that several ranks hold name the axis of these ranks, each of which has
+    a part of their gradient."""
+
+    start: int
+    stop: int
+    shared_over: str | None = None
+
+
+@dataclass(frozen=True)
 class Placement:
     """How one parameter is spread over the ranks. Axes are named; a mesh turns names into `Axis` objects."""
 
@@ -44,11 +54,12 @@ class Placement:
     replicated_over: tuple[str, ...] = ()  # axes whose ranks hold the same copy
     partial_grad: tuple[str, ...] = ()  # axes over which each rank holds only a part of the gradient
     reduce_over: tuple[str, ...] = DATA_PARALLEL  # the data-parallel axes
-    blocks: tuple[int, ...] = ()  # fused parts along the sharded dimension (q|k|v, gate|up), each divided by itself
+    blocks: tuple[int, ...] = ()  # fused parts along the sharded dimension (gate|up), each divided by itself
+    rows: tuple[Rows, ...] = ()  # what this rank holds of dimension 0, in order, where no equal division says it
 
 
 def is_counted(placement: Placement, mesh: Mapping[str, Axis]) -> bool:
-    """Whether this rank speaks for the parameter in sums over the model: exactly one of its copies does."""
+    """Whether this rank's copy is the one that speaks for the parameter. For its `rows`, `owned_pieces` knows more."""
     return all(mesh[name].is_first for name in placement.replicated_over)
 
 
@@ -58,7 +69,8 @@ def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str
     One pair per fused block; padding beyond `placement.shape` belongs to no box, so a rank that holds nothing but
     padding gets an empty list.
     """
-    pairs = [(whole(local_shape), whole(local_shape))]
+    listed = [(((rows.start, rows.stop), *local[1:]), local) for rows, local in _listed(placement, local_shape)]
+    pairs = listed or [(whole(local_shape), whole(local_shape))]
     for name, dim in placement.shard.items():
         axis = mesh[name]
         pairs = [pair for old in pairs for pair in _divide(old, dim, axis, placement.blocks)]
@@ -68,6 +80,36 @@ def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str
         for kept, box, local in clipped
         if kept is not None
     ]
+
+
+def owned_pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
+    """Those of `pieces` that this rank speaks for: over all ranks of a model, every element of the tensor once."""
+    if not is_counted(placement, mesh):
+        return []
+    elsewhere = {
+        local
+        for rows, local in _listed(placement, local_shape)
+        if rows.shared_over is not None and not mesh[rows.shared_over].is_first
+    }
+    return [pair for pair in pieces(placement, local_shape, mesh) if pair[1] not in elsewhere]
+
+
+def partial_grads(placement: Placement, local_shape: tuple[int, ...], axis_name: str) -> list[Box]:
+    """The boxes of the local tensor of whose gradient each rank of the axis has a part."""
+    if axis_name in placement.partial_grad:
+        return [whole(local_shape)]
+    return [local for rows, local in _listed(placement, local_shape) if rows.shared_over == axis_name]
+
+
+def _listed(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Rows, Box]]:
+    """The listed rows, each with its place in the local tensor."""
+    boxes, local_start = [], 0
+    for rows in placement.rows:
+        local_stop = local_start + rows.stop - rows.start
+        boxes.append((rows, ((local_start, local_stop), *whole(local_shape)[1:])))
+        local_start = local_stop
+    assert not boxes or local_start == local_shape[0], f"{placement.rows} do not fill {local_shape[0]} local rows"
+    return boxes
 
 
 def _divide(pair: tuple[Box, Box], dim: int, axis: Axis, blocks: tuple[int, ...]) -> list[tuple[Box, Box]]:

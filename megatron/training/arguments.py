@@ -11,12 +11,17 @@ from megatron.training.config import COMPONENTS, Config
 # Flags of Megatron's scripts that need no action here: flag -> (values it takes, why it changes nothing).
 NO_EFFECT: dict[str, tuple[str, str]] = {
     "--accumulate-allreduce-grads-in-fp32": ("0", "gradients are always accumulated and reduced in float32"),
+    "--apply-query-key-layer-scaling": (
+        "0",
+        "queries are scaled before the product and the softmax is taken in float32, so float16 scores do not overflow",
+    ),
     "--attention-softmax-in-fp32": ("0", "the softmax is always taken in float32"),
     "--calculate-per-token-loss": ("0", "the loss is always the mean over all tokens of the step"),
     "--cross-entropy-loss-fusion": ("0", "there is one cross entropy, and it never gathers the vocabulary"),
     "--data-impl": ("1", "data files are always memory-mapped"),
     "--dataloader-type": ("1", "samples are read in order; other loaders are not built yet"),
     "--DDP-impl": ("1", "there is one data-parallel wrapper"),
+    "--fp16-lm-cross-entropy": ("0", "the cross entropy is always taken in float32"),
     "--no-async-tensor-model-parallel-allreduce": (
         "0",
         "the all-reduce overlaps the weight gradient, which changes no number",
@@ -44,7 +49,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--batch-size": ("1", "was renamed; use --micro-batch-size"),
     "--model-parallel-size": ("1", "was renamed; use --tensor-model-parallel-size"),
     "--warmup": ("1", "was renamed; use --lr-warmup-fraction"),
-    "--fp16": ("0", "is not built yet; use --bf16"),
     "--use-distributed-optimizer": (
         "0",
         "sharded optimizer state is not built yet; leave it out, at the cost of memory",

@@ -21,7 +21,7 @@ from megatron.core.config import ConfigError
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_state import Mesh
-from megatron.core.placement import is_counted, pieces
+from megatron.core.placement import owned_pieces, pieces
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.state import TrainState
 
@@ -31,7 +31,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 _SHAPE = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention",
     "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization", "norm_epsilon",
-    "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights",
+    "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 # Settings that, changed under a resumed run, change its data or its schedule: said aloud, and allowed.
 _NOTABLE = ("seed", "global_batch_size", "train_iters", "seq_length", "split", "lr", "lr_decay_style", "lr_decay_iters")
@@ -57,9 +57,11 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
 
 
 def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
-    placement = parameter.placement
-    speaks = is_counted(placement, mesh) and all(mesh[name].is_first for name in placement.reduce_over)
-    return LocalTensor(tensor, placement.shape, pieces(placement, tuple(tensor.shape), mesh), speaks)
+    placement, shape = parameter.placement, tuple(tensor.shape)
+    owned = owned_pieces(placement, shape, mesh)
+    copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
+    speaks = bool(owned) and all(mesh[name].is_first for name in placement.reduce_over)
+    return LocalTensor(tensor, placement.shape, owned, speaks, copies)
 
 
 def save(

@@ -13,7 +13,7 @@ from megatron.core.parallel_state import ParallelConfig, grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, query_group_problem
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,13 @@ def _model_problems(config: Config) -> list[str]:
     model, parallel, problems = config.transformer, config.parallel, []
     tensor = parallel.tensor_model_parallel_size
     heads = {"--num-attention-heads": model.num_attention_heads, "ffn hidden size": model.ffn_size}
-    if model.group_query_attention:
-        heads["--num-query-groups"] = model.num_query_groups
     problems += [
         f"{what} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor})"
         for what, size in heads.items()
         if size % tensor
     ]
+    if model.group_query_attention and (problem := query_group_problem(model.num_query_groups, tensor)):
+        problems.append(problem)
     if config.parallel.sequence_parallel_on and (config.data.seq_length or 0) % tensor:
         problems.append(
             f"--sequence-parallel divides --seq-length ({config.data.seq_length}) over --tensor-model-parallel-size ({tensor}), "

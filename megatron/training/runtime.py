@@ -49,6 +49,7 @@ class Runtime:
             config.transformer.params_dtype,
             self.device.torch_device,
             self.weight_grads,
+            kv=self.mesh["kv"],
         )
 
     def model_parts(

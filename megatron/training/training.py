@@ -120,7 +120,7 @@ class Trainer:
         if config.parallel.sequence_parallel_on:
             length //= self.mesh["tp"].size
         micro_batch = config.training.micro_batch_size
-        spec = TensorSpec((length, micro_batch, config.transformer.hidden_size), config.transformer.params_dtype)
+        spec = TensorSpec((length, micro_batch, config.transformer.hidden_size), config.transformer.residual_dtype)
         return Pipeline(
             self.chunks,
             self.mesh,

@@ -19,6 +19,18 @@ PLAIN = {
     "gpt2": replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0),
     "llama": LLAMA,
     "partial rotary, wide heads": replace(LLAMA, rotary_percent=0.5, kv_channels=8, rotary_base=500.0),
+    "one group, qkv bias, norm of heads": replace(LLAMA, num_query_groups=1, add_qkv_bias=True, qk_layernorm=True),
+    "LayerNorm of heads, smoothed": replace(
+        GPT2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        qk_layernorm=True,
+        position_embedding_type="rope",
+        label_smoothing=0.1,
+    ),
+    "z-loss, smoothed, gated with biases": replace(
+        LLAMA, add_bias_linear=True, label_smoothing=0.2, z_loss_coeff=0.01, untie_embeddings_and_output_weights=False
+    ),
 }
 
 
@@ -40,7 +52,7 @@ def plain_norm(x: Tensor, w: dict[str, Tensor], name: str, config: TransformerCo
 
 
 def plain_losses(w: dict[str, Tensor], config: TransformerConfig, tokens: Tensor, labels: Tensor) -> Tensor:
-    """-log p of every label, [b, s]."""
+    """-log p of every label, with the terms that the config adds, [b, s]."""
     prefix = "language_model."
     w = {name.removeprefix(prefix): value for name, value in w.items()}
     table = w["embedding.word_embeddings.weight"]
@@ -58,6 +70,9 @@ def plain_losses(w: dict[str, Tensor], config: TransformerConfig, tokens: Tensor
         fused = affine(plain_norm(x, w, layer + "input_layernorm", config), layer + "self_attention.linear_qkv")
         fused = fused.view(*x.shape[:2], groups, n // groups + 2, d).permute(0, 2, 3, 1, 4)  # [b, g, heads + 2, s, d]
         q, k, v = fused[:, :, :-2], fused[:, :, -2:-1], fused[:, :, -1:]
+        if config.qk_layernorm:
+            q = plain_norm(q, w, layer + "self_attention.q_layernorm", config)
+            k = plain_norm(k, w, layer + "self_attention.k_layernorm", config)
         if config.position_embedding_type == "rope":
             q, k = (plain_rotary(y.flatten(1, 2), config).view_as(y) for y in (q, k))
         scores = (q @ k.transpose(-1, -2) / d**0.5).masked_fill(future, float("-inf"))
@@ -73,7 +88,10 @@ def plain_losses(w: dict[str, Tensor], config: TransformerConfig, tokens: Tensor
         x = x + affine(inner, layer + "mlp.linear_fc2")
     x = plain_norm(x, w, "decoder.final_layernorm", config)
     logits = x @ w.get("output_layer.weight", table).t()
-    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    # Megatron spreads s over the other K - 1 words, torch over all K.
+    smoothing = config.label_smoothing * VOCAB / (VOCAB - 1)
+    nll = F.cross_entropy(logits.transpose(1, 2), labels, label_smoothing=smoothing, reduction="none")
+    return nll + config.z_loss_coeff * logits.exp().sum(-1).log().square()
 
 
 @pytest.mark.parametrize("name", PLAIN)

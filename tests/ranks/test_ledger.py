@@ -42,7 +42,8 @@ def calls_of_step(config, layout: Layout) -> list[list[Call]]:
             )
         return calls
 
-    return run_ranks({"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, work)
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    return run_ranks(sizes, work, ranks_per_kv_head=config.ranks_per_kv_head(layout.tp))
 
 
 def per_layer(layout: Layout, style) -> tuple[Counter, Counter]:
@@ -76,6 +77,28 @@ def test_a_sequence_parallel_layer_costs_six_gathers_and_four_scatters(t: int, s
     vectors = {n: ("all_reduce", "tp", replicated_elements(style, layers=n) * FLOAT64) for n in (1, 2)}
     assert added == moves + Counter({vectors[2]: 1})
     assert replaced == Counter({vectors[1]: 1})
+
+
+@pytest.mark.parametrize(("t", "groups"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_shared_key_and_value_heads_cost_one_sum_a_step(t: int, groups: int, bias: bool):
+    """Among their ranks only: 2 d rows of h (and 2 d of bias) a layer, whatever the batch. No activation is gathered."""
+    style = replace(LLAMA, num_query_groups=groups, add_qkv_bias=bias)
+    activation, h, d = SEQ * BATCH * style.hidden_size * FLOAT64, style.hidden_size, style.head_width
+    added, replaced = per_layer(Layout(tp=t, m=3), style)
+    rows = {n: ("all_reduce", "kv", n * 2 * d * (h + bias) * FLOAT64) for n in (1, 2)}
+    assert added == Counter({("all_reduce", "tp", activation // 3): 4 * 3, rows[2]: 1})
+    assert replaced == Counter({rows[1]: 1})
+    assert {c.ranks for c in calls_of_step(style, Layout(tp=t))[0] if c.axis == "kv"} == {t // groups}
+
+
+def test_norms_of_heads_cost_one_sum_a_step():
+    """Their weights are whole on every rank, which sees its own heads only."""
+    added, replaced = per_layer(Layout(tp=2), replace(LLAMA, qk_layernorm=True))
+    activation = SEQ * BATCH * LLAMA.hidden_size * FLOAT64
+    weights = {n: ("all_reduce", "tp", n * 2 * LLAMA.head_width * FLOAT64) for n in (1, 2)}
+    assert added == Counter({("all_reduce", "tp", activation): 4, weights[2]: 1})
+    assert replaced == Counter({weights[1]: 1})
 
 
 def replicated_elements(style, layers: int) -> int:

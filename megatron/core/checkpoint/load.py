@@ -120,7 +120,7 @@ class Checkpoint:
 
 def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Tensor]]:
     """What `local` needs of a saved piece: (box within the piece, where it goes)."""
-    shared = ((intersect(saved, piece[0]), piece) for piece in local.pieces)
+    shared = ((intersect(saved, piece[0]), piece) for piece in (*local.pieces, *local.copies))
     return [
         (relative_to(box, saved), local.region(piece)[slices(relative_to(box, piece[0]))])
         for box, piece in shared

@@ -25,6 +25,7 @@ class LocalTensor:
     shape: tuple[int, ...]  # of the whole tensor, without padding
     pieces: list[tuple[Box, Box]]
     is_writer: bool  # exactly one of the ranks that hold a piece saves it
+    copies: tuple[tuple[Box, Box], ...] = ()  # more pieces, which another rank saves, and this one only reads
 
     @property
     def dtype(self) -> str:
@@ -44,7 +45,7 @@ def problems_of(name: str, local: LocalTensor) -> list[str]:
     if local.tensor.layout != torch.strided:
         return [f"tensor {name!r} is {local.tensor.layout}; a checkpoint holds dense tensors"]
     problems = []
-    for global_box, local_box in local.pieces:
+    for global_box, local_box in (*local.pieces, *local.copies):
         if not (_is_within(global_box, local.shape) and _is_within(local_box, local.tensor.shape)):
             problems.append(
                 f"tensor {name!r}: the boxes {show(global_box)} <- {show(local_box)} do not lie within the whole "

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.boxes import slices
 from megatron.core.config import ConfigError, knob
 from megatron.core.distributed.fixed_order import MicrobatchGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import Item, buckets, lay_out
 from megatron.core.parallel_state import Mesh
-from megatron.core.placement import Placement
+from megatron.core.placement import Placement, partial_grads
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
 
@@ -167,9 +168,14 @@ class DistributedDataParallel(nn.Module):
             bucket.start()
 
     def _sum_partial(self, axis_name: str) -> None:
-        """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism), in one message."""
+        """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism, shared key/value
+        heads), in one message."""
         for buffer in self.buffers:
-            parts = [p.main_grad for p in buffer.parameters.values() if axis_name in p.placement.partial_grad]
+            parts = [
+                p.main_grad[slices(box)]
+                for p in buffer.parameters.values()
+                for box in partial_grads(p.placement, tuple(p.shape), axis_name)
+            ]
             if not parts or self.mesh[axis_name].size == 1:
                 continue
             flat = comm.all_reduce(torch.cat([part.reshape(-1) for part in parts]), self.mesh[axis_name])

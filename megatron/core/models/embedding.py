@@ -22,7 +22,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """word table + position table, then dropout.
+    """word table + position table in the dtype of the residual stream, then dropout.
 
     forward(tokens [b, s], position_ids [b, s]) -> [s, b, h], or my part [s/t, b, h] under sequence parallelism. The last
     pipeline stage of a model with tied weights builds it with `words_only`, for its output layer.
@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         words_only: bool = False,
     ):
         super().__init__()
-        self.tp = tp
+        self.tp, self.dtype = tp, config.residual_dtype
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size,
             tp=tp, init=Normal(config.init_method_std), ends=ends,
@@ -52,7 +52,7 @@ class Embedding(nn.Module):
         self.dropout = HiddenDropout(config.hidden_dropout, keys, "embedding", 0, tp.sequence_axis)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.word_embeddings(tokens.t())
+        x = self.word_embeddings(tokens.t()).to(self.dtype)
         if self.position_embeddings is not None:
             mine = my_sequence_part(tokens.shape[1], self.tp)
             x = x + self.position_embeddings(position_ids.t()[mine])

@@ -38,4 +38,8 @@ class GPTModel(nn.Module):
             return out
         if labels is None:
             return out.transpose(0, 1)
-        return vocab_parallel_cross_entropy(out, labels.t(), self.axis, self.vocab_size).t()  # [b, s]
+        smoothing, z_loss = self.config.label_smoothing, self.config.z_loss_coeff
+        losses = vocab_parallel_cross_entropy(
+            out, labels.t(), self.axis, self.vocab_size, label_smoothing=smoothing, z_loss=z_loss
+        )
+        return losses.t()  # [b, s]

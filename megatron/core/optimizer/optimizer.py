@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError, knob
 from megatron.core.device import has_fused_adam
 from megatron.core.distributed.memory_buffer import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.plan import runs
 from megatron.core.parallel_state import Mesh
-from megatron.core.placement import is_counted
+from megatron.core.placement import owned_pieces
 
 
 @dataclass(frozen=True)
@@ -154,5 +155,13 @@ def _master_of(buffer: ParamAndGradBuffer) -> MemoryBuffer:
 
 def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh) -> list[tuple[int, int]]:
     """The parts of the buffer that this rank speaks for in sums over the model."""
-    labels = {name: is_counted(parameter.placement, mesh) for name, parameter in buffer.parameters.items()}
-    return [(start, stop) for counted, start, stop in runs(buffer.plan.slots, labels) if counted]
+    slots, counted = buffer.plan.slots, []
+    for slot, next_start in zip(slots, [slot.start for slot in slots[1:]] + [buffer.plan.numel]):
+        shape = tuple(buffer.parameters[slot.name].shape)
+        for _, local in owned_pieces(buffer.parameters[slot.name].placement, shape, mesh):
+            start, stop = (slot.start + at for at in flat_run(local, shape))
+            stop = next_start if stop == slot.stop else stop  # the gap that alignment leaves is zero
+            if counted and counted[-1][1] == start:
+                start = counted.pop()[0]
+            counted.append((start, stop))
+    return counted

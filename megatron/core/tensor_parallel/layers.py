@@ -19,7 +19,7 @@ from torch.nn import functional
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
-from megatron.core.placement import Constant, Normal, Placement
+from megatron.core.placement import Constant, Normal, Placement, Rows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import column_linear, linear
 
@@ -33,6 +33,7 @@ class TensorParallel:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
+    kv: Axis | None = None  # the neighbours on `axis` that share one key/value head, if ranks outnumber heads
 
     @property
     def sequence_axis(self) -> Axis | None:
@@ -45,11 +46,13 @@ class TensorParallel:
         parameter.placement = placement
         return parameter
 
-    def replicated(self, shape: tuple[int, ...], init: Constant | Normal) -> nn.Parameter:
+    def replicated(
+        self, shape: tuple[int, ...], init: Constant | Normal, *, partial: bool | None = None
+    ) -> nn.Parameter:
         """A parameter that every tensor-parallel rank holds whole. Under sequence parallelism each rank applies it to its part
-        of the sequence only, and so has only a part of its gradient."""
-        partial = (self.axis.name,) if self.sequence_parallel else ()
-        return self.parameter(shape, Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=partial))
+        of the sequence only, and so has only a part of its gradient; `partial` says so of another cause."""
+        parts = (self.axis.name,) if (self.sequence_parallel if partial is None else partial) else ()
+        return self.parameter(shape, Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=parts))
 
 
 def divide(what: str, size: int, axis: Axis) -> int:
@@ -64,7 +67,8 @@ class ColumnParallelLinear(nn.Module):
 
     forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With `gather_output`
     y is [s, b, out]. With `skip_bias_add` the bias is not added but returned: (y, bias).
-    `blocks`: sizes of fused parts of the output (gate|up), each divided by itself.
+    `blocks`: sizes of fused parts of the output (gate|up), each divided by itself. `rows`: this rank's features, where
+    they are not an equal part.
     """
 
     def __init__(
@@ -78,19 +82,20 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         skip_bias_add: bool = False,
         blocks: tuple[int, ...] = (),
+        rows: tuple[Rows, ...] = (),
     ):
         super().__init__()
         self.axis, self.sequence_parallel, self.store = tp.axis, tp.sequence_parallel, tp.weight_grads
         self.gather_output, self.skip_bias_add, self.blocks = gather_output, skip_bias_add, blocks
-        for part in blocks or (output_size,):
-            divide("output size of a column-parallel layer", part, tp.axis)
-        rows, shard = output_size // tp.axis.size, {tp.axis.name: 0}
-        self.weight = tp.parameter(
-            (rows, input_size), Placement((output_size, input_size), init, shard=shard, blocks=blocks)
-        )
-        self.bias = None
-        if bias:
-            self.bias = tp.parameter((rows,), Placement((output_size,), Constant(0.0), shard=shard, blocks=blocks))
+        if rows:
+            local, division = sum(run.stop - run.start for run in rows), {"rows": rows}
+        else:
+            parts = [
+                divide("output size of a column-parallel layer", part, tp.axis) for part in blocks or (output_size,)
+            ]
+            local, division = sum(parts), {"shard": {tp.axis.name: 0}, "blocks": blocks}
+        self.weight = tp.parameter((local, input_size), Placement((output_size, input_size), init, **division))
+        self.bias = tp.parameter((local,), Placement((output_size,), Constant(0.0), **division)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y = column_linear(x, self.weight, self.axis, sequence_parallel=self.sequence_parallel, store=self.store)

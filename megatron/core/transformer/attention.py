@@ -4,13 +4,14 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron.core.placement import Normal
+from megatron.core.placement import Normal, Rows
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, divide
 from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rotary
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, query_group_problem
 
 
 class ParallelAttention(nn.Module):
@@ -20,6 +21,13 @@ class ParallelAttention(nn.Module):
 
         group 0: q0 q1 k v | group 1: q2 q3 k v | ...          rows [groups * (n / groups + 2) * d]
 
+    With fewer groups than ranks, t/groups neighbours (axis "kv") hold the same key and value head, each with its own queries:
+
+        rank 0: q0 k0 v0 | rank 1: q1 k0 v0 | rank 2: q2 k1 v1 | rank 3: q3 k1 v1          2 groups on 4 ranks
+
+    No activation crosses the wire for that; a rank's gradient of a shared head comes from its own queries, and the parts are
+    summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized over its width.
+
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, width / 2]) -> the same shape as x.
     """
 
@@ -27,12 +35,22 @@ class ParallelAttention(nn.Module):
         super().__init__()
         n, groups, d = config.num_attention_heads, config.query_groups, config.head_width
         heads = divide("--num-attention-heads", n, tp.axis)
-        self.groups = divide("--num-query-groups", groups, tp.axis)
-        self.heads_per_group, self.head_width = n // groups, d
+        if problem := query_group_problem(groups, tp.axis.size):
+            raise ValueError(problem)
+        shared = groups < tp.axis.size
+        self.groups = 1 if shared else groups // tp.axis.size
+        self.heads_per_group, self.head_width = heads // self.groups, d
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size, (n + 2 * groups) * d,
-            tp=tp, init=Normal(config.init_method_std), bias=config.add_bias_linear,
+            tp=tp, init=Normal(config.init_method_std), bias=config.add_bias_linear or config.add_qkv_bias,
+            rows=shared_group_rows(n, groups, d, tp) if shared else (),
         )  # fmt: skip
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            # Whole on every rank, yet each rank sees only its own heads, with and without sequence parallelism.
+            self.q_layernorm, self.k_layernorm = (
+                make_norm(config.normalization, d, config.norm_epsilon, tp, partial=True) for _ in range(2)
+            )
         self.core_attention = CoreAttention(
             config.attention_backend,
             AttentionDropout(config.attention_dropout, keys, layer, first_head=tp.axis.rank * heads),
@@ -45,6 +63,8 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x)
+        if self.q_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
         if angles is not None:
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
@@ -58,3 +78,22 @@ class ParallelAttention(nn.Module):
         fused = fused.view(s, b, self.groups, self.heads_per_group + 2, self.head_width)
         q, k, v = fused.split([self.heads_per_group, 1, 1], dim=3)
         return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+
+
+def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[Rows, ...]:
+    """The rows of the fused q/k/v tensor that a rank holds when groups < t: its queries, then its group's key and value head.
+
+    4 heads of width 1 in 1 group on 2 ranks, rows q0 q1 q2 q3 k v:  rank 0 holds 0:2 and 4:6, rank 1 holds 2:4 and 4:6.
+    """
+    neighbours, per_group = tp.axis.size // groups, n // groups
+    if tp.kv is None or tp.kv.size != neighbours:
+        raise ValueError(
+            f"{groups} query group(s) on {tp.axis.size} tensor-parallel ranks: {neighbours} ranks share each key/value head, but "
+            f"the mesh joins {tp.kv.size if tp.kv else 1}; give initialize_model_parallel(ranks_per_kv_head={neighbours}), "
+            'and TensorParallel(kv=mesh["kv"])'
+        )
+    first = tp.axis.rank // neighbours * (per_group + 2)  # of my group, in heads
+    queries = per_group // neighbours
+    mine = first + tp.axis.rank % neighbours * queries
+    key = first + per_group
+    return Rows(mine * d, (mine + queries) * d), Rows(key * d, (key + 2) * d, shared_over=tp.kv.name)

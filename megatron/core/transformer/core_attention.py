@@ -18,7 +18,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropou
     causal -> [b, n, s, d]. The softmax is taken in float32 or better."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+    q = q / math.sqrt(q.shape[-1])  # before the product, which would overflow float16
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
     if mask is None:
         queries, keys = scores.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)

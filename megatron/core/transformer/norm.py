@@ -1,4 +1,8 @@
-"""Normalization of the residual stream. Under sequence parallelism a rank normalizes its part of the sequence."""
+"""Normalization of the residual stream, or of heads. Under sequence parallelism a rank normalizes its part of the sequence.
+
+The result has the dtype of the weight, and the computation that of the input: a float32 residual stream loses nothing on the way.
+`partial`: whether a rank sees only a part of what is normalized; by default, under sequence parallelism.
+"""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,30 +14,32 @@ from megatron.core.tensor_parallel.layers import TensorParallel
 class LayerNorm(nn.Module):
     """x -> (x - mean) / sqrt(var + epsilon) * weight + bias over the last dimension."""
 
-    def __init__(self, width: int, epsilon: float, tp: TensorParallel):
+    def __init__(self, width: int, epsilon: float, tp: TensorParallel, partial: bool | None = None):
         super().__init__()
         self.epsilon = epsilon
-        self.weight = tp.replicated((width,), Constant(1.0))
-        self.bias = tp.replicated((width,), Constant(0.0))
+        self.weight = tp.replicated((width,), Constant(1.0), partial=partial)
+        self.bias = tp.replicated((width,), Constant(0.0), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return functional.layer_norm(x, weight.shape, weight, bias, self.epsilon).to(self.weight.dtype)
 
 
 class RMSNorm(nn.Module):
     """x -> x / sqrt(mean(x^2) + epsilon) * weight over the last dimension (arXiv:1910.07467)."""
 
-    def __init__(self, width: int, epsilon: float, tp: TensorParallel):
+    def __init__(self, width: int, epsilon: float, tp: TensorParallel, partial: bool | None = None):
         super().__init__()
         self.epsilon = epsilon
-        self.weight = tp.replicated((width,), Constant(1.0))
+        self.weight = tp.replicated((width,), Constant(1.0), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        weight = self.weight.to(x.dtype)
+        return functional.rms_norm(x, weight.shape, weight, self.epsilon).to(self.weight.dtype)
 
 
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def make_norm(kind: str, width: int, epsilon: float, tp: TensorParallel) -> nn.Module:
-    return _NORMS[kind](width, epsilon, tp)
+def make_norm(kind: str, width: int, epsilon: float, tp: TensorParallel, *, partial: bool | None = None) -> nn.Module:
+    return _NORMS[kind](width, epsilon, tp, partial)

@@ -33,6 +33,8 @@ class TransformerConfig:
     norm_epsilon: float = knob(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
     swiglu: bool = knob(False, "gated MLP with SiLU instead of GELU")
     add_bias_linear: bool = knob(True, "leave out the biases of linear layers", flags=("--disable-bias-linear",))
+    add_qkv_bias: bool = knob(False, "keep the bias of the query/key/value layer, even with --disable-bias-linear")
+    qk_layernorm: bool = knob(False, "normalize each query and key head over its width, as --normalization does")
     untie_embeddings_and_output_weights: bool = knob(False, "give the output layer its own weight")
     make_vocab_size_divisible_by: int = knob(
         128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
@@ -50,7 +52,13 @@ class TransformerConfig:
         None, "full: keep the input of every group of layers, or compute the first layers of each stage again"
     )
     recompute_num_layers: int | None = knob(None, "layers in a group (uniform), or first layers of a stage (block)")
+    label_smoothing: float = knob(
+        0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
+    )
+    z_loss_coeff: float = knob(0.0, "times the squared log-sum-exp of a token's scores is added to its loss")
+    fp32_residual_connection: bool = knob(False, "keep the residual stream in float32, with --bf16 or --fp16")
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
+    fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and gradients")
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
     def __post_init__(self) -> None:
@@ -59,16 +67,22 @@ class TransformerConfig:
             for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
             if getattr(self, name) < 1
         ]
-        for name in ("hidden_dropout", "attention_dropout"):
+        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)")
+        if self.z_loss_coeff < 0:
+            problems.append(f"--z-loss-coeff is {self.z_loss_coeff}; it must not be negative")
         if not 0 < self.rotary_percent <= 1:
             problems.append(f"--rotary-percent is {self.rotary_percent}; it must be in (0, 1]")
         if not problems:
             problems = self._shape_problems()
         problems += self._recompute_problems()
-        if self.bf16 and self.fp64:
-            problems.append("--bf16 and --fp64 exclude each other; give one")
+        if len(given := [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(self, name)]) > 1:
+            problems.append(f"{' and '.join(given)} exclude each other; give one")
+        if self.fp32_residual_connection and not (self.bf16 or self.fp16):
+            problems.append(
+                "--fp32-residual-connection needs --bf16 or --fp16; without them the residual is not rounded"
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -130,9 +144,30 @@ class TransformerConfig:
 
     @property
     def params_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bf16 else torch.float64 if self.fp64 else torch.float32
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else torch.float64 if self.fp64 else torch.float32
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """Of the residual stream, and so of what passes between pipeline stages."""
+        return torch.float32 if self.fp32_residual_connection else self.params_dtype
+
+    def ranks_per_kv_head(self, tensor_parallel_size: int) -> int:
+        """Tensor-parallel ranks that share one key/value head: one, unless there are more ranks than heads."""
+        return max(1, tensor_parallel_size // self.query_groups)
 
     def padded_vocab_size(self, vocab_size: int, tensor_parallel_size: int) -> int:
         """The rows of the embedding table over all ranks. The padding never takes part in anything."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-vocab_size // multiple) * multiple
+
+
+def query_group_problem(groups: int, tensor_parallel_size: int) -> str | None:
+    """Why so many key/value heads cannot be laid on the ranks, if they cannot."""
+    if groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0:
+        return None
+    return (
+        f"--num-query-groups ({groups}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}), "
+        "so that ranks have whole groups, or divide it, so that groups have whole ranks; change one"
+    )

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class ParallelTransformerLayer(nn.Module):
     """x -> x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
 
+    The sums have the dtype of x, the blocks that of their weights: with `--fp32-residual-connection` x is float32.
     `layer` counts from 0 over the whole model. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles).
     Per forward: two all-reduces of [s, b, h] over tp; under sequence parallelism two all-gathers and two reduce-scatters.
     """

@@ -1,0 +1,92 @@
+"""What the tests of this folder share: real text made ready by the tools, and runs that several tests look at."""
+
+import json
+import shutil
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import split
+
+import pytest
+from processes import Layout, Outcome, pretrain
+
+from tools import preprocess_data, train_tokenizer
+
+_TEXT_BYTES = 400_000
+
+# Small, but with more than one of everything: layers in a stage, heads on a rank, micro-batches in a step. The
+# vocabulary of 1000 is padded to 1056 rows on one tensor rank and to 1152 on two.
+GPT2 = split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --make-vocab-size-divisible-by 96 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1"
+)
+LLAMA = split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --make-vocab-size-divisible-by 96 "
+    "--hidden-dropout 0 --attention-dropout 0 --ffn-hidden-size 96 --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 "
+    "--untie-embeddings-and-output-weights"
+)
+MODELS = {"gpt2": GPT2, "llama": LLAMA}
+STEPS = split("--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --weight-decay 0.1 --clip-grad 1.0 --device cpu")
+TWENTY = split("--train-iters 20 --log-interval 1 --eval-interval 10 --eval-iters 2")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a data set and its tokenizer, made by the tools from Python's own source."""
+    folder = tmp_path_factory.mktemp("data")
+    text, tokenizer, prefix = folder / "text.jsonl", folder / "tokenizer.json", folder / "source"
+    text.write_text("".join(json.dumps({"text": source}) + "\n" for source in _sources()))
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    made = ["--input", str(text), "--vocab-size", "1000", "--output", str(tokenizer)]
+    assert train_tokenizer.main(made) == 0
+    assert preprocess_data.main(["--input", str(text), "--output-prefix", str(prefix), "--append-eod", *flags]) == 0
+    return [*flags, "--data-path", f"{prefix}_text_document", "--split", "80,15,5"]
+
+
+def _sources() -> list[str]:
+    """Some of the standard library: its smaller modules in the order of their names, `_TEXT_BYTES` in all."""
+    sources, size = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if 500 < path.stat().st_size < 30_000 and size < _TEXT_BYTES:
+            sources.append(path.read_text(encoding="utf-8", errors="replace"))
+            size += len(sources[-1])
+    return sources
+
+
+ONE_PROCESS = Layout()
+
+
+@dataclass
+class TwentySteps:
+    """Runs of 20 steps, saved at 10 and 20, each made when first asked for."""
+
+    data: list[str]
+    folder: Path
+    _made: dict[tuple[str, Layout], Outcome] = field(default_factory=dict)
+
+    def __call__(self, model: str, layout: Layout = ONE_PROCESS) -> Outcome:
+        key = (model, layout)
+        if key not in self._made:
+            flags = [*self.flags(model), "--save", str(self.saved(model, layout)), "--save-interval", "10"]
+            self._made[key] = pretrain(flags, layout)
+        return self._made[key]
+
+    def flags(self, model: str) -> list[str]:
+        return [*MODELS[model], *STEPS, *TWENTY, *self.data]
+
+    def saved(self, model: str, layout: Layout) -> Path:
+        """Where the run's checkpoints are."""
+        return self.folder / f"{model}-{layout}"
+
+
+@pytest.fixture(scope="session")
+def twenty_steps(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> TwentySteps:
+    return TwentySteps(data, tmp_path_factory.mktemp("twenty"))
+
+
+def rewound(saved: Path, iteration: int, copy: Path) -> Path:
+    """A copy of a checkpoint folder whose latest iteration is an earlier one."""
+    shutil.copytree(saved, copy)
+    (copy / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+    return copy

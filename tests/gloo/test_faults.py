@@ -1,0 +1,83 @@
+"""Whatever breaks on one rank ends the job, soon and with its reason. Processes, because it is they that die."""
+
+import signal
+
+import pytest
+from conftest import GPT2, STEPS, rewound
+from processes import PRETRAIN_GPT, Layout, Outcome, pretrain, run, start
+
+SOON = 30.0  # seconds in which the ranks that are left notice that one is gone
+
+
+@pytest.mark.parametrize("layout, killed", [(Layout(dp=2), 0), (Layout(tp=2, pp=2, sp=True), 3)], ids=str)
+def test_a_killed_rank_ends_the_others(layout, killed, data, tmp_path):
+    """And the last complete checkpoint goes on as the killed run went on, to the last digit."""
+    log = ["--train-iters", "2000", "--log-interval", "1", "--eval-iters", "0"]
+    flags = [*GPT2, *STEPS, *data, *log, "--save", str(tmp_path), "--save-interval", "2", *layout.flags]
+    with start([PRETRAIN_GPT, *flags], layout.ranks) as job:
+        job.wait_for(lambda: "saved checkpoint at iteration 4" in job.stdout(0))
+        job.kill(killed)
+        died = job.wait(SOON)
+    assert died.codes[killed] == -signal.SIGKILL
+    assert all(code not in (0, -signal.SIGKILL) for rank, code in enumerate(died.codes) if rank != killed), died
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    resumed = pretrain([*flags, "--load", str(tmp_path), "--exit-interval", "2"], layout)
+    assert [line.iteration for line in resumed.training] == list(range(saved + 1, saved + 3))
+    printed = {line.iteration: line.text for line in died.training}
+    for line in resumed.training:
+        assert printed.get(line.iteration, line.text) == line.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_missing_data_file_stops_every_rank(ranks, data, tmp_path):
+    missing = str(tmp_path / "nothing_text_document")
+    flags = [*GPT2, *STEPS, *data, "--train-iters", "2", "--data-path", missing]
+    assert_stopped(run([PRETRAIN_GPT, *flags], ranks, timeout=30), missing)
+
+
+def test_data_of_another_tokenizer_stop_every_rank(data):
+    """Tokens past the vocabulary are found by the rank that reads them, in the first step."""
+    flags = [*GPT2, *STEPS, *data, "--train-iters", "2", "--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
+    outcome = run([PRETRAIN_GPT, *flags, *Layout(tp=2).flags], 2, timeout=60)
+    assert all(code > 0 for code in outcome.codes), outcome
+    assert "the tokenizer's vocabulary has 301" in outcome.everything
+
+
+@pytest.mark.parametrize("part", ["rank_00001.bin", "manifest.json"])
+def test_damaged_checkpoint_is_refused(part, twenty_steps, tmp_path):
+    """One byte is not what was saved."""
+    made_by = Layout(pp=2)
+    twenty_steps("gpt2", made_by)
+    root = rewound(twenty_steps.saved("gpt2", made_by), 10, tmp_path / "damaged")
+    damaged = root / "iter_0000010" / part
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    flags = [*twenty_steps.flags("gpt2"), "--load", str(root), *made_by.flags]
+    assert_stopped(run([PRETRAIN_GPT, *flags], 2, timeout=30), str(damaged))
+
+
+def test_a_checkpoint_of_another_model_is_refused(twenty_steps):
+    """All that differs in one message."""
+    twenty_steps("gpt2", Layout(pp=2))
+    flags = [*twenty_steps.flags("llama"), "--load", str(twenty_steps.saved("gpt2", Layout(pp=2)))]
+    outcome = run([PRETRAIN_GPT, *flags], 2, timeout=30)
+    assert_stopped(outcome, "swiglu: the checkpoint has False, this run has True")
+    assert "normalization: the checkpoint has LayerNorm, this run has RMSNorm" in outcome.everything
+
+
+def test_a_folder_that_cannot_be_written_stops_every_rank(data, tmp_path):
+    """After the first step, when it is first needed, on every rank and with its name."""
+    (tmp_path / "file").write_text("in the way")
+    flags = [*GPT2, *STEPS, *data, "--train-iters", "1", "--eval-iters", "0", "--save", f"{tmp_path}/file/checkpoints"]
+    outcome = run([PRETRAIN_GPT, *flags], 2, timeout=30)
+    assert all(code > 0 for code in outcome.codes), outcome
+    assert all("file/checkpoints" in text and "cannot be written" in text for text in outcome.stderr), outcome
+
+
+def assert_stopped(outcome: Outcome, said: str) -> None:
+    """Every rank ended by itself, and one message, not a stack of calls from each rank, names what is wrong."""
+    assert all(code > 0 for code in outcome.codes), outcome
+    assert said in outcome.everything, outcome
+    assert "Traceback" not in outcome.everything, outcome
+    assert len([line for line in outcome.everything.splitlines() if said in line]) == 1, outcome

@@ -1,0 +1,63 @@
+"""What cannot work is refused by every rank at once, in words. Processes, because exit codes and hangs are what is tested."""
+
+from shlex import split
+
+import pytest
+from conftest import GPT2, STEPS
+from processes import PRETRAIN_GPT, Outcome, run
+
+MOCK = [*GPT2, *STEPS, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--train-iters", "2"]
+
+# what is wrong: (ranks, flags, all that the message says)
+REFUSALS = {
+    "world size": (3, ["--tensor-model-parallel-size", "2"], ["world size 3 is not a multiple of 2"]),
+    "global batch size": (2, ["--global-batch-size", "6"], ["--global-batch-size (6) must be a multiple of 4"]),
+    "not built yet": (2, ["--context-parallel-size", "2"], ["--context-parallel-size is 2", "not built yet"]),
+    "several at once": (
+        2,
+        split("--num-layer 3 --context-parallel-size 2 --fp16 --weight-decay -1 --seed -5 --hidden-dropout 2"),
+        [
+            "cannot start, 6 problem(s)", "unknown flag --num-layer; did you mean --num-layers?",
+            "--context-parallel-size is 2", "--fp16", "--weight-decay is -1", "--seed is -5", "--hidden-dropout is 2",
+        ],
+    ),
+    "sizes that the ranks do not divide": (
+        2,
+        split("--tensor-model-parallel-size 3 --pipeline-model-parallel-size 3"),
+        ["--num-attention-heads (4) must be a multiple of --tensor-model-parallel-size (3)", "ffn hidden size (128)", "the number of layers (4) must be a multiple"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, flags, said", REFUSALS.values(), ids=REFUSALS)
+def test_bad_settings_are_refused_on_all_ranks_at_once(ranks, flags, said):
+    outcome = run([PRETRAIN_GPT, *MOCK, *flags], ranks, timeout=20)
+    assert_refused(outcome, said)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--lr 2e-2", "--seed 7", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--global-batch-size 12"],
+)  # fmt: skip
+def test_ranks_with_different_settings_stop(flags):
+    """The second of two ranks has a setting of its own, perhaps one that decides which groups there are."""
+    outcome = run([PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: flags.split()}, timeout=20)
+    assert_refused(outcome, ["the ranks were started with different settings"])
+
+
+def test_a_rank_that_alone_has_a_bad_setting_is_heard():
+    """Wherever the mistake is: a message that only the first rank may print would be lost."""
+    outcome = run([PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: ["--fp16"]}, timeout=20)
+    assert outcome.codes[1] == 2
+    assert outcome.everything.count("--fp16 is not built yet") == 1
+    assert outcome.codes[0] not in (0, None)
+
+
+def assert_refused(outcome: Outcome, said: list[str]) -> None:
+    """Every rank ended by itself with code 2, soon, and one of them said why, once, without a traceback."""
+    assert set(outcome.codes) == {2}, outcome
+    assert outcome.everything.count("cannot start") == 1, outcome
+    assert "Traceback" not in outcome.everything, outcome
+    for text in said:
+        assert outcome.everything.count(text) == 1, f"{text!r} is not said once\n{outcome}"
+    assert outcome.seconds < 20

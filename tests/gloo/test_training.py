@@ -1,0 +1,48 @@
+"""Real processes train as one process does. Processes, because gloo, the launcher and the files are what is tested."""
+
+import pytest
+from processes import Layout, log_lines
+
+GPT2_LAYOUTS = [
+    Layout(tp=2, sp=True),
+    Layout(pp=2),
+    Layout(dp=4),
+    Layout(tp=2, pp=2, dp=2, sp=True),
+]
+LLAMA_LAYOUTS = [Layout(tp=2, pp=2, sp=True)]
+CASES = [("gpt2", layout) for layout in GPT2_LAYOUTS] + [("llama", layout) for layout in LLAMA_LAYOUTS]
+
+# float32 sums in another order, over 20 steps at a learning rate that lowers the loss by a tenth and more.
+LOSS_TOLERANCE, NORM_TOLERANCE = 2e-4, 5e-3
+
+
+@pytest.mark.parametrize("model, layout", CASES, ids=lambda value: str(value))
+def test_losses_equal_one_process(model, layout, twenty_steps):
+    """Also with dropout: its masks depend on the sample and the place in the model, never on the rank."""
+    one, many = twenty_steps(model), twenty_steps(model, layout)
+    assert [line.iteration for line in one.training] == list(range(1, 21))
+    assert one.training[-1].loss < 0.9 * one.training[0].loss, "nothing was learned, so little is compared"
+    for a, b in zip(many.training, one.training, strict=True):
+        assert (a.iteration, a.lr, a.consumed_samples) == (b.iteration, b.lr, b.consumed_samples)
+        assert a.loss == pytest.approx(b.loss, rel=LOSS_TOLERANCE), f"iteration {a.iteration}"
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=NORM_TOLERANCE), f"iteration {a.iteration}"
+    for a, b in zip(many.validation, one.validation, strict=True):
+        assert (a.where, a.loss) == (b.where, pytest.approx(b.loss, rel=LOSS_TOLERANCE))
+
+
+def test_only_the_last_rank_prints_log_lines(twenty_steps):
+    """In the format that scripts parse: `log_lines` matches each from its first blank to its last."""
+    outcome = twenty_steps("gpt2", Layout(tp=2, pp=2, dp=2, sp=True))
+    assert [len(log_lines(text)) for text in outcome.stdout[:-1]] == [0] * 7
+    assert [line.where for line in outcome.validation] == [
+        "iteration 10", "iteration 20", "iteration 20 on validation set", "iteration 20 on test set",
+    ]  # fmt: skip
+    assert outcome.training[-1].text == outcome.printed[outcome.printed.index(outcome.validation[0].text) + 10]
+    assert [line.consumed_samples for line in outcome.training] == list(range(8, 161, 8))
+
+
+def test_ranks_that_do_not_log_print_almost_nothing(twenty_steps):
+    """What is said once per run is said by the first rank and the last; at 10,000 ranks a line from each is a flood."""
+    outcome = twenty_steps("gpt2", Layout(tp=2, pp=2, dp=2, sp=True))
+    assert [text for text in outcome.stdout[1:-1]] == [""] * 6
+    assert [text for text in outcome.stderr] == [""] * 8
