@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.schedule import (
 )
 from megatron.core.pipeline_parallel.stage import loop_placement
 
-RANKS, MICROBATCHES, CHUNKS = range(1, 9), range(1, 17), range(1, 5)
+RANKS, MICROBATCHES, CHUNKS = range(1, 9), (*range(1, 13), 16), range(1, 5)
 FLAT = [(p, m) for p in RANKS for m in MICROBATCHES]
 CHUNKED = [(p, m, v) for p, m in FLAT if m % p == 0 for v in CHUNKS]
 

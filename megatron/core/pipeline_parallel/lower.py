@@ -47,7 +47,8 @@ def add_transfers(schedule: Schedule, placement: Placement, cost: Mapping[Op, fl
     Between two computes stands first what does not wait, then what does:
       SEND  right behind the producer.
       POST  when the producer starts, so that the receive is there when the data comes: before what the rank computes at
-            that moment, but behind whatever its direction's global order has before.
+            that moment, but behind whatever its direction's global order has before. At most two receives a direction
+            are posted ahead of data that is not there yet (tested; beyond those, the schedule itself holds the data).
       SENT  where the rank begins its next send in that direction, at the latest before the backward that frees the
             output, or at the end: a rank holds at most two leaving results a direction.
       RECV  right before the consumer.
