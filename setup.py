@@ -1,13 +1,12 @@
 """The package `megatron`, for `pip install -c constraints.txt -e .`: constraints.txt holds the tested versions."""
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 REQUIRED = [
     "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/comm.py
     "numpy",  # memory-mapped token files and the order of samples
     "tokenizers",  # byte-level BPE: to learn a vocabulary, and to turn text into tokens and back
     "matplotlib",  # the loss curves of tools/plot_run.py
-    "tqdm",  # progress of long work on text files
 ]
 
 setup(
@@ -15,7 +14,7 @@ setup(
     version="0.1.0",
     description="Pretraining of transformers over tensor, sequence, pipeline and data parallel ranks, on a CPU too",
     license="Apache-2.0",
-    packages=find_packages(include=["megatron", "megatron.*"]),
+    packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
     python_requires=">=3.11",
     install_requires=REQUIRED,
     extras_require={"test": ["pytest"]},  # runs tests/

@@ -54,7 +54,7 @@ class Placement:
     replicated_over: tuple[str, ...] = ()  # axes whose ranks hold the same copy
     partial_grad: tuple[str, ...] = ()  # axes over which each rank holds only a part of the gradient
     reduce_over: tuple[str, ...] = DATA_PARALLEL  # the data-parallel axes
-    blocks: tuple[int, ...] = ()  # fused parts along the sharded dimension (gate|up), each divided by itself
+    blocks: tuple[int, ...] = ()  # fused parts (gate|up) of the first dimension in `shard`, each divided by itself
     rows: tuple[Rows, ...] = ()  # what this rank holds of dimension 0, in order, where no equal division says it
 
 
@@ -71,9 +71,11 @@ def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str
     """
     listed = [(((rows.start, rows.stop), *local[1:]), local) for rows, local in _listed(placement, local_shape)]
     pairs = listed or [(whole(local_shape), whole(local_shape))]
-    for name, dim in placement.shard.items():
-        axis = mesh[name]
-        pairs = [pair for old in pairs for pair in _divide(old, dim, axis, placement.blocks)]
+    fused = next(iter(placement.shard.values()), None)
+    for dim in dict.fromkeys(placement.shard.values()):
+        part, parts = _part_of([mesh[name] for name, divided in placement.shard.items() if divided == dim])
+        blocks = placement.blocks if dim == fused else ()
+        pairs = [pair for old in pairs for pair in _divide(old, dim, part, parts, blocks)]
     clipped = [(intersect(box, whole(placement.shape)), box, local) for box, local in pairs]
     return [
         (kept, tuple((a + start, a + stop) for (a, _), (start, stop) in zip(local, relative_to(kept, box))))
@@ -112,23 +114,31 @@ def _listed(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Ro
     return boxes
 
 
-def _divide(pair: tuple[Box, Box], dim: int, axis: Axis, blocks: tuple[int, ...]) -> list[tuple[Box, Box]]:
-    """The part of rank `axis.rank` of a tensor cut along `dim`, block by block.
+def _part_of(axes: list[Axis]) -> tuple[int, int]:
+    """(which part, of how many) of a dimension is this rank's, the first axis dividing the whole, the next each of those parts."""
+    part, parts = 0, 1
+    for axis in axes:
+        part, parts = part * axis.size + axis.rank, parts * axis.size
+    return part, parts
 
-    Two blocks on two ranks:  whole  [ g0 g1 | u0 u1 ]     rank 0 holds [ g0 u0 ], rank 1 holds [ g1 u1 ]
+
+def _divide(pair: tuple[Box, Box], dim: int, part: int, parts: int, blocks: tuple[int, ...]) -> list[tuple[Box, Box]]:
+    """Part number `part` of a tensor cut along `dim` into `parts`, block by block.
+
+    Two blocks, two parts:  whole  [ g0 g1 | u0 u1 ]     part 0 is [ g0 u0 ], part 1 is [ g1 u1 ]
     """
     box, local = pair
     extent = local[dim][1]
     result, block_start, local_start = [], 0, 0
-    for block in blocks or (extent * axis.size,):
-        part = block // axis.size
-        start = block_start + axis.rank * part
+    for block in blocks or (extent * parts,):
+        size = block // parts
+        start = block_start + part * size
         result.append(
             (
-                box[:dim] + ((start, start + part),) + box[dim + 1 :],
-                local[:dim] + ((local_start, local_start + part),) + local[dim + 1 :],
+                box[:dim] + ((start, start + size),) + box[dim + 1 :],
+                local[:dim] + ((local_start, local_start + size),) + local[dim + 1 :],
             )
         )
-        block_start, local_start = block_start + block, local_start + part
-    assert local_start == extent, f"blocks {blocks} over {axis.size} ranks do not fill a local extent of {extent}"
+        block_start, local_start = block_start + block, local_start + size
+    assert local_start == extent, f"blocks {blocks} in {parts} parts do not fill a local extent of {extent}"
     return result

@@ -239,10 +239,12 @@ def test_a_flag_may_not_be_abbreviated():
 
 
 def test_problems_of_all_kinds_come_at_once():
-    line = "--num-layer 3 --fp16 --warmup 1 --hidden-size 0 --lr -1 --seed -2 --log-interval 0 --adam-beta1 1"
+    line = (
+        "--num-layer 3 --train-samples 5 --warmup 1 --hidden-size 0 --lr -1 --seed -2 --log-interval 0 --adam-beta1 1"
+    )
     assert set(problems_of(line)) == {
         "unknown flag --num-layer; did you mean --num-layers?",
-        "--fp16 is not built yet; use --bf16",
+        "--train-samples is not built yet; use --train-iters",
         "--warmup was renamed; use --lr-warmup-fraction",
         "--hidden-size is 0; it must be at least 1",
         "--lr is -1.0; it must be positive",
@@ -362,7 +364,8 @@ def test_a_number_that_makes_no_sense_is_refused(line: str):
                 "--data-path and --mock-data exclude each other; give one",
                 "--num-attention-heads (12) must be a multiple of --tensor-model-parallel-size (5)",
                 "ffn hidden size (3072) must be a multiple of --tensor-model-parallel-size (5)",
-                "--num-query-groups (4) must be a multiple of --tensor-model-parallel-size (5)",
+                "--num-query-groups (4) must be a multiple of --tensor-model-parallel-size (5), so that ranks have whole groups, "
+                "or divide it, so that groups have whole ranks; change one",
                 "--sequence-parallel divides --seq-length (32) over --tensor-model-parallel-size (5), which does not "
                 "divide it; change one",
                 "pipeline: the number of layers (4) must be a multiple of the number of stages (3: pipeline ranks "

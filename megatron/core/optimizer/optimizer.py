@@ -4,6 +4,7 @@ Per buffer it keeps a master copy in float32 (or the parameters themselves, wher
 moments, laid out like the parameters. What it must know of other ranks is one number, the norm of the whole gradient.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) < 1
         ]
         for name in ("weight_decay", "adam_eps", "clip_grad"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
         if problems:
             raise ConfigError(problems)

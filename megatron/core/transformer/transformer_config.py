@@ -1,5 +1,6 @@
 """The shape and the numbers of a transformer."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,11 +68,17 @@ class TransformerConfig:
             for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
             if getattr(self, name) < 1
         ]
+        for name in ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "make_vocab_size_divisible_by"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        for name in ("norm_epsilon", "init_method_std", "z_loss_coeff"):
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
+        if not 0 < self.rotary_base < math.inf:
+            problems.append(f"--rotary-base is {self.rotary_base}; it must be positive")
         for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)")
-        if self.z_loss_coeff < 0:
-            problems.append(f"--z-loss-coeff is {self.z_loss_coeff}; it must not be negative")
         if not 0 < self.rotary_percent <= 1:
             problems.append(f"--rotary-percent is {self.rotary_percent}; it must be in (0, 1]")
         if not problems:
