@@ -17,6 +17,7 @@ handed the `Axis` objects that it uses.
 """
 
 import datetime
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
+
+# Imported later (torch.optim does), its functions would take the job's group as a default value and keep it, and its threads,
+# alive after destroy_process_group. Seen in torch 2.13.
+import torch.distributed.nn.functional  # noqa: F401
 
 from megatron.core.comm import Group, Ledger, TorchGroup
 from megatron.core.config import ConfigError, knob
@@ -169,12 +174,15 @@ def build_mesh(grid: Grid, rank: int, make_group: MakeGroup, ranks_per_kv_head: 
 
 # ---------------------------------------------------------------- joining the other processes
 
+_joined = False  # whether start_distributed has initialised torch.distributed, and not the caller
+
 
 def start_distributed(backend: str, timeout_minutes: int) -> None:
     """Join the job: adopt torch.distributed if the caller has initialised it, else read the launcher's variables.
 
     A process that no launcher started is a job of one, and needs no torch.distributed at all.
     """
+    global _joined
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -183,13 +191,31 @@ def start_distributed(backend: str, timeout_minutes: int) -> None:
             f"WORLD_SIZE is set but {', '.join(missing)} is not; start with torchrun, or unset WORLD_SIZE"
         )
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+    _joined = True
 
 
 def stop_distributed() -> None:
-    """Leave the job in order. Every rank must call."""
+    """Leave the job that `start_distributed` joined; a process group that the caller made stays.
+
+    The groups must be gone before the interpreter ends: gloo's threads, found alive by then, abort the process.
+    """
+    global _joined
+    if _mesh is not None:
+        for axis in _mesh.values():
+            if isinstance(axis.group, TorchGroup):
+                axis.group.process_group = None
     destroy_model_parallel()
-    if dist.is_initialized():
+    if _joined:
+        gc.collect()  # graphs of the last step hold axes in circles
         dist.destroy_process_group()
+        _joined = False
+
+
+def world_axis() -> Axis:
+    """All ranks of the job, before there is a mesh: for agreeing on how to make one."""
+    ranks = tuple(range(launched_world_size()))
+    group = TorchGroup(dist.group.WORLD) if dist.is_initialized() and len(ranks) > 1 else None
+    return Axis("world", ranks, launched_rank(), group, Ledger())
 
 
 def launched_rank() -> int:

@@ -1,20 +1,34 @@
 """From the command line to a `Runtime`: parse, check, join the other processes, agree."""
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
-from megatron.core.device import Device
+from megatron.core.device import Device, DeviceConfig
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import ExtraArgs, parse_args
-from megatron.training.config import check
+from megatron.core.tokenizers.tokenizers import Tokenizer
+from megatron.training.arguments import Arguments, ExtraArgs, parse_args
+from megatron.training.config import Config, check
 from megatron.training.runtime import Runtime, print_rank_0, set_runtime
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one rank knows before it meets the others."""
+
+    config: Config
+    args: Arguments
+    notes: list[str]
+    device: Device
+    tokenizer: Tokenizer
 
 
 def initialize_megatron(
@@ -22,17 +36,24 @@ def initialize_megatron(
     args_defaults: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
 ) -> Runtime:
-    """Everything that precedes the model. Every rank must call. Raises ConfigError before anything communicates."""
-    config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
-    check(config, parallel_state.launched_world_size())
-    local_rank = config.device.local_rank
-    device = Device.select(
-        config.device.device, parallel_state.launched_local_rank() if local_rank is None else local_rank
-    )
-    tokenizer = build_tokenizer(config.tokenizer)
+    """Everything that precedes the model. Every rank must call.
+
+    The ranks may have been started with different settings, some of which cannot work: the first thing they do together is to
+    agree. Raises ConfigError on a rank whose settings are wrong and PeerError on the others, before any group is made.
+    """
+    settings, problem = None, None
+    try:
+        settings = read_settings(extra_args_provider, args_defaults, argv)
+    except ConfigError as error:
+        if parallel_state.launched_world_size() == 1:
+            raise
+        problem = error
+    device, device_config = (settings.device, settings.config.device) if settings else (Device.select(), DeviceConfig())
     parallel_state.start_distributed(
-        config.device.distributed_backend or device.backend, config.device.distributed_timeout_minutes
+        device_config.distributed_backend or device.backend, device_config.distributed_timeout_minutes
     )
+    agree_on_settings(settings, problem, device)
+    config = settings.config
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
@@ -41,19 +62,48 @@ def initialize_megatron(
         distributed_timeout_minutes=config.device.distributed_timeout_minutes,
         order=config.parallel.order,
     )
-    runtime = Runtime(config, args, mesh, device, tokenizer, DropoutKeys(config.training.seed), WeightGradStore())
+    keys = DropoutKeys(config.training.seed)
+    runtime = Runtime(config, settings.args, mesh, device, settings.tokenizer, keys, WeightGradStore())
     set_runtime(runtime)
-    agree_on_settings(runtime)
-    announce(runtime, notes)
+    announce(runtime, settings.notes)
     return runtime
 
 
-def agree_on_settings(runtime: Runtime) -> None:
-    """Stop every rank if some were started with other settings: silent disagreement would train a wrong model."""
-    shared = {name: part for name, part in runtime.config.as_json().items() if name != "device"}
-    mine = comm.fingerprint(f"{shared} {runtime.tokenizer.vocab_size}")
-    world = runtime.mesh["world"]
-    ends = torch.tensor([mine, -mine], dtype=torch.int64, device=runtime.device.torch_device)
+def read_settings(
+    extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, Any] | None, argv: Sequence[str] | None
+) -> Settings:
+    """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
+    config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
+    check(config, parallel_state.launched_world_size())
+    local_rank = config.device.local_rank
+    device = Device.select(
+        config.device.device, parallel_state.launched_local_rank() if local_rank is None else local_rank
+    )
+    with as_settings_problem():
+        tokenizer = build_tokenizer(config.tokenizer)
+    return Settings(config, args, notes, device, tokenizer)
+
+
+@contextlib.contextmanager
+def as_settings_problem() -> Iterator[None]:
+    """What a file that the user named makes fail is a problem with the settings: said once, without a traceback."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def agree_on_settings(settings: Settings | None, problem: ConfigError | None, device: Device) -> None:
+    """Stop every rank if some cannot start, or were started with other settings: they would hang, or train a wrong model."""
+    world = parallel_state.world_axis()
+    with comm.together(world, device.torch_device):
+        if problem is not None:
+            raise problem
+    shared = {name: part for name, part in settings.config.as_json().items() if name != "device"}
+    mine = comm.fingerprint(f"{shared} {settings.tokenizer.vocab_size}")
+    ends = torch.tensor([mine, -mine], dtype=torch.int64, device=device.torch_device)
     comm.all_reduce(ends, world, "max")
     if ends[0].item() != -ends[1].item():
         raise ConfigError(
@@ -75,9 +125,11 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
         print_rank_0(note)
 
 
-def stop_with(error: ConfigError) -> None:
-    """Print what is wrong with the settings, once, and end the process. Every rank ends; none has communicated yet."""
+def stop_with(error: ConfigError | comm.PeerError) -> NoReturn:
+    """Print what is wrong, once, leave the job in order and end the process. Every rank calls, with its own error."""
     if parallel_state.launched_rank() == 0:
-        lines = "\n".join(f"  - {problem}" for problem in error.problems)
-        print(f"cannot start, {len(error.problems)} problem(s):\n{lines}", file=sys.stderr, flush=True)
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        print(f"cannot start, {len(problems)} problem(s):\n{lines}", file=sys.stderr, flush=True)
+    parallel_state.stop_distributed()
     sys.exit(2)

@@ -30,7 +30,7 @@ from megatron.core.random import initialize_parameters
 from megatron.training import checkpointing
 from megatron.training.arguments import ExtraArgs
 from megatron.training.evaluate import evaluate
-from megatron.training.initialize import initialize_megatron, stop_with
+from megatron.training.initialize import as_settings_problem, initialize_megatron, stop_with
 from megatron.training.log import TrainingLog, validation_line
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
 from megatron.training.train_step import BatchShape, Pipeline, train_step
@@ -59,14 +59,15 @@ def pretrain(
     del model_type  # every model so far passes one tensor between stages
     try:
         runtime = initialize_megatron(extra_args_provider, args_defaults, argv)
-    except ConfigError as error:
+        trainer = Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step)
+    except (ConfigError, comm.PeerError) as error:
+        set_runtime(None)
         stop_with(error)
     try:
-        Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step).run()
-    except ConfigError as error:
-        stop_with(error)
+        trainer.run()
     finally:
         set_runtime(None)
+    del trainer, runtime
     parallel_state.stop_distributed()
 
 
@@ -109,7 +110,8 @@ class Trainer:
         self.schedule = LearningRateSchedule(self.config.learning_rate, training.train_iters, self.batch_size)
         self.log = TrainingLog(training.train_iters, self.batch_size, self.config.log.log_interval)
         self.pipeline = self._build_pipeline(forward_step)
-        self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
+        with as_settings_problem():
+            self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
         if log_state is not None:
             self.log.load_state(log_state)
         self.datasets = dict(zip(("train", "valid", "test"), self._build_datasets(datasets_provider)))
@@ -143,7 +145,7 @@ class Trainer:
     def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
         training = self.config.training
         sizes = requested_samples(training.train_iters, training.eval_interval, training.eval_iters, self.batch_size)
-        with comm.together(self.mesh["world"], self.runtime.device.torch_device):
+        with comm.together(self.mesh["world"], self.runtime.device.torch_device), as_settings_problem():
             return provider(list(sizes))
 
     def run(self) -> None:

@@ -30,9 +30,9 @@ def test_a_killed_rank_ends_the_others(layout, killed, data, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_missing_data_file_stops_every_rank(ranks, data, tmp_path):
-    missing = str(tmp_path / "nothing_text_document")
+    missing = str(tmp_path / "nothing_text_document")  # the start of the log names it too, among the settings
     flags = [*GPT2, *STEPS, *data, "--train-iters", "2", "--data-path", missing]
-    assert_stopped(run([PRETRAIN_GPT, *flags], ranks, timeout=30), missing)
+    assert_stopped(run([PRETRAIN_GPT, *flags], ranks, timeout=30), f"{missing}.idx does not exist")
 
 
 def test_data_of_another_tokenizer_stop_every_rank(data):

@@ -15,10 +15,10 @@ REFUSALS = {
     "not built yet": (2, ["--context-parallel-size", "2"], ["--context-parallel-size is 2", "not built yet"]),
     "several at once": (
         2,
-        split("--num-layer 3 --context-parallel-size 2 --fp16 --weight-decay -1 --seed -5 --hidden-dropout 2"),
+        split("--num-layer 3 --context-parallel-size 2 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"),
         [
             "cannot start, 6 problem(s)", "unknown flag --num-layer; did you mean --num-layers?",
-            "--context-parallel-size is 2", "--fp16", "--weight-decay is -1", "--seed is -5", "--hidden-dropout is 2",
+            "--context-parallel-size is 2", "--num-experts", "--weight-decay is -1", "--seed is -5", "--hidden-dropout is 2",
         ],
     ),
     "sizes that the ranks do not divide": (
@@ -47,9 +47,9 @@ def test_ranks_with_different_settings_stop(flags):
 
 def test_a_rank_that_alone_has_a_bad_setting_is_heard():
     """Wherever the mistake is: a message that only the first rank may print would be lost."""
-    outcome = run([PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: ["--fp16"]}, timeout=20)
+    outcome = run([PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: ["--num-experts", "2"]}, timeout=20)
     assert outcome.codes[1] == 2
-    assert outcome.everything.count("--fp16 is not built yet") == 1
+    assert outcome.everything.count("--num-experts mixtures of experts are not built yet") == 1
     assert outcome.codes[0] not in (0, None)
 
 
