@@ -33,6 +33,8 @@ PURE = [
     "megatron.core.config",
     "megatron.core.distributed.plan",
     "megatron.core.optimizer.lr_schedule",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.optimizer.param_groups",
     "megatron.core.checkpoint.format",
     "megatron.core.pipeline_parallel.schedule",
     "megatron.core.pipeline_parallel.lower",

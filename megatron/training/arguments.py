@@ -10,7 +10,10 @@ from megatron.training.config import COMPONENTS, Config
 
 # Flags of Megatron's scripts that need no action here: flag -> (values it takes, why it changes nothing).
 NO_EFFECT: dict[str, tuple[str, str]] = {
-    "--accumulate-allreduce-grads-in-fp32": ("0", "gradients are always accumulated and reduced in float32"),
+    "--accumulate-allreduce-grads-in-fp32": (
+        "0",
+        "gradients are always accumulated in float32; --grad-reduce-in-bf16 is about what travels",
+    ),
     "--apply-query-key-layer-scaling": (
         "0",
         "queries are scaled before the product and the softmax is taken in float32, so float16 scores do not overflow",
@@ -54,6 +57,9 @@ REFUSED: dict[str, tuple[str, str]] = {
         "sharded optimizer state is not built yet; leave it out, at the cost of memory",
     ),
     "--overlap-param-gather": ("0", "is not built yet; leave it out, the numbers are the same"),
+    "--start-weight-decay": ("1", "a changing weight decay is not built yet; use --weight-decay"),
+    "--end-weight-decay": ("1", "a changing weight decay is not built yet; use --weight-decay"),
+    "--weight-decay-incr-style": ("1", "a changing weight decay is not built yet; use --weight-decay"),
     "--train-samples": ("1", "is not built yet; use --train-iters"),
     "--rampup-batch-size": ("3", "is not built yet; use --global-batch-size"),
     "--num-experts": ("1", "mixtures of experts are not built yet; leave it out"),

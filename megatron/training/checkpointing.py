@@ -1,9 +1,10 @@
 """What a checkpoint of a run holds: parameters and optimizer state as boxes, everything else as JSON.
 
     model/<parameter>                       in the model's precision
-    optimizer/exp_avg/<parameter>           moments, float32
+    optimizer/exp_avg/<parameter>           Adam's moments, float32
     optimizer/exp_avg_sq/<parameter>
-    optimizer/master/<parameter>            float32 masters of bfloat16 parameters
+    optimizer/momentum_buffer/<parameter>   those of SGD
+    optimizer/master/<parameter>            float32 masters of half-precision parameters
 
 There is no state of random generators to save: draws follow from the seed and from the position in the run.
 """
@@ -83,6 +84,7 @@ def save(
             "train": state.as_json(),
             "log": json.loads(log_text),
             "optimizer_steps": optimizer.step_count,
+            "grad_scaler": {} if optimizer.scaler is None else optimizer.scaler.state(),
             "vocab_size": runtime.tokenizer.vocab_size,
             "config": runtime.config.as_json(),
         },
@@ -111,6 +113,8 @@ def load(
     check_same_model(runtime, checkpoint.state)
     wanted = model_tensors(chunks, mesh)
     goes_on = config.load_optim and not config.finetune
+    if goes_on:
+        check_same_optimizer(runtime, checkpoint.state)
     state_tensors = optimizer_tensors(optimizer, mesh) if goes_on else {}
     has_masters = any(name.startswith("optimizer/master/") for name in checkpoint.names)
     wants_masters = any(name.startswith("optimizer/master/") for name in state_tensors)
@@ -121,6 +125,8 @@ def load(
         optimizer.adopt_parameters()
     if goes_on:
         optimizer.set_step_count(checkpoint.state["optimizer_steps"])
+        if optimizer.scaler is not None:
+            optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     print_rank_0(
         f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {config.load}"
     )
@@ -144,6 +150,21 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any]) -> None:
         )
     if problems:
         raise ConfigError([f"--load {runtime.config.checkpoint.load} holds another model; {p}" for p in problems])
+
+
+def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
+    """Refuse the state of an optimizer that keeps other moments."""
+    mine, theirs = runtime.config.as_json()["optimizer"], {"optimizer": "adam"} | saved["config"]["optimizer"]
+    if mine["optimizer"] != theirs["optimizer"]:
+        raise ConfigError(
+            f"--load {runtime.config.checkpoint.load} holds the state of --optimizer {theirs['optimizer']}, this run has "
+            f"{mine['optimizer']}; --no-load-optim starts with the weights alone"
+        )
+    if mine["optimizer"] == "sgd" and bool(mine["sgd_momentum"]) > bool(theirs["sgd_momentum"]):
+        raise ConfigError(
+            f"--load {runtime.config.checkpoint.load} holds no momentum (--sgd-momentum was 0); --no-load-optim starts "
+            "with the weights alone"
+        )
 
 
 def note_changes(runtime: Runtime, saved: dict[str, Any]) -> None:

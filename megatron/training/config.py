@@ -7,6 +7,7 @@ from megatron.core.config import ConfigError, changes, knob, knobs
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, grid_for
@@ -82,6 +83,7 @@ class Config:
     training: TrainingConfig
     learning_rate: LearningRateConfig
     optimizer: OptimizerConfig
+    loss_scaling: LossScaleConfig
     data: DataConfig
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig

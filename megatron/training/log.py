@@ -15,25 +15,33 @@ class TrainingLog:
     def __init__(self, train_iters: int, global_batch_size: int, log_interval: int):
         self.train_iters, self.global_batch_size, self.log_interval = train_iters, global_batch_size, log_interval
         self.sums: dict[str, float] = {}
-        self.steps = self.nan_steps = 0
+        self.steps = self.nan_steps = self.skipped_steps = 0
         self._restart_clock()
 
     def _restart_clock(self) -> None:
         self._began, self._timed_steps = time.perf_counter(), 0
 
     def state(self) -> dict[str, Any]:
-        return {"sums": dict(self.sums), "steps": self.steps, "nan_steps": self.nan_steps}
+        return {
+            "sums": dict(self.sums),
+            "steps": self.steps,
+            "nan_steps": self.nan_steps,
+            "skipped_steps": self.skipped_steps,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.sums, self.steps, self.nan_steps = dict(state["sums"]), state["steps"], state["nan_steps"]
+        self.skipped_steps = state.get("skipped_steps", 0)
 
-    def add(self, losses: Mapping[str, float], is_nan: bool) -> None:
-        """Count one step."""
-        for name, value in losses.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+    def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
+        """Count one step. The losses of a skipped one are left out of the averages, as Megatron does."""
+        if not skipped:
+            for name, value in losses.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
         self.steps += 1
         self._timed_steps += 1
         self.nan_steps += is_nan
+        self.skipped_steps += skipped
 
     def pause(self) -> "TrainingLog":
         """Leave what happens until `resume` out of the time per iteration: validation, checkpoints."""
@@ -43,12 +51,21 @@ class TrainingLog:
     def resume(self) -> None:
         self._began += time.perf_counter() - self._paused
 
-    def line_if_due(self, iteration: int, consumed_samples: int, lr: float, grad_norm: float) -> None:
-        """Print the line of this interval if it ends here. `lr` is the rate of the next step, as Megatron prints it."""
+    def line_if_due(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        lr: float,
+        grad_norm: float | None,
+        *,
+        decoupled_lr: float | None = None,
+        loss_scale: float = 1.0,
+    ) -> None:
+        """Print the line of this interval if it ends here. Rates and loss scale are the next step's, as Megatron's are."""
         if iteration % self.log_interval:
             return
         milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
-        losses = {name: total / self.steps for name, total in self.sums.items()}
+        losses = {name: total / (self.steps - self.skipped_steps) for name, total in self.sums.items()}
         print_rank_last(
             training_line(
                 iteration,
@@ -59,10 +76,13 @@ class TrainingLog:
                 self.global_batch_size,
                 losses,
                 grad_norm,
+                decoupled_lr=decoupled_lr,
+                loss_scale=loss_scale,
+                skipped_iterations=self.skipped_steps,
                 nan_iterations=self.nan_steps,
             )
         )
-        self.sums, self.steps, self.nan_steps = {}, 0, 0
+        self.sums, self.steps, self.nan_steps, self.skipped_steps = {}, 0, 0, 0
         self._restart_clock()
 
 
@@ -74,22 +94,24 @@ def training_line(
     lr: float,
     global_batch_size: int,
     losses: Mapping[str, float],
-    grad_norm: float,
+    grad_norm: float | None,
     *,
+    decoupled_lr: float | None = None,
     loss_scale: float = 1.0,
     skipped_iterations: int = 0,
     nan_iterations: int = 0,
 ) -> str:
-    """The line that scripts parse."""
+    """The line that scripts parse. A skipped step has no norm, and an interval of nothing else no losses."""
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iters:8d}",
         f"consumed samples: {consumed_samples:12d}",
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
         f"learning rate: {lr:.6E}",
+        *([] if decoupled_lr is None else [f"decoupled learning rate: {decoupled_lr:.6E}"]),
         f"global batch size: {global_batch_size:5d}",
         *(f"{name}: {value:.6E}" for name, value in losses.items()),
         f"loss scale: {loss_scale:.1f}",
-        f"grad norm: {grad_norm:.3f}",
+        *([] if grad_norm is None else [f"grad norm: {grad_norm:.3f}"]),
         f"number of skipped iterations: {skipped_iterations:3d}",
         f"number of nan iterations: {nan_iterations:3d}",
     ]

@@ -11,10 +11,12 @@ class TrainState:
 
     iteration: int = 0  # steps done
     consumed_train_samples: int = 0
+    scheduled_train_samples: int = 0  # consumed by steps that were not skipped: the learning rate follows these
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
-        return cls(iteration=int(saved["iteration"]), consumed_train_samples=int(saved["consumed_train_samples"]))
+        consumed = int(saved["consumed_train_samples"])
+        return cls(int(saved["iteration"]), consumed, int(saved.get("scheduled_train_samples", consumed)))

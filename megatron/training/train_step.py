@@ -28,6 +28,12 @@ class BatchShape:
 
     micro_batch_size: int
     num_microbatches: int  # of one rank in one training step
+    tokens_per_sample: int = 1  # when none is masked
+
+    @property
+    def nominal_tokens(self) -> int:
+        """Tokens in one rank's microbatch when none is masked."""
+        return self.micro_batch_size * self.tokens_per_sample
 
     def samples_of(self, first_sample: int, microbatch: int, dp: Axis) -> tuple[int, ...]:
         """The numbers, within the run, of the samples in the rows of one rank's microbatch."""
@@ -92,6 +98,7 @@ class Pipeline:
             begin=begin,
             reduce=lambda stage: self.chunks[stage].start_grad_reduce(),
             weight_grads=self.weight_grads,
+            nominal_tokens=self.batch.nominal_tokens,
         )
         return executor.run(self.schedule(purpose), pp.rank, training=purpose == "train", loss_scale=loss_scale)
 
@@ -111,9 +118,14 @@ class StepResult:
 
     losses: dict[str, float]
     grad_norm: float
+    loss_scale: float = 1.0  # of the next step
+    skipped: bool = False  # the scaled gradient overflowed, and nothing was updated
 
     @property
     def is_nan(self) -> bool:
+        """Whether something else than a too large loss scale is wrong."""
+        if self.skipped:
+            return not all(math.isfinite(loss) for loss in self.losses.values())
         return not math.isfinite(self.grad_norm)
 
 
@@ -124,9 +136,15 @@ def train_step(
     *,
     first_sample: int,
     lr: float,
+    decoupled_lr: float | None = None,
     check_finite: bool = True,
 ) -> StepResult:
     """One update of the parameters. Every rank must call; all raise FloatingPointError if the gradient is not finite.
+
+    With a loss scale, the objective is differentiated as objective x scale / nominal tokens: a sum over tokens would leave
+    float16's range, their mean does not. A gradient that overflows all the same makes every rank skip the update: its norm is
+    one number for the model, and the ranks that hold copies have summed their gradients. An adapting scale reacts to that, and
+    nothing is raised.
 
     Scalars that travel: the token count over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
     """
@@ -134,17 +152,26 @@ def train_step(
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    totals = pipeline.train(data_iterators, first_sample)
+    scaler, batch = optimizer.scaler, pipeline.batch
+    step_tokens = batch.nominal_tokens * batch.num_microbatches * pipeline.mesh["dp"].size
+    loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
+    totals = pipeline.train(data_iterators, first_sample, loss_scale)
     tokens, losses = share_totals(totals, pipeline.mesh, pipeline.device)
-    finalize_grads(chunks, tokens)
-    result = StepResult(losses, optimizer.clip_grad_norm())
-    if result.is_nan and check_finite:
+    finalize_grads(chunks, tokens, loss_scale)
+    norm = optimizer.clip_grad_norm()
+    overflow = not math.isfinite(norm)
+    if overflow and check_finite and not (scaler is not None and scaler.adapts):
         raise FloatingPointError(
-            f"the gradient's norm is {result.grad_norm} (losses on this rank: {losses}); nothing was updated in this step. "
+            f"the gradient's norm is {norm} (losses on this rank: {losses}); nothing was updated in this step. "
             "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
         )
-    optimizer.step(lr)
-    return result
+    if scaler is None:
+        optimizer.step(lr, decoupled_lr)
+        return StepResult(losses, norm)
+    scaler.update(overflow)
+    if not overflow:
+        optimizer.step(lr, decoupled_lr)
+    return StepResult(losses, norm, scaler.scale, skipped=overflow)
 
 
 def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> tuple[float, dict[str, float]]:

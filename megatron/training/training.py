@@ -22,8 +22,10 @@ from megatron.core.datasets.batches import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
+from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import initialize_parameters
@@ -45,6 +47,7 @@ def pretrain(
     model_type: ModelType,
     forward_step: ForwardStep,
     *,
+    group_of: GroupRule = default_group,
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
@@ -55,11 +58,12 @@ def pretrain(
         with a length and items that are dictionaries of arrays
     model_provider(pre_process, post_process) -> this stage's part of the model
     forward_step(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
+    group_of(name, placement) -> how that parameter is updated
     """
     del model_type  # every model so far passes one tensor between stages
     try:
         runtime = initialize_megatron(extra_args_provider, args_defaults, argv)
-        trainer = Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step)
+        trainer = Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of)
     except (ConfigError, comm.PeerError) as error:
         set_runtime(None)
         stop_with(error)
@@ -101,12 +105,20 @@ class Trainer:
         datasets_provider: DatasetsProvider,
         model_provider: ModelProvider,
         forward_step: ForwardStep,
+        group_of: GroupRule = default_group,
     ):
         self.runtime, self.config, self.mesh = runtime, runtime.config, runtime.mesh
         self.batch_size, training = runtime.global_batch_size, runtime.config.training
         self.chunks = get_model(model_provider, runtime)
         buffers = [buffer for chunk in self.chunks.values() for buffer in chunk.buffers]
-        self.optimizer = FlatOptimizer(buffers, self.config.optimizer, self.mesh)
+        self.optimizer = FlatOptimizer(
+            buffers,
+            self.config.optimizer,
+            self.mesh,
+            group_of=group_of,
+            scaler=make_grad_scaler(self.config.loss_scaling, fp16=self.config.transformer.fp16),
+            device=runtime.device.torch_device,
+        )
         self.schedule = LearningRateSchedule(self.config.learning_rate, training.train_iters, self.batch_size)
         self.log = TrainingLog(training.train_iters, self.batch_size, self.config.log.log_interval)
         self.pipeline = self._build_pipeline(forward_step)
@@ -126,7 +138,7 @@ class Trainer:
         return Pipeline(
             self.chunks,
             self.mesh,
-            BatchShape(micro_batch, runtime.num_microbatches),
+            BatchShape(micro_batch, runtime.num_microbatches, config.data.seq_length),
             boundary=(spec,),
             forward_step=forward_step,
             keys=runtime.dropout_keys,
@@ -172,14 +184,22 @@ class Trainer:
             self.optimizer,
             data,
             first_sample=state.consumed_train_samples,
-            lr=self.schedule.at(state.consumed_train_samples),
+            lr=self.schedule.at(state.scheduled_train_samples),
+            decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
             check_finite=self.config.training.check_for_nan_in_loss_and_grad,
         )
         state.iteration += 1
         state.consumed_train_samples += self.batch_size
-        self.log.add(result.losses, result.is_nan)
-        next_lr = self.schedule.at(state.consumed_train_samples)
-        self.log.line_if_due(state.iteration, state.consumed_train_samples, next_lr, result.grad_norm)
+        state.scheduled_train_samples += 0 if result.skipped else self.batch_size
+        self.log.add(result.losses, result.is_nan, skipped=result.skipped)
+        self.log.line_if_due(
+            state.iteration,
+            state.consumed_train_samples,
+            self.schedule.at(state.scheduled_train_samples),
+            None if result.skipped else result.grad_norm,
+            decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
+            loss_scale=result.loss_scale,
+        )
 
     def _validate_if_due(self) -> None:
         if self.state.iteration % self.config.training.eval_interval == 0:

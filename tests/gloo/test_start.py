@@ -47,7 +47,9 @@ def test_ranks_with_different_settings_stop(flags):
 
 def test_a_rank_that_alone_has_a_bad_setting_is_heard():
     """Wherever the mistake is: a message that only the first rank may print would be lost."""
-    outcome = run([PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: ["--num-experts", "2"]}, timeout=20)
+    outcome = run(
+        [PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: ["--num-experts", "2"]}, timeout=20
+    )
     assert outcome.codes[1] == 2
     assert outcome.everything.count("--num-experts mixtures of experts are not built yet") == 1
     assert outcome.codes[0] not in (0, None)

@@ -167,7 +167,7 @@ def test_the_saved_state_does_not_follow_the_run(clock):
     clock.step(log, 1, 2.0)
     state = log.state()
     clock.step(log, 2, 5.0)
-    assert state == {"sums": {"lm loss": 2.0}, "steps": 1, "nan_steps": 0}
+    assert state == {"sums": {"lm loss": 2.0}, "steps": 1, "nan_steps": 0, "skipped_steps": 0}
 
 
 def test_validation_and_saving_take_no_time_from_the_steps(clock, capsys):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megatron.core.boxes import slices
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig, decays
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.param_groups import default_group
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import is_counted, pieces
 from megatron.training.train_step import BatchShape, Pipeline, train_step
@@ -140,7 +141,8 @@ def test_what_decays_does_not_follow_the_layout(layout: Layout):
     """A vector divided over ranks is a vector still; a matrix with one local row is a matrix."""
 
     def work(mesh):
-        return {n: decays(p) for n, p in build(mesh, GPT2, layout.sp)[0].module.named_parameters()}
+        named = build(mesh, GPT2, layout.sp)[0].module.named_parameters()
+        return {n: default_group(n, p.placement).weight_decay_multiplier == 1.0 for n, p in named}
 
     ranks = run_ranks({"tp": layout.tp, "pp": layout.pp}, work)
     got = {name: decay for rank in ranks for name, decay in rank.items()}
@@ -290,7 +292,7 @@ def poisoned_step(mesh, layout: Layout, bad: float, where: int, check_finite: bo
 
 def snapshot(chunk: DistributedDataParallel, adam: FlatOptimizer) -> list[Tensor]:
     tensors = [value.clone() for kind in adam.tensors().values() for value in kind.values()]
-    steps = [torch.tensor(adam.step_count)] + [state["step"].clone() for state in adam._adam.state.values()]
+    steps = [torch.tensor(adam.step_count)] + [state["step"].clone() for state in adam._updater.state.values()]
     return tensors + steps + [p.data.clone() for p in chunk.module.parameters()]
 
 

@@ -38,6 +38,10 @@ class DataParallelConfig:
     ddp_bucket_size: int | None = knob(
         None, "elements in a bucket; the larger of 40,000,000 and 1,000,000 per rank when unset"
     )
+    grad_reduce_in_bf16: bool = knob(
+        False, "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; a rank "
+        "still adds up its own microbatches in float32",
+    )  # fmt: skip
     fixed_order_grad_reduce: bool = knob(
         False, "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
         "data or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
@@ -49,6 +53,8 @@ class DataParallelConfig:
             problems.append(f"--ddp-bucket-size is {self.ddp_bucket_size}; it must be at least 1")
         if self.overlap_grad_reduce and self.fixed_order_grad_reduce:
             problems.append("--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce")
+        if self.grad_reduce_in_bf16 and self.fixed_order_grad_reduce:
+            problems.append("--fixed-order-grad-reduce sums exactly what was computed; leave out --grad-reduce-in-bf16")
         if problems:
             raise ConfigError(problems)
 
@@ -58,15 +64,25 @@ class DataParallelConfig:
 
 
 class Bucket:
-    """A part of a gradient buffer that is reduced by one call, once all its parameters are written."""
+    """A part of a gradient buffer that is reduced by one call, once all its parameters are written.
 
-    def __init__(self, buffer: ParamAndGradBuffer, start: int, stop: int, missing: set[str]):
+    `rounds`: a bfloat16 copy travels instead of the gradients, and its sum is copied back.
+    """
+
+    def __init__(self, buffer: ParamAndGradBuffer, start: int, stop: int, missing: set[str], *, rounds: bool = False):
         self.grads, self.axis, self.missing = buffer.grads.data[start:stop], buffer.reduce_axis, missing
+        self.rounds = rounds and self.axis.size > 1
         self.pending: comm.Pending | None = None
 
     def start(self) -> None:
         if self.pending is None:
-            self.pending = comm.start_all_reduce(self.grads, self.axis)
+            self.pending = comm.start_all_reduce(self.grads.bfloat16() if self.rounds else self.grads, self.axis)
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            total = self.pending.wait()
+            if self.rounds:
+                self.grads.copy_(total)
 
 
 class DistributedDataParallel(nn.Module):
@@ -111,7 +127,7 @@ class DistributedDataParallel(nn.Module):
             numel = self.config.bucket_numel(buffer.reduce_axis.size)
             for start, stop, names in buckets(buffer.plan.slots, buffer.plan.numel, numel):
                 missing = {name for name in names if self._expected is None or self._expected[name] > 0}
-                self._buckets.append(Bucket(buffer, start, stop, missing))
+                self._buckets.append(Bucket(buffer, start, stop, missing, rounds=self.config.grad_reduce_in_bf16))
                 self._bucket_of |= dict.fromkeys(names, self._buckets[-1])
 
     def begin_microbatch(self, microbatch: int) -> None:
@@ -128,8 +144,7 @@ class DistributedDataParallel(nn.Module):
     def finish_grad_reduce(self) -> None:
         """Every gradient is the sum over all samples of the step when this returns."""
         for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
+            bucket.wait()
         for grads in self._microbatches:
             grads.sum_in_order(self.mesh[ACROSS_STAGES] if _is_tied(grads.buffer) else None)
         for name in self.mesh:

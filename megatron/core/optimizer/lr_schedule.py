@@ -16,6 +16,10 @@ class LearningRateConfig:
 
     lr: float | None = knob(None, "highest learning rate")
     min_lr: float = knob(0.0, "lowest learning rate, reached at the end of the decay")
+    decoupled_lr: float | None = knob(None, "highest rate of the word table and the output layer; --lr when unset")
+    decoupled_min_lr: float | None = knob(
+        None, "lowest rate of the word table and the output layer; --min-lr when unset"
+    )
     lr_decay_style: Literal["constant", "linear", "cosine"] = knob("linear", "how the rate falls after the warm-up")
     lr_decay_iters: int | None = knob(None, "iterations until --min-lr; all training iterations when unset")
     lr_warmup_iters: int = knob(0, "iterations over which the rate rises linearly")
@@ -28,6 +32,7 @@ class LearningRateConfig:
             problems.append(f"--lr is {self.lr}; it must be positive")
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             problems.append(f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})")
+        problems += self._decoupled_problems()
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             problems.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one")
         if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction <= 1:
@@ -40,6 +45,19 @@ class LearningRateConfig:
             problems.append(f"--lr-decay-iters is {self.lr_decay_iters}; it must be at least 1")
         if problems:
             raise ConfigError(problems)
+
+    def _decoupled_problems(self) -> list[str]:
+        highest, lowest = self.decoupled_lr, self.decoupled_min_lr
+        if highest is None:
+            return [] if lowest is None else ["--decoupled-min-lr needs --decoupled-lr"]
+        if highest <= 0:
+            return [f"--decoupled-lr is {highest}; it must be positive"]
+        lowest = self.min_lr if lowest is None else lowest
+        if not 0 <= lowest <= highest:
+            return [
+                f"--decoupled-min-lr (or --min-lr) is {lowest}; it must be between 0 and --decoupled-lr ({highest})"
+            ]
+        return []
 
 
 class LearningRateSchedule:
@@ -59,13 +77,24 @@ class LearningRateSchedule:
             )
 
     def at(self, samples: int) -> float:
+        return self._between(self.config.min_lr, self.config.lr, samples)
+
+    def decoupled_at(self, samples: int) -> float | None:
+        """The rate of the word table and the output layer, by the same curve; None if they have none of their own."""
+        config = self.config
+        if config.decoupled_lr is None:
+            return None
+        lowest = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+        return self._between(lowest, config.decoupled_lr, samples)
+
+    def _between(self, lowest: float, highest: float, samples: int) -> float:
         config = self.config
         if self.warmup > 0 and samples <= self.warmup:
-            return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * samples / self.warmup
+            return config.lr_warmup_init + (highest - config.lr_warmup_init) * samples / self.warmup
         if config.lr_decay_style == "constant":
-            return config.lr
+            return highest
         if samples > self.decay:
-            return config.min_lr
+            return lowest
         done = (samples - self.warmup) / (self.decay - self.warmup)
         left = 1.0 - done if config.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-        return config.min_lr + left * (config.lr - config.min_lr)
+        return lowest + left * (highest - lowest)

@@ -1,15 +1,16 @@
-"""AdamW over flat tensors: the optimizer sees buffers cut into segments of equal weight decay, and no parallelism.
+"""AdamW and SGD over flat tensors: the optimizer sees buffers cut into segments of equal groups, and no parallelism.
 
-Per buffer it keeps a master copy in float32 (or the parameters themselves, where they are that precise already) and two
+Per buffer it keeps a master copy in float32 (or the parameters themselves, where they are that precise already) and the
 moments, laid out like the parameters. What it must know of other ranks is one number, the norm of the whole gradient.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.boxes import flat_run
@@ -17,6 +18,8 @@ from megatron.core.config import ConfigError, knob
 from megatron.core.device import has_fused_adam
 from megatron.core.distributed.memory_buffer import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.plan import runs
+from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.parallel_state import Mesh
 from megatron.core.placement import owned_pieces
 
@@ -25,16 +28,21 @@ from megatron.core.placement import owned_pieces
 class OptimizerConfig:
     """Optimizer."""
 
-    weight_decay: float = knob(0.01, "decoupled weight decay; biases and norms have none")
+    optimizer: Literal["adam", "sgd"] = knob("adam", "AdamW, or gradient descent with momentum")
+    weight_decay: float = knob(
+        0.01, "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
+        "norms have none",
+    )  # fmt: skip
     adam_beta1: float = knob(0.9, "decay of the first moment")
     adam_beta2: float = knob(0.999, "decay of the second moment")
     adam_eps: float = knob(1e-8, "added to the root of the second moment")
+    sgd_momentum: float = knob(0.9, "share of the last update that sgd repeats")
     clip_grad: float = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
 
     def __post_init__(self) -> None:
         problems = [
             f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)"
-            for name in ("adam_beta1", "adam_beta2")
+            for name in ("adam_beta1", "adam_beta2", "sgd_momentum")
             if not 0 <= getattr(self, name) < 1
         ]
         for name in ("weight_decay", "adam_eps", "clip_grad"):
@@ -43,57 +51,71 @@ class OptimizerConfig:
         if problems:
             raise ConfigError(problems)
 
-
-def decays(parameter: nn.Parameter) -> bool:
-    """Matrices and tables decay; biases and norm weights, which are vectors, do not."""
-    return len(parameter.placement.shape) > 1
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What is kept of past gradients: torch's names, under which checkpoints hold them."""
+        if self.optimizer == "adam":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.sgd_momentum else ()
 
 
 class FlatOptimizer:
-    """AdamW (arXiv:1711.05101) with float32 masters over the buffers of all model chunks of this rank."""
+    """AdamW (arXiv:1711.05101) or SGD with momentum, on float32 masters of the buffers of all model chunks of this rank.
 
-    def __init__(self, buffers: Sequence[ParamAndGradBuffer], config: OptimizerConfig, mesh: Mesh):
-        self.buffers, self.config, self.mesh = list(buffers), config, mesh
+    group_of: how each parameter is updated. scaler: what the gradients were scaled by, if they were. device: where to add up
+    the norm on a rank that trains nothing.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ParamAndGradBuffer],
+        config: OptimizerConfig,
+        mesh: Mesh,
+        *,
+        group_of: GroupRule = default_group,
+        scaler: GradScaler | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.buffers, self.config, self.mesh, self.scaler = list(buffers), config, mesh, scaler
+        self.device = self.buffers[0].grads.data.device if self.buffers else device
         self.masters = [_master_of(buffer) for buffer in self.buffers]
-        self.exp_avg = [MemoryBuffer(m.numel, m.dtype, m.data.device) for m in self.masters]
-        self.exp_avg_sq = [MemoryBuffer(m.numel, m.dtype, m.data.device) for m in self.masters]
+        self.moments = {
+            kind: [MemoryBuffer(m.numel, m.dtype, m.data.device) for m in self.masters] for kind in config.moments
+        }
         self.step_count = 0  # updates that the moments have seen
         self._counted = [_counted_runs(buffer, mesh) for buffer in self.buffers]
-        self._adam = self._build_adam()
+        self._updater = self._build_updater(group_of) if self.buffers else None
 
-    def _build_adam(self) -> torch.optim.AdamW:
-        """torch's AdamW over the segments, its moments being views of our flat ones."""
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    def _build_updater(self, group_of: GroupRule) -> torch.optim.Optimizer:
+        """torch's optimizer over the segments of equal groups, its state being views of our flat moments."""
+        segments: dict[ParamGroup, list[Tensor]] = {}
         states = {}
         for i, buffer in enumerate(self.buffers):
-            labels = {name: decays(parameter) for name, parameter in buffer.parameters.items()}
-            for decay, start, stop in runs(buffer.plan.slots, labels):
+            labels = {name: group_of(name, parameter.placement) for name, parameter in buffer.parameters.items()}
+            for group, start, stop in runs(buffer.plan.slots, labels):
                 segment = self.masters[i].data[start:stop]
                 segment.grad = buffer.grads.data[start:stop]
-                groups[decay].append(segment)
-                states[segment] = {
-                    "step": torch.zeros(
-                        (), dtype=torch.float32, device=segment.device if has_fused_adam(segment.device) else "cpu"
-                    ),
-                    "exp_avg": self.exp_avg[i].data[start:stop],
-                    "exp_avg_sq": self.exp_avg_sq[i].data[start:stop],
-                }
-        decay_of = {True: self.config.weight_decay, False: 0.0}
-        adam = torch.optim.AdamW(
-            [{"params": segments, "weight_decay": decay_of[key]} for key, segments in groups.items() if segments],
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
-            eps=self.config.adam_eps,
-            fused=all(has_fused_adam(segment.device) for segment in states),
-        )
-        adam.state.update(states)
-        return adam
+                segments.setdefault(group, []).append(segment)
+                states[segment] = {kind: flats[i].data[start:stop] for kind, flats in self.moments.items()}
+        options = [
+            {"params": held, "weight_decay": self.config.weight_decay * group.weight_decay_multiplier, "rule": group}
+            for group, held in segments.items()
+        ]
+        updater = _UPDATERS[self.config.optimizer](options, states, self.config)
+        updater.state.update(states)
+        return updater
 
     def grad_norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp."""
-        total = torch.zeros((), dtype=torch.float64, device=self.buffers[0].grads.data.device)
+        """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp.
+
+        It is not finite if any gradient on any rank is not, counted or not: a copy that overflowed alone, by a kernel whose
+        order of summation varies, would else be the only one that is updated.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for buffer, counted in zip(self.buffers, self._counted):
-            for start, stop in counted:
-                total += torch.linalg.vector_norm(buffer.grads.data[start:stop], dtype=torch.float64) ** 2
+            for weight, start, stop in _weighted(counted, buffer.plan.numel):
+                part = buffer.grads.data[start:stop]
+                total += weight * torch.linalg.vector_norm(part, dtype=torch.float64) ** 2  # 0 x infinity is NaN
         return comm.all_reduce(total, self.mesh["mp"]).sqrt().item()
 
     def clip_grad_norm(self) -> float:
@@ -105,11 +127,14 @@ class FlatOptimizer:
                 buffer.grads.data.mul_(scale)
         return norm
 
-    def step(self, lr: float) -> None:
-        """Update masters and parameters with the gradients in the buffers."""
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+        """Update masters and parameters with the gradients in the buffers, decoupled groups at their own rate if given."""
+        if self._updater is not None:
+            for options in self._updater.param_groups:
+                rule = options["rule"]
+                rate = decoupled_lr if rule.decoupled and decoupled_lr is not None else lr
+                options["lr"] = rate * rule.lr_multiplier
+            self._updater.step()
         self.step_count += 1
         self.publish_masters()
 
@@ -127,7 +152,7 @@ class FlatOptimizer:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter."""
-        kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        kinds = dict(self.moments)
         if any(master is not buffer.params for buffer, master in zip(self.buffers, self.masters)):
             kinds["master"] = self.masters
         return {
@@ -142,8 +167,32 @@ class FlatOptimizer:
     def set_step_count(self, steps: int) -> None:
         """How many updates the moments have seen, after loading them."""
         self.step_count = steps
-        for state in self._adam.state.values():
-            state["step"].fill_(steps)
+        if self._updater is not None and self.config.optimizer == "adam":
+            for state in self._updater.state.values():
+                state["step"].fill_(steps)
+
+
+_States = dict[Tensor, dict[str, Tensor]]  # segment -> torch's name of a state -> the state
+
+
+def _adam(options: list[dict[str, Any]], states: _States, config: OptimizerConfig) -> torch.optim.Optimizer:
+    for segment, state in states.items():
+        on_device = has_fused_adam(segment.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=segment.device if on_device else "cpu")
+    return torch.optim.AdamW(
+        options,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        fused=all(has_fused_adam(segment.device) for segment in states),
+    )
+
+
+def _sgd(options: list[dict[str, Any]], states: _States, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """v = momentum v + (g + decay w); w -= lr v. Unlike Adam's, the decay passes through the momentum."""
+    return torch.optim.SGD(options, lr=0.0, momentum=config.sgd_momentum)
+
+
+_UPDATERS = {"adam": _adam, "sgd": _sgd}
 
 
 def _master_of(buffer: ParamAndGradBuffer) -> MemoryBuffer:
@@ -166,3 +215,13 @@ def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh) -> list[tuple[int, int
                 start = counted.pop()[0]
             counted.append((start, stop))
     return counted
+
+
+def _weighted(counted: list[tuple[int, int]], numel: int) -> list[tuple[float, int, int]]:
+    """The whole buffer in runs (weight, start, stop): weight 1 for those counted, 0 for the rest."""
+    result, end = [], 0
+    for start, stop in counted:
+        result += [(0.0, end, start)] if end < start else []
+        result.append((1.0, start, stop))
+        end = stop
+    return result + ([(0.0, end, numel)] if end < numel else [])

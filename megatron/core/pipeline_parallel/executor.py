@@ -32,6 +32,7 @@ class Executor:
     forward_step(data_iterator, model) -> (output, loss_func), as Megatron's.
     begin(action) is called before each compute action, reduce(stage) once a stage's gradients are complete.
     weight_grads: the store of the chunks' linear layers, for schedules that put weight gradients off.
+    nominal_tokens: those of a full microbatch, the weight of a loss that is a mean.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Executor:
         begin: Callable[[Action], None] = lambda action: None,
         reduce: Callable[[int], None] = lambda stage: None,
         weight_grads: WeightGradStore | None = None,
+        nominal_tokens: float = 1.0,
     ):
         self.chunks, self.last_stage, self.placement, self.transport = chunks, num_stages - 1, placement, transport
-        self.forward_step, self.data_iterators = forward_step, data_iterators
+        self.forward_step, self.data_iterators, self.nominal_tokens = forward_step, data_iterators, nominal_tokens
         self.begin, self.reduce, self.weight_grads = begin, reduce, weight_grads or WeightGradStore()
         self.inputs: dict[Key, tuple[Tensor, ...]] = {}
         self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until they are sent
@@ -89,7 +91,7 @@ class Executor:
         output, loss_func = self.forward_step(self.data_iterators[stage], chunk)
         chunk.set_input_tensor(None)
         if stage == self.last_stage:
-            loss = read_loss(loss_func(output))
+            loss = read_loss(loss_func(output), self.nominal_tokens)
             self.totals.add(loss)
             output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale
         outputs = output if isinstance(output, tuple) else (output,)

@@ -17,12 +17,13 @@ class MicrobatchLoss:
     report: dict[str, Tensor]  # name -> (sum, count)
 
 
-def read_loss(result: Any) -> MicrobatchLoss:
+def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
     """From what a `loss_func` returned, in either of two forms.
 
     (loss_sum, num_tokens, report)   the step's loss is the mean over all its tokens, whatever the masks
     (loss, report)                   the older form: the mean over microbatches and data-parallel ranks of their losses
-    A report entry is a scalar (averaged the same way) or a pair (sum, count).
+    A report entry is a scalar (averaged the same way) or a pair (sum, count). The older form is read as the mean of
+    `nominal_tokens` tokens, those of a full microbatch, so that both forms give objectives of one size.
     """
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[-1], Mapping):
         raise TypeError(
@@ -34,7 +35,9 @@ def read_loss(result: Any) -> MicrobatchLoss:
         raise TypeError(f"the loss must be a tensor, to be differentiated, not {type(objective).__name__}")
     if objective.numel() != 1:
         raise TypeError(f"the loss must be one number, not a tensor of shape {tuple(objective.shape)}")
-    tokens = _numbers("num_tokens, beside the loss,", result[1] if len(result) == 3 else 1.0)
+    if len(result) == 2:
+        objective = objective * nominal_tokens
+    tokens = _numbers("num_tokens, beside the loss,", result[1] if len(result) == 3 else nominal_tokens)
     if tokens.numel() != 1:
         raise TypeError(f"num_tokens, beside the loss, must be one number, not {tokens.numel()}")
     pairs = {name: _pair(value).to(objective.device) for name, value in report.items()}

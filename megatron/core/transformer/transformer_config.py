@@ -59,7 +59,7 @@ class TransformerConfig:
     z_loss_coeff: float = knob(0.0, "times the squared log-sum-exp of a token's scores is added to its loss")
     fp32_residual_connection: bool = knob(False, "keep the residual stream in float32, with --bf16 or --fp16")
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
-    fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and gradients")
+    fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and loss scaling")
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
     def __post_init__(self) -> None:

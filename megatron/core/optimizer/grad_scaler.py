@@ -1,0 +1,112 @@
+"""The factor that lifts float16 gradients out of underflow: state machines told, step by step, whether it was too large.
+
+good good good ... good          `loss_scale_window` good steps in a row: scale x 2, patience restored
+bad                              an overflow: the step is skipped, patience falls by one
+bad                              no patience left: scale x 1/2, and again at every further overflow until the next growth
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config import ConfigError, knob
+
+GROWTH, BACKOFF = 2.0, 0.5  # powers of two, so that scaling rounds nothing
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """Loss scaling."""
+
+    loss_scale: float | None = knob(None, "a fixed loss scale; with --fp16 it adapts itself when this is unset or 0")
+    initial_loss_scale: float = knob(2.0**32, "the adapting scale at the start")
+    min_loss_scale: float = knob(1.0, "the adapting scale never falls below this")
+    loss_scale_window: int = knob(1000, "steps in a row without overflow after which the scale doubles")
+    hysteresis: int = knob(2, "overflows since the last growth after which the scale is halved")
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.loss_scale is not None and self.loss_scale < 0:
+            problems.append(f"--loss-scale is {self.loss_scale}; it must be positive, or 0 to adapt itself")
+        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
+            problems.append(
+                f"--min-loss-scale is {self.min_loss_scale}; it must be positive and at most --initial-loss-scale "
+                f"({self.initial_loss_scale})"
+            )
+        for name in ("loss_scale_window", "hysteresis"):
+            if getattr(self, name) < 1:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if problems:
+            raise ConfigError(problems)
+
+
+class ConstantGradScaler:
+    """A scale that stays."""
+
+    adapts = False
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def update(self, overflow: bool) -> None:
+        """Nothing follows from an overflow."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """A fixed scale is the command line's, not the checkpoint's."""
+
+
+class DynamicGradScaler:
+    """A scale that doubles after a window of good steps and halves when overflows have used up its patience.
+
+    The patience is restored by growth alone, not by a good step: two overflows far apart within one window halve the scale.
+    """
+
+    adapts = True
+
+    def __init__(self, initial: float, *, minimum: float, window: int, hysteresis: int):
+        self.scale, self.minimum, self.window, self.hysteresis = initial, minimum, window, hysteresis
+        self.good_steps = 0  # since the last overflow or growth
+        self.patience = hysteresis  # overflows still borne before the scale falls
+
+    def update(self, overflow: bool) -> None:
+        """Count one step."""
+        if overflow:
+            self.good_steps = 0
+            self.patience -= 1
+            if self.patience <= 0:
+                self.scale = max(self.scale * BACKOFF, self.minimum)
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.good_steps, self.patience = 0, self.hysteresis
+            self.scale *= GROWTH
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know, as JSON; the names are Megatron's."""
+        return {"scale": self.scale, "growth_tracker": self.good_steps, "hysteresis_tracker": self.patience}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on as `state` says; a state without a scale, of a run that did not adapt one, changes nothing."""
+        if "scale" in state:
+            self.scale, self.good_steps = float(state["scale"]), int(state["growth_tracker"])
+            self.patience = int(state["hysteresis_tracker"])
+
+
+GradScaler = ConstantGradScaler | DynamicGradScaler
+
+
+def make_grad_scaler(config: LossScaleConfig, *, fp16: bool) -> GradScaler | None:
+    """The scaler of a run; None where nothing is scaled. A fixed scale is obeyed in every precision."""
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not fp16:
+        return None
+    return DynamicGradScaler(
+        config.initial_loss_scale,
+        minimum=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )

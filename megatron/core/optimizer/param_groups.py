@@ -1,0 +1,30 @@
+"""Which parameters are updated alike: weight decay and learning rate by name and shape. Pure.
+
+group_of(name, placement) -> ParamGroup        a fork passes its own to pretrain(); parameters of equal groups are
+                                               updated together, as segments of the flat buffers
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.placement import Placement
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """How a parameter is updated, relative to the run's settings."""
+
+    weight_decay_multiplier: float = 1.0
+    lr_multiplier: float = 1.0
+    decoupled: bool = False  # follows --decoupled-lr, if that is given, instead of --lr
+
+
+GroupRule = Callable[[str, Placement], ParamGroup]
+
+
+def default_group(name: str, placement: Placement) -> ParamGroup:
+    """Megatron's rule: vectors (biases, norm weights) do not decay; word table and output layer may have their own rate."""
+    return ParamGroup(
+        weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
+        decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),
+    )
