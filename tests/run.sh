@@ -2,7 +2,7 @@
 # Runs the tests, after making the virtual environment they need.
 #
 #   bash tests/run.sh                     all; those in tests/gpu are skipped without a GPU
-#   bash tests/run.sh --fast              pure functions, ranks as threads, and the rules of the code: under a minute
+#   bash tests/run.sh --fast              pure functions, ranks as threads, and the rules of the code; no further processes
 #   bash tests/run.sh [--fast] -k name    further arguments go to pytest
 #
 # From the environment: VENV and PYTHON, see examples/setup_env.sh.

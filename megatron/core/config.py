@@ -31,7 +31,7 @@ def knob(default: Any, help: str, *, flags: tuple[str, ...] = (), metavar: str |
     """A dataclass field that is also a flag.
 
     `flags` replaces the spelling `--field-name` (several are aliases). A boolean whose default is True is switched off by
-    `--no-field-name`, one whose default is False is switched on by `--field-name`.
+    `--no-field-name`, one whose default is False is switched on by `--field-name`; its help says what giving the flag does.
     """
     metadata = {"help": help, "flags": flags, "metavar": metavar}
     if isinstance(default, list):
@@ -87,10 +87,13 @@ def _argparse_options(field: dataclasses.Field, kind: Any) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add one group of flags for `config_class`; its docstring's first line is the group's title."""
-    group = parser.add_argument_group((config_class.__doc__ or config_class.__name__).strip().split("\n")[0])
+    title = (config_class.__doc__ or config_class.__name__).strip().split("\n")[0]
+    group = parser.add_argument_group(title.removesuffix("."))
     hints = typing.get_type_hints(config_class)
     for field in knobs(config_class):
-        text = f"{field.metadata['help']} (default: {default_of(field)})".replace("%", "%%")
+        default = default_of(field)
+        text = field.metadata["help"] if isinstance(default, bool) else f"{field.metadata['help']} (default: {default})"
+        text = text.replace("%", "%%")
         group.add_argument(*flags_of(field), help=text, **_argparse_options(field, hints[field.name]))
 
 

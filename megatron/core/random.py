@@ -39,13 +39,12 @@ def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis])
         placement = parameter.placement
         if placement.init is None:
             continue
-        if isinstance(placement.init, Constant):
-            parameter.fill_(placement.init.value)
-            continue
         parameter.zero_()
         for box, local in pieces(placement, tuple(parameter.shape), mesh):
-            drawn = normal_box(placement.shape, box, placement.init.std, seed, name)
-            parameter[slices(local)].copy_(drawn)
+            if isinstance(placement.init, Constant):
+                parameter[slices(local)].fill_(placement.init.value)
+            else:
+                parameter[slices(local)].copy_(normal_box(placement.shape, box, placement.init.std, seed, name))
 
 
 def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: str) -> Tensor:

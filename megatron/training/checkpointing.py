@@ -10,23 +10,28 @@ There is no state of random generators to save: draws follow from the seed and f
 """
 
 import json
+import tempfile
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
-from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.config import ConfigError
+from megatron.core.boxes import Box, size_of
+from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.checkpoint.format import LATEST
+from megatron.core.config import ConfigError, default_of, knobs
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.grid import Axis
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_state import Mesh
 from megatron.core.placement import owned_pieces, pieces
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.state import TrainState
-
-LATEST = "latest_checkpointed_iteration.txt"
 
 # Settings that decide what the parameters mean: a checkpoint made with others cannot be loaded.
 _SHAPE = (
@@ -63,6 +68,15 @@ def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
     copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
     speaks = bool(owned) and all(mesh[name].is_first for name in placement.reduce_over)
     return LocalTensor(tensor, placement.shape, owned, speaks, copies)
+
+
+def prepare_folder(root: str | None, world: Axis, device: torch.device) -> None:
+    """Find out at the start, not after hours, whether checkpoints can be written to `root`. Every rank must call."""
+    with comm.together(world, device):
+        if root is not None and world.is_first:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
 
 
 def save(
@@ -109,9 +123,10 @@ def load(
             raise ConfigError(f"--load {config.load} holds no checkpoint (no {LATEST} in it)")
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
         return TrainState(), None
-    checkpoint = open_checkpoint(Path(config.load), world=mesh["world"])
+    checkpoint = open_checkpoint(Path(config.load), world=mesh["world"], device=device)
     check_same_model(runtime, checkpoint.state)
     wanted = model_tensors(chunks, mesh)
+    check_same_size(wanted, checkpoint, mesh["world"], device)
     goes_on = config.load_optim and not config.finetune
     if goes_on:
         check_same_optimizer(runtime, checkpoint.state)
@@ -120,6 +135,8 @@ def load(
     wants_masters = any(name.startswith("optimizer/master/") for name in state_tensors)
     if not has_masters:  # saved in full precision: the weights are the masters
         state_tensors = {n: t for n, t in state_tensors.items() if not n.startswith("optimizer/master/")}
+    elif goes_on and not wants_masters:  # going on in full precision: the masters are the weights
+        wanted = {_master_of(name, checkpoint): tensor for name, tensor in wanted.items()}
     checkpoint.read_into(wanted | state_tensors, mesh["world"], convert=True, device=device)
     if not (has_masters and wants_masters):
         optimizer.adopt_parameters()
@@ -136,13 +153,34 @@ def load(
     return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]
 
 
+def _master_of(name: str, checkpoint: Checkpoint) -> str:
+    """The name of a parameter's master copy, or its own where it was not trained and has none."""
+    master = name.replace("model/", "optimizer/master/", 1)
+    return master if master in checkpoint.names else name
+
+
+def check_same_size(mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device) -> None:
+    """Refuse a checkpoint with parameters that this model lacks. One all-reduce of a number; every rank must call."""
+    owned = sum(_elements(box) for local in mine.values() if local.is_writer for box, _ in local.pieces)
+    total = int(comm.all_reduce(torch.tensor([owned], device=device), world).item())
+    records = {n: record for n, record in checkpoint.manifest.tensors.items() if n.startswith("model/")}
+    saved = sum(prod(record.shape) for record in records.values())
+    if saved > total:
+        raise ConfigError(f"{checkpoint.folder} holds {saved:,} parameters, this run's model has {total:,}")
+
+
+def _elements(box: Box) -> int:
+    return prod(size_of(box))
+
+
 def check_same_model(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint of another model, naming every setting that differs."""
     mine, theirs = runtime.config.as_json()["transformer"], saved["config"]["transformer"]
+    defaults = {f.name: default_of(f) for f in knobs(TransformerConfig)}  # for settings younger than the checkpoint
     problems = [
-        f"{name}: the checkpoint has {theirs.get(name)}, this run has {mine[name]}"
+        f"{name}: the checkpoint has {theirs.get(name, defaults[name])}, this run has {mine[name]}"
         for name in _SHAPE
-        if theirs.get(name) != mine[name]
+        if theirs.get(name, defaults[name]) != mine[name]
     ]
     if saved["vocab_size"] != runtime.tokenizer.vocab_size:
         problems.append(

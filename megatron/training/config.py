@@ -30,7 +30,7 @@ class TrainingConfig:
     eval_iters: int = knob(100, "global batches in one validation; 0 for none")
     exit_interval: int | None = knob(None, "save and stop after the first step that is a multiple of this")
     seed: int = knob(1234, "of the initial weights, the data order and the dropout")
-    check_for_nan_in_loss_and_grad: bool = knob(True, "stop when the gradient is not a finite number")
+    check_for_nan_in_loss_and_grad: bool = knob(True, "go on when a gradient is not a finite number")
 
     def __post_init__(self) -> None:
         problems = [

@@ -188,4 +188,8 @@ def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> 
         comm.all_reduce(packed, mesh["dp"])
     values = packed.tolist()
     tokens = comm.all_reduce(packed[:1].clone(), mesh["pp"]).item()
-    return tokens, {name: values[1 + 2 * i] / max(values[2 + 2 * i], 1.0) for i, name in enumerate(names)}
+    return tokens, {name: _mean(values[1 + 2 * i], values[2 + 2 * i]) for i, name in enumerate(names)}
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else 0.0  # every token masked: there is nothing to report

@@ -123,6 +123,7 @@ class Trainer:
         self.log = TrainingLog(training.train_iters, self.batch_size, self.config.log.log_interval)
         self.pipeline = self._build_pipeline(forward_step)
         with as_settings_problem():
+            checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], runtime.device.torch_device)
             self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
         if log_state is not None:
             self.log.load_state(log_state)
