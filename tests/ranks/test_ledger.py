@@ -12,9 +12,11 @@ Besides these a step sends scalars: the loss report and the token count, the gra
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from communication_doc import document
 from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, SEQ, Layout, OptimizerConfig, build, sample, train_rank
 from torch import nn
@@ -222,3 +224,8 @@ def test_the_ring_remembers_the_last_calls():
     ledger = run_ranks({"tp": 2}, work)[0]
     assert len(ledger.recent) == 4 * PLAIN.num_layers + 5
     assert ledger.recent[-1].op == "all_reduce"
+
+
+def test_the_communication_page_is_current():
+    page = Path(__file__).parents[2] / "docs" / "communication.md"
+    assert page.read_text() == document(), "run python tests/communication_doc.py"

@@ -1,0 +1,54 @@
+"""What only an accelerator can show. Skipped where there is none."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.tensor_parallel.linear import weight_gradient
+from megatron.core.transformer.core_attention import fused_attention, plain_attention
+
+pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+ROOT = Path(__file__).parents[2]
+
+
+def on_device(*shape: int, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(torch.accelerator.current_accelerator(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("groups", [8, 2])
+def test_fused_attention_equals_the_plain_kernel(groups: int):
+    q, k, v = on_device(2, 8, 128, 64), on_device(2, groups, 128, 64, seed=1), on_device(2, groups, 128, 64, seed=2)
+    none = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    fused, plain = (kernel(q, k, v, None, none) for kernel in (fused_attention, plain_attention))
+    # Two roundings to bfloat16 (2^-9 each) on values near one.
+    torch.testing.assert_close(fused.float(), plain.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_half_precision_weight_gradients_are_summed_in_float32():
+    weight = torch.nn.Parameter(on_device(64, 32))
+    weight.main_grad = torch.zeros(64, 32, device=weight.device)
+    grad, x = on_device(512, 64, seed=1), on_device(512, 32, seed=2)
+    assert weight_gradient(weight, grad, x) is None
+    expected = grad.double().t() @ x.double()
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=0, atol=expected.abs().max().item() * 1e-5)
+
+
+def test_one_process_trains_as_on_the_cpu():
+    flags = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 64 --micro-batch-size 4 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-iters 0 --hidden-dropout 0 "
+        "--attention-dropout 0"
+    ).split()
+    losses = {}
+    for device in ("cpu", torch.accelerator.current_accelerator().type):
+        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--device", device]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        losses[device] = [float(part.split()[2]) for part in text.split("|") if part.startswith(" lm loss:")]
+    cpu, other = losses.values()
+    assert len(cpu) == 5
+    assert other == pytest.approx(cpu, rel=1e-3)
