@@ -39,11 +39,35 @@ def test_half_precision_weight_gradients_are_summed_in_float32():
 
 
 def test_one_process_trains_as_on_the_cpu():
-    flags = (
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
-        "--seq-length 64 --micro-batch-size 4 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-iters 0 --hidden-dropout 0 "
-        "--attention-dropout 0"
-    ).split()
+    flags = [
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "255",
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "64",
+        "--micro-batch-size",
+        "4",
+        "--train-iters",
+        "5",
+        "--lr",
+        "1e-3",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "0",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    ]
     losses = {}
     for device in ("cpu", torch.accelerator.current_accelerator().type):
         command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--device", device]

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.layers import (
     my_sequence_part,
 )
 from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.lookup import lookup
 
 S, B, IN, OUT = 8, 3, 8, 12
 # tensor size, and whether a call completes at its wait only
@@ -601,3 +602,26 @@ def test_one_rank_alone_raises_its_own_error():
             raise OSError("mine")
 
     run_ranks({}, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_frequent_word_gets_its_whole_gradient(dtype: torch.dtype):
+    """4,096 times 0.01 is 41, also where 4 + 0.01 rounds to 4."""
+    table = nn.Parameter(torch.zeros(3, 8, dtype=dtype))
+    table.main_grad = torch.zeros(3, 8, dtype=torch.promote_types(dtype, torch.float32))
+    ids = torch.ones(64, 64, dtype=torch.long)
+    ids[0, 0] = 2
+    lookup(ids, table).backward(torch.full((64, 64, 8), 0.01, dtype=dtype))
+    step = torch.tensor(0.01, dtype=dtype).double().item()
+    for row, times in enumerate((0, 4095, 1)):
+        assert table.main_grad[row].double() == pytest.approx([times * step] * 8, rel=1e-5)
+    assert table.grad is None
+
+
+def test_a_table_without_a_buffer_leaves_its_gradient_to_autograd():
+    table = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
+    ids = torch.tensor([[0, 3], [3, 3]])
+    pull = torch.randn(2, 2, 4, dtype=torch.float64)
+    lookup(ids, table).backward(pull)
+    expected = torch.zeros(5, 4, dtype=torch.float64).index_add_(0, ids.flatten(), pull.flatten(0, 1))
+    torch.testing.assert_close(table.grad, expected)

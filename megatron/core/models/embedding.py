@@ -1,12 +1,12 @@
 """Words and positions become the first hidden states."""
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron.core.grid import Axis
 from megatron.core.placement import Normal
 from megatron.core.random import DropoutKeys, HiddenDropout
 from megatron.core.tensor_parallel.layers import TensorParallel, VocabParallelEmbedding, my_sequence_part
+from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -18,7 +18,7 @@ class PositionEmbedding(nn.Module):
         self.weight = tp.replicated((positions, config.hidden_size), Normal(config.init_method_std))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self.weight)
+        return lookup(ids, self.weight)
 
 
 class Embedding(nn.Module):

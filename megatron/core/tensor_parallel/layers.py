@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
@@ -22,6 +21,7 @@ from megatron.core.grid import Axis
 from megatron.core.placement import Constant, Normal, Placement, Rows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import column_linear, linear
+from megatron.core.tensor_parallel.lookup import lookup
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return functional.embedding(ids, self.weight)  # [s, b, h]
+            return lookup(ids, self.weight)  # [s, b, h]
         elsewhere = (ids < self.first) | (ids >= self.last)
-        found = functional.embedding((ids - self.first).masked_fill(elsewhere, 0), self.weight)
+        found = lookup((ids - self.first).masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = mappings.reduce_scatter_sequence if self.sequence_parallel else mappings.reduce
         return leave(found, self.axis)  # [s, b, h] or [s/t, b, h]
