@@ -14,6 +14,7 @@ setup(
     version="0.1.0",
     description="Pretraining of transformers over tensor, sequence, pipeline and data parallel ranks, on a CPU too",
     license="Apache-2.0",
+    package_dir={"": "."},  # an editable installation is then one line with this path, not an import hook
     packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
     python_requires=">=3.11",
     install_requires=REQUIRED,

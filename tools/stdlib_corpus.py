@@ -1,0 +1,102 @@
+"""The source text of Python's own standard library as JSON lines: a corpus that every machine already has.
+
+    python tools/stdlib_corpus.py --output corpus.jsonl --max-mb 16
+
+One object {"text": ...} a file, in the order of the files' names. Left out: tests, installed packages, files that are
+empty or not UTF-8, and tables of code points. The same Python release gives the same corpus, byte for byte.
+"""
+
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.datasets.indexed import atomic_file
+from tools.preprocess_data import parse
+
+# Folders whose files are not the library's prose: test data, other people's packages, and tables that are no text.
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "lib2to3",
+}
+_SKIPPED_PREFIXES = ("_sysconfigdata", "pydoc_data/")  # written by the build, and one long string of manual pages
+
+
+@dataclass(frozen=True)
+class StdlibCorpusConfig:
+    """Standard-library corpus."""
+
+    output: str | None = knob(None, "JSON-lines file to write")
+    max_mb: float = knob(32.0, "stop before the text grows beyond this many megabytes (10^6 bytes)")
+
+    def __post_init__(self) -> None:
+        problems = [] if self.output else ["--output is needed"]
+        if self.max_mb <= 0:
+            problems.append(f"--max-mb ({self.max_mb}) must be above 0")
+        if problems:
+            raise ConfigError(problems)
+
+
+def source_files(library: Path) -> list[Path]:
+    """The library's files that belong to the corpus, in the order of their names, which is the same on every machine."""
+    names = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
+    return [library / name for name in names if is_wanted(name)]
+
+
+def is_wanted(name: str) -> bool:
+    """Whether a file, named relative to the library, is text to learn from: `json/decoder.py` but not `test/test_json.py`."""
+    *folders, _ = name.split("/")
+    return not _SKIPPED_FOLDERS & set(folders) and not name.startswith(_SKIPPED_PREFIXES)
+
+
+def texts(files: list[Path], max_bytes: float) -> Iterator[str]:
+    """The files' texts, up to the first that would go beyond `max_bytes` together."""
+    total = 0
+    for path in files:
+        content = path.read_bytes()
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if not text.strip():
+            continue
+        total += len(content)
+        if total > max_bytes:
+            return
+        yield text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, StdlibCorpusConfig)
+    try:
+        config = build(StdlibCorpusConfig, parse(parser, arguments))
+        library = Path(sysconfig.get_path("stdlib"))
+        found = list(texts(source_files(library), config.max_mb * 1e6))
+        if not found:
+            raise ValueError(f"no source text in {library}, or none below --max-mb ({config.max_mb})")
+        Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(config.output) as file:
+            file.writelines(json.dumps({"text": text}).encode() + b"\n" for text in found)
+    except (ValueError, OSError) as error:
+        print(f"stdlib_corpus: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    size = sum(len(text.encode()) for text in found) / 1e6
+    print(f"wrote {config.output}: {len(found)} files, {size:.1f} MB of text", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
