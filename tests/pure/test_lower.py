@@ -109,6 +109,7 @@ def test_no_schedule_deadlocks():
         check_rendezvous(add_transfers(forward_only(p, m, v), loop_placement(p)), loop_placement(p))
 
 
+@pytest.mark.full
 def test_no_schedule_deadlocks_with_up_to_32_microbatches():
     for p, m in itertools.product(RANKS, (17, 24, 32)):
         for schedule in schedules_of(p, m, 1) + schedules_of(p, m, 3):
