@@ -4,22 +4,17 @@ Names load on first use, so that the pure files (`index_map`, `indexed`) can be 
 `batches` is not among them: its module has the same name.
 """
 
-import importlib
-from typing import Any
+from megatron.core.lazy import lazy_names
 
-_HOME = {
-    "DataConfig": "data_config",
-    "IndexedDataset": "indexed",
-    "IndexedDatasetWriter": "indexed",
-    "requested_samples": "index_map",
-    "GPTDataset": "gpt",
-    "MockGPTDataset": "gpt",
-    "build_gpt_datasets": "gpt",
-}
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "DataConfig": "data_config",
+        "IndexedDataset": "indexed",
+        "IndexedDatasetWriter": "indexed",
+        "requested_samples": "index_map",
+        "GPTDataset": "gpt",
+        "MockGPTDataset": "gpt",
+        "build_gpt_datasets": "gpt",
+    },
+)

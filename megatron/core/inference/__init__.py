@@ -1,25 +1,18 @@
 """Text from a trained model. Names are imported when first asked for."""
 
-from importlib import import_module
+from megatron.core.lazy import lazy_names
 
 # The function `generate` is not here: the submodule of that name would shadow it as soon as anything imports it.
-_SUBMODULE_OF = {
-    "SamplingConfig": "sampling",
-    "chooser": "sampling",
-    "distribution": "sampling",
-    "greedy": "sampling",
-    "keep_top_k": "sampling",
-    "keep_top_p": "sampling",
-    "sample": "sampling",
-    "load_gpt": "load",
-}
-
-
-def __getattr__(name):
-    if name not in _SUBMODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_SUBMODULE_OF[name]}"), name)
-
-
-def __dir__():
-    return sorted(_SUBMODULE_OF)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "SamplingConfig": "sampling",
+        "chooser": "sampling",
+        "distribution": "sampling",
+        "greedy": "sampling",
+        "keep_top_k": "sampling",
+        "keep_top_p": "sampling",
+        "sample": "sampling",
+        "load_gpt": "load",
+    },
+)
