@@ -105,8 +105,8 @@ def microbatches(
 
 
 def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    total, count = (losses * mask).sum(), mask.sum()
-    return total, count, {"lm loss": torch.stack((total.detach(), count))}
+    total, count = (losses * mask.to(losses.dtype)).sum(), mask.sum()
+    return total, count, {"lm loss": torch.stack((total.detach().double(), count))}
 
 
 def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
@@ -153,7 +153,7 @@ def train_rank(
     """Train this rank's part; returns what it knows of the outcome."""
     chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab)
     buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
-    adam = FlatOptimizer(buffers, optimizer, mesh)
+    adam = FlatOptimizer(buffers, optimizer, mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce)
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
     length = SEQ // layout.tp if layout.sp else SEQ
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
