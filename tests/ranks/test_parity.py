@@ -68,6 +68,11 @@ def test_no_wait_is_missing(model: str):
     assert_equal(run(MODELS[model], layout), one_process(model), TOLERANCE)
 
 
+def test_no_wait_is_missing_where_copies_travel_in_parts():
+    layout = Layout(tp=2, pp=2, m=3, schedule="zb-h1", delayed=True)
+    assert_equal(run(MODELS["gpt2-tied"], layout), one_process("gpt2-tied"), TOLERANCE)
+
+
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2), (4, 1)])
 def test_outer_and_inner_data_parallel_ranks_are_one_axis(sizes: tuple[int, int]):
     from local_ranks import run_ranks
