@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, permutations, product
+from math import prod
 from random import Random
 
 import numpy as np
@@ -122,16 +123,21 @@ def layouts(max_ranks: int) -> tuple[tuple, ...]:
 
 
 def all_cases(max_ranks: int = 64) -> Iterator[Case]:
-    """The whole product, in no useful order."""
-    for layout, free in product(layouts(max_ranks), product(*FREE.values())):
-        yield Case(*layout, *free)
+    """The whole product, small jobs first."""
+    return map(case_of, range(count_cases(max_ranks)))
 
 
 def count_cases(max_ranks: int = 64) -> int:
-    count = len(layouts(max_ranks))
-    for choices in FREE.values():
-        count *= len(choices)
-    return count
+    return len(layouts(max_ranks)) * prod(map(len, FREE.values()))
+
+
+def case_of(number: int) -> Case:
+    """Case `number` of the product; a smaller limit of ranks is a beginning of it."""
+    free = []
+    for choices in reversed(FREE.values()):
+        number, choice = divmod(number, len(choices))
+        free.append(choices[choice])
+    return Case(*layouts(64)[number], *reversed(free))
 
 
 # ---------------------------------------------------------------- covering sets

@@ -13,6 +13,8 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -20,17 +22,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from layout_space import DIMENSIONS, Case, all_cases, count_cases, covering_cases
+from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases
 from parity_cases import TOLERANCE, worst_difference
 
 
-def ordered_cases(max_ranks: int) -> list[Case]:
+def ordered_cases(max_ranks: int) -> Iterator[Case]:
     """All cases of at most so many ranks; a smaller limit leaves out cases and keeps the order of the others."""
     first = [case for case in covering_cases(3) if case.ranks <= max_ranks]
-    rest = [*all_cases(64)]
-    Random(0).shuffle(rest)
-    known = set(first)
-    return first + [case for case in rest if case.ranks <= max_ranks and case not in known]
+    yield from first
+    numbers, known = list(range(count_cases())), set(first)
+    Random(0).shuffle(numbers)
+    limit = count_cases(max_ranks)
+    for case in (case_of(number) for number in numbers if number < limit):
+        if case not in known:
+            yield case
 
 
 def read_results(path: Path) -> dict[str, dict]:
@@ -56,27 +61,28 @@ def run_case(case: Case) -> dict:
     return result | {"seconds": round(time.monotonic() - began, 3)}
 
 
-def sweep(cases: list[Case], path: Path, limit_seconds: float) -> None:
-    """Run what is not in the file yet, until done or out of time; each result is written at once."""
+def sweep(cases: Iterable[Case], count: int, path: Path, limit_seconds: float) -> None:
+    """Run what is not in the file yet of `count` cases, until done or out of time; each result is written at once."""
     results = read_results(path)
-    left = [case for case in cases if str(case) not in results]
-    began, said = time.monotonic(), 0.0
+    began, said, ran, passed = time.monotonic(), 0.0, 0, 0
     with path.open("a") as file:
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
             file.write("\n")
-        for done, case in enumerate(left):
+        for case in cases:
+            passed += 1
+            if str(case) in results:
+                continue
             spent = time.monotonic() - began
             if spent >= limit_seconds:
                 break
-            if done and spent - said > 15:
-                said = spent
-                whole = spent / done * (len(left) - done)
+            if ran and spent - said > 15:
+                said, whole = spent, spent / ran * (count - passed)
+                left = min(whole, limit_seconds - spent)
                 print(
-                    f"{len(cases) - len(left) + done} of {len(cases)} cases, {_span(min(whole, limit_seconds - spent))} "
-                    f"left in this run, {_span(whole)} for all",
-                    flush=True,
+                    f"{passed - 1} of {count} cases, {_span(left)} left in this run, {_span(whole)} for all", flush=True
                 )
             result = run_case(case)
+            ran += 1
             file.write(json.dumps(result) + "\n")
             file.flush()
             if not result["ok"]:
@@ -144,7 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
         i, n = (int(part) for part in given.shard.split("/"))
         if not 1 <= i <= n:
             parser.error(f"--shard is {given.shard}; it must be i/n with 1 <= i <= n")
-        sweep(ordered_cases(given.max_ranks)[i - 1 :: n], given.results, given.limit_minutes * 60)
+        cases = islice(ordered_cases(given.max_ranks), i - 1, None, n)
+        sweep(cases, -(-(count_cases(given.max_ranks) - i + 1) // n), given.results, given.limit_minutes * 60)
     results = list(read_results(given.results).values())
     if given.report is not None:
         given.report.write_text(report(results))
