@@ -2,9 +2,11 @@
 
     losses = run_ranks({"tp": 2, "pp": 2, "dp": 2}, lambda mesh: train(mesh))       one result per rank
 
-Two kinds of group: one completes a collective when it starts; the other (`delayed=True`) completes it at `wait()` and fills the
-result with NaN until then, so that a missing wait is loud. A receive is always of the second kind: it is posted before the send. A call that the other ranks do not join fails after `TIMEOUT`
-seconds and says which call each rank is in.
+Two kinds of group. One completes a call when it starts. The other (`delayed=True`) completes it at `wait()`, as late as a network
+may: until then a result is filled with NaN (integers with their smallest value), and what is sent or gathered is read from the
+caller's own tensor, so that touching either before the wait is loud. A receive is always of the second kind: it is posted before
+the send. In both, a call that nobody waits for is an error at the end. A call that the other ranks do not join fails after
+`TIMEOUT` seconds and says which call each rank is in.
 """
 
 import threading
@@ -27,7 +29,7 @@ class _Meeting:
     def __init__(self, size: int, failed: threading.Event):
         self.size, self.failed, self.changed = size, failed, threading.Condition()
         self.deposits: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
-        self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.letters: dict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
         self.taken: dict[int, int] = defaultdict(int)
 
     def put(self, call: int, rank: int, op: str, x: Tensor) -> None:
@@ -35,11 +37,13 @@ class _Meeting:
             self.deposits[call][rank] = (op, x)
             self.changed.notify_all()
 
-    def take_all(self, call: int, op: str) -> list[Tensor]:
-        """What every rank put into its `call`-th collective, in rank order."""
+    def take_all(self, call: int, mine: int, op: str) -> list[Tensor]:
+        """What every rank put into its `call`-th collective, in rank order. From now on rank `mine` may change its own."""
         with self.changed:
+            own_op, own = self.deposits[call][mine]
+            self.deposits[call][mine] = own_op, own.clone()
             self._until(lambda: len(self.deposits[call]) == self.size, op)
-            got = [self.deposits[call][rank] for rank in range(self.size)]
+            got = [(name, x.clone()) for name, x in (self.deposits[call][rank] for rank in range(self.size))]
             self.taken[call] += 1
             if self.taken[call] == self.size:
                 del self.deposits[call], self.taken[call]
@@ -47,15 +51,20 @@ class _Meeting:
             raise AssertionError(f"ranks disagree on the call: {[(n, tuple(x.shape), x.dtype) for n, x in got]}")
         return [x for _, x in got]
 
-    def post(self, source: int, to: int, x: Tensor) -> None:
+    def post(self, source: int, to: int, letter: "_Letter") -> None:
         with self.changed:
-            self.letters[source, to].append(x)
+            self.letters[source, to].append(letter)
             self.changed.notify_all()
+
+    def seal(self, letter: "_Letter") -> None:
+        """From now on the sender may change its tensor."""
+        with self.changed:
+            letter.x = letter.x.clone()
 
     def receive(self, source: int, to: int) -> Tensor:
         with self.changed:
             self._until(lambda: len(self.letters[source, to]) > 0, f"recv from {source}")
-            return self.letters[source, to].popleft()
+            return self.letters[source, to].popleft().x.clone()
 
     def _until(self, ready: Callable[[], bool], what: str) -> None:
         if not self.changed.wait_for(lambda: ready() or self.failed.is_set(), TIMEOUT):
@@ -64,11 +73,19 @@ class _Meeting:
             raise threading.BrokenBarrierError(what)
 
 
+class _Letter:
+    """A tensor on its way to another rank."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+
 class _Later:
     """A call that completes when first waited for."""
 
-    def __init__(self, complete: Callable[[], None]):
-        self.complete: Callable[[], None] | None = complete
+    def __init__(self, what: str, complete: Callable[[], object]):
+        self.what = what
+        self.complete: Callable[[], object] | None = complete
 
     def wait(self) -> None:
         if self.complete is not None:
@@ -81,6 +98,7 @@ class ThreadGroup:
 
     def __init__(self, meeting: _Meeting, rank: int, delayed: bool):
         self.meeting, self.rank, self.delayed, self.calls = meeting, rank, delayed, 0
+        self.begun: list[_Later] = []
 
     def all_reduce(self, x: Tensor, op: str) -> _Later:
         combine = {"sum": lambda xs: sum(xs[1:], xs[0].clone()), "max": lambda xs: torch.stack(xs).amax(0)}[op]
@@ -98,24 +116,37 @@ class ThreadGroup:
         return self._collective("broadcast", x, x, lambda xs: xs[source])
 
     def send(self, x: Tensor, to: int) -> _Later:
-        self.meeting.post(self.rank, to, x.detach().clone())
-        return _Later(lambda: None)
+        letter = _Letter(x.detach() if self.delayed else x.detach().clone())
+        self.meeting.post(self.rank, to, letter)
+        return self._note(_Later(f"send to {to}", lambda: self.meeting.seal(letter)))
 
     def recv(self, x: Tensor, source: int) -> _Later:
-        return self._later(x, lambda: x.detach().copy_(self.meeting.receive(source, self.rank)), delayed=True)
+        complete = lambda: x.detach().copy_(self.meeting.receive(source, self.rank))  # noqa: E731
+        return self._later(f"recv from {source}", x, complete, delayed=True)
+
+    def unfinished(self) -> list[str]:
+        """Calls that nobody has waited for."""
+        return [later.what for later in self.begun if later.complete is not None]
 
     def _collective(self, op: str, out: Tensor, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Later:
         call, self.calls = self.calls, self.calls + 1
-        self.meeting.put(call, self.rank, op, x.detach().clone())
-        complete = lambda: out.detach().copy_(combine(self.meeting.take_all(call, op)).view_as(out))  # noqa: E731
-        return self._later(out, complete, delayed=self.delayed)
+        reads_late = self.delayed and out is not x  # a sum in place is poisoned where it was read
+        self.meeting.put(call, self.rank, op, x.detach() if reads_late else x.detach().clone())
+        take_all = lambda: self.meeting.take_all(call, self.rank, op)  # noqa: E731
+        return self._later(op, out, lambda: out.detach().copy_(combine(take_all()).view_as(out)), delayed=self.delayed)
 
-    def _later(self, out: Tensor, complete: Callable[[], object], *, delayed: bool) -> _Later:
-        later = _Later(complete)
+    def _later(self, what: str, out: Tensor, complete: Callable[[], object], *, delayed: bool) -> _Later:
+        later = _Later(what, complete)
         if not delayed:
             later.wait()
         elif out.is_floating_point():
             out.detach().fill_(float("nan"))
+        elif out.dtype != torch.bool:
+            out.detach().fill_(torch.iinfo(out.dtype).min)
+        return self._note(later)
+
+    def _note(self, later: _Later) -> _Later:
+        self.begun = [one for one in self.begun if one.complete is not None] + [later]
         return later
 
 
@@ -138,15 +169,20 @@ def run_ranks(
     errors: list[tuple[int, BaseException]] = []
 
     def one(rank: int) -> None:
+        groups: list[ThreadGroup] = []
+
         def make_group(name: str, ranks: tuple[int, ...]) -> ThreadGroup:
             with lock:
                 meeting = meetings[name, ranks] = meetings[name, ranks] or _Meeting(len(ranks), failed)
-            return ThreadGroup(meeting, ranks.index(rank), delayed)
+            groups.append(ThreadGroup(meeting, ranks.index(rank), delayed))
+            return groups[-1]
 
         try:
             mesh = build_mesh(grid, rank, make_group, ranks_per_kv_head)
             parallel_state.use_mesh(mesh)
             results[rank] = work(mesh)
+            left = [what for group in groups for what in group.unfinished()]
+            assert not left, f"nobody waited for {left}"
         except BaseException as error:
             errors.append((rank, error))
             failed.set()

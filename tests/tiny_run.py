@@ -105,8 +105,8 @@ def microbatches(
 
 
 def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    total, count = (losses * mask).sum(), mask.sum()
-    return total, count, {"lm loss": torch.stack((total.detach(), count))}
+    total, count = (losses * mask.to(losses.dtype)).sum(), mask.sum()
+    return total, count, {"lm loss": torch.stack((total.detach().double(), count))}
 
 
 def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
@@ -153,7 +153,7 @@ def train_rank(
     """Train this rank's part; returns what it knows of the outcome."""
     chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab)
     buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
-    adam = FlatOptimizer(buffers, optimizer, mesh)
+    adam = FlatOptimizer(buffers, optimizer, mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce)
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
     length = SEQ // layout.tp if layout.sp else SEQ
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
@@ -230,14 +230,24 @@ def run(
     )
 
 
-def assert_equal(got: Outcome, expected: Outcome, tolerance: float) -> None:
-    """Per tensor max|a - b| <= tolerance * max|b|, and the same relative bound for losses and norms."""
+def differences(got: Outcome, expected: Outcome) -> Iterator[tuple[str, float, float]]:
+    """(what, largest difference, largest value expected) of each loss, norm, gradient and weight."""
     for name in ("losses", "norms"):
         for step, (a, b) in enumerate(zip(getattr(got, name), getattr(expected, name), strict=True)):
-            assert abs(a - b) <= tolerance * abs(b), f"{name} of step {step}: {a} instead of {b}"
+            yield f"{name} of step {step}", abs(a - b), abs(b)
     pairs = {f"gradient of step {i}": pair for i, pair in enumerate(zip(got.grads, expected.grads, strict=True))}
     for what, (a, b) in (pairs | {"weight": (got.weights, expected.weights)}).items():
         assert a.keys() == b.keys(), f"{what}: {a.keys() ^ b.keys()} are in one model only"
         for name in b:
-            worst, scale = (a[name] - b[name]).abs().max().item(), b[name].abs().max().item()
-            assert worst <= tolerance * scale, f"{what} {name} differs by {worst}, its largest value is {scale}"
+            yield f"{what} {name}", (a[name] - b[name]).abs().max().item(), b[name].abs().max().item()
+
+
+def assert_equal(got: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Per tensor max|a - b| <= tolerance * max|b|, and the same relative bound for losses and norms."""
+    for what, worst, scale in differences(got, expected):
+        assert worst <= tolerance * scale, f"{what} differs by {worst}, its largest value is {scale}"
+
+
+def assert_same_bits(got: Outcome, expected: Outcome) -> None:
+    """Every loss, norm, gradient and weight, to the last bit."""
+    assert_equal(got, expected, 0.0)

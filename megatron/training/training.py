@@ -117,6 +117,7 @@ class Trainer:
             self.mesh,
             group_of=group_of,
             scaler=make_grad_scaler(self.config.loss_scaling, fp16=self.config.transformer.fp16),
+            fixed_order=self.config.data_parallel.fixed_order_grad_reduce,
             device=runtime.device.torch_device,
         )
         self.schedule = LearningRateSchedule(self.config.learning_rate, training.train_iters, self.batch_size)

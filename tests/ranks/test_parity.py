@@ -1,25 +1,30 @@
 """Any layout, same numbers: a run spread over ranks equals the run of one process, in float64, with ranks as threads.
 
 The tolerance, 1e-10 of a tensor's largest value, leaves room for another order of summation over three steps (about 1e-15
-each, amplified by Adam's division) and for nothing else. Tests marked `full` are the whole product; the others
-cover every pair of choices.
+each, amplified by Adam's division) and for nothing else. The fast set covers every pair of choices of layout_space, the tests
+marked `full` every triple that fits on 16 ranks; tests/parity_sweep.py runs the product.
 """
 
-from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import combinations
 
 import pytest
+from layout_space import (
+    COVERED_RANKS,
+    DIMENSIONS,
+    Case,
+    all_cases,
+    combinations_of,
+    count_cases,
+    covering_cases,
+    numbers_of,
+)
+from parity_cases import TOLERANCE, assert_equals_one_process
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
-TOLERANCE = 1e-10
-MODELS = {
-    "gpt2-tied": GPT2,
-    "gpt2-untied": replace(GPT2, untie_embeddings_and_output_weights=True),
-    "llama-tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
-    "llama-untied": LLAMA,
-}
-MICROBATCHES = {1: (1, 2, 3), 2: (1, 2, 3), 4: (3, 4, 6)}  # by pipeline size: fewer, as many, more
+MODELS = {"gpt2-tied": GPT2, "llama-untied": LLAMA}
+PAIRS = covering_cases(2)
+TRIPLES = covering_cases(3)[len(PAIRS) :]
 
 
 @cache
@@ -27,43 +32,33 @@ def one_process(model: str) -> Outcome:
     return run(MODELS[model], Layout())
 
 
-def all_layouts() -> list[Layout]:
-    return [
-        Layout(tp=tp, sp=sp, pp=pp, dp=dp, m=m)
-        for (tp, sp), pp, dp in product(((1, False), (2, False), (2, True), (4, False), (4, True)), (1, 2, 4), (1, 2))
-        for m in MICROBATCHES[pp]
-    ]
-
-
-def pairs_of(layout: Layout, model: str) -> set[tuple]:
-    """The pairs of choices that a case covers."""
-    fewer_or_more = MICROBATCHES[layout.pp].index(layout.m)
-    choices = list(enumerate((layout.tp, layout.sp, layout.pp, layout.dp, fewer_or_more, model)))
-    return {(a, b) for i, a in enumerate(choices) for b in choices[i + 1 :]}
-
-
-def covering_cases() -> list[tuple[Layout, str]]:
-    """A small set of cases in which every pair of choices occurs; greedy, cheapest first."""
-    cases = sorted(product(all_layouts(), MODELS), key=lambda case: case[0].tp * case[0].pp * case[0].dp)
-    missing = set().union(*(pairs_of(*case) for case in cases))
-    chosen = []
-    while missing:
-        best = max(cases, key=lambda case: len(pairs_of(*case) & missing) / (2 + case[0].tp * case[0].pp * case[0].dp))
-        chosen.append(best)
-        missing -= pairs_of(*best)
-    return chosen
-
-
-@pytest.mark.parametrize(("layout", "model"), covering_cases(), ids=str)
-def test_layout_equals_one_process(layout: Layout, model: str):
-    assert_equal(run(MODELS[model], layout), one_process(model), TOLERANCE)
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_every_pair_of_choices_equals_one_process(case: Case):
+    assert_equals_one_process(case)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", all_layouts(), ids=str)
-def test_every_layout_equals_one_process(layout: Layout, model: str):
-    assert_equal(run(MODELS[model], layout), one_process(model), TOLERANCE)
+@pytest.mark.parametrize("case", TRIPLES, ids=str)
+def test_every_triple_of_choices_equals_one_process(case: Case):
+    assert_equals_one_process(case)
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_the_cases_cover_every_combination_that_can_be(strength: int):
+    covered = {c for case in covering_cases(strength) for c in combinations(numbers_of(case.choices), strength)}
+    assert covered == combinations_of(strength)
+    assert len(covering_cases(strength)) < 250
+    assert max(case.ranks for case in covering_cases(strength)) == COVERED_RANKS
+
+
+def test_combinations_that_can_be_are_those_of_the_product():
+    """Counted from the layouts' parts; here from every case on four ranks, two choices at a time."""
+    cases = list(all_cases(max_ranks=4))
+    assert len(cases) == count_cases(4)
+    assert len({str(case) for case in cases}) == len(cases), "two cases have one name"
+    found = {c for case in cases[::7] for c in combinations(numbers_of(case.choices), 2)}
+    assert found == combinations_of(2, 4)
+    assert {name for name, _ in DIMENSIONS.items()} == set(Case.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-untied"])
@@ -71,6 +66,11 @@ def test_no_wait_is_missing(model: str):
     """Groups that complete a call only at its wait, and poison its result until then, change nothing."""
     layout = Layout(tp=2, sp=True, pp=2, dp=2, m=3, delayed=True)
     assert_equal(run(MODELS[model], layout), one_process(model), TOLERANCE)
+
+
+def test_no_wait_is_missing_where_copies_travel_in_parts():
+    layout = Layout(tp=2, pp=2, m=3, schedule="zb-h1", delayed=True)
+    assert_equal(run(MODELS["gpt2-tied"], layout), one_process("gpt2-tied"), TOLERANCE)
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2), (4, 1)])

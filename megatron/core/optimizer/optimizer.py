@@ -5,7 +5,7 @@ moments, laid out like the parameters. What it must know of other ranks is one n
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,8 +62,8 @@ class OptimizerConfig:
 class FlatOptimizer:
     """AdamW (arXiv:1711.05101) or SGD with momentum, on float32 masters of the buffers of all model chunks of this rank.
 
-    group_of: how each parameter is updated. scaler: what the gradients were scaled by, if they were. device: where to add up
-    the norm on a rank that trains nothing.
+    group_of: how each parameter is updated. scaler: what the gradients were scaled by, if they were. fixed_order: the norm has the
+    same bits however parameters are spread over pipeline stages. device: where to add up the norm on a rank that trains nothing.
     """
 
     def __init__(
@@ -74,16 +74,18 @@ class FlatOptimizer:
         *,
         group_of: GroupRule = default_group,
         scaler: GradScaler | None = None,
+        fixed_order: bool = False,
         device: torch.device | str = "cpu",
     ):
         self.buffers, self.config, self.mesh, self.scaler = list(buffers), config, mesh, scaler
+        self.fixed_order = fixed_order
         self.device = self.buffers[0].grads.data.device if self.buffers else device
         self.masters = [_master_of(buffer) for buffer in self.buffers]
         self.moments = {
             kind: [MemoryBuffer(m.numel, m.dtype, m.data.device) for m in self.masters] for kind in config.moments
         }
         self.step_count = 0  # updates that the moments have seen
-        self._counted = [_counted_runs(buffer, mesh) for buffer in self.buffers]
+        self._counted = [_counted_runs(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
         self._updater = self._build_updater(group_of) if self.buffers else None
 
     def _build_updater(self, group_of: GroupRule) -> torch.optim.Optimizer:
@@ -106,17 +108,34 @@ class FlatOptimizer:
         return updater
 
     def grad_norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp.
+        """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp; in
+        fixed order, one of a count and an all-gather of all parameters' sums of squares.
 
         It is not finite if any gradient on any rank is not, counted or not: a copy that overflowed alone, by a kernel whose
         order of summation varies, would else be the only one that is updated.
         """
+        if self.fixed_order:
+            return math.sqrt(math.fsum(self._squares_of_all_parameters()))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for weight, part in self._weighted_gradients():
+            total += weight * torch.linalg.vector_norm(part, dtype=torch.float64) ** 2  # 0 x infinity is NaN
+        return comm.all_reduce(total, self.mesh["mp"]).sqrt().item()
+
+    def _squares_of_all_parameters(self) -> list[float]:
+        """The sum of squares of each piece of a parameter, from all ranks of mp, with some zeros; in no certain order, so add
+        them up exactly. Each is summed as a tensor of its own, for a sum's bits depend on where it begins."""
+        mine = [weight * part.double().square().sum() for weight, part in self._weighted_gradients()]
+        length = comm.all_reduce(torch.tensor([len(mine)], device=self.device), self.mesh["mp"], "max").item()
+        padded = torch.zeros(int(length), dtype=torch.float64, device=self.device)
+        if mine:
+            padded[: len(mine)] = torch.stack(mine)
+        return comm.all_gather(padded, self.mesh["mp"]).tolist()
+
+    def _weighted_gradients(self) -> Iterator[tuple[float, Tensor]]:
+        """All of this rank's gradients in parts: weight 1 where it speaks for them, else 0."""
         for buffer, counted in zip(self.buffers, self._counted):
             for weight, start, stop in _weighted(counted, buffer.plan.numel):
-                part = buffer.grads.data[start:stop]
-                total += weight * torch.linalg.vector_norm(part, dtype=torch.float64) ** 2  # 0 x infinity is NaN
-        return comm.all_reduce(total, self.mesh["mp"]).sqrt().item()
+                yield weight, buffer.grads.data[start:stop]
 
     def clip_grad_norm(self) -> float:
         """Scale the gradient down to `clip_grad` if it is longer; returns its norm before. Every rank must call."""
@@ -203,16 +222,17 @@ def _master_of(buffer: ParamAndGradBuffer) -> MemoryBuffer:
     return master
 
 
-def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh) -> list[tuple[int, int]]:
-    """The parts of the buffer that this rank speaks for in sums over the model."""
+def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list[tuple[int, int]]:
+    """The parts of the buffer that this rank speaks for in sums over the model; `join`: neighbours as one part."""
     slots, counted = buffer.plan.slots, []
     for slot, next_start in zip(slots, [slot.start for slot in slots[1:]] + [buffer.plan.numel]):
         shape = tuple(buffer.parameters[slot.name].shape)
         for _, local in owned_pieces(buffer.parameters[slot.name].placement, shape, mesh):
             start, stop = (slot.start + at for at in flat_run(local, shape))
-            stop = next_start if stop == slot.stop else stop  # the gap that alignment leaves is zero
-            if counted and counted[-1][1] == start:
-                start = counted.pop()[0]
+            if join:
+                stop = next_start if stop == slot.stop else stop  # the gap that alignment leaves is zero
+                if counted and counted[-1][1] == start:
+                    start = counted.pop()[0]
             counted.append((start, stop))
     return counted
 

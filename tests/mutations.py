@@ -1,0 +1,150 @@
+"""Takes out every wait of the product, one at a time, and shows which test finds out.
+
+    python tests/mutations.py                               prints the table; exit code 1 if a mutation survives
+    python tests/mutations.py --write docs/testing.md       and puts it between the two marks of that file
+
+Each mutation is made in a temporary copy of the repository. The tests named must fail there, and pass where nothing is changed.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = "megatron/core/"
+BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
+TRAINS = "tests/ranks/test_parity.py::test_no_wait_is_missing"
+CALLS = "tests/ranks/test_local_ranks.py::test_a_collective_has_its_result_when_it_returns"
+IN_PARTS = "tests/ranks/test_parity.py::test_no_wait_is_missing_where_copies_travel_in_parts"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+_OWN = "self.transfers.pop(action._replace(op=_BEGUN_BY[action.op]))"
+MUTATIONS = [
+    Mutation("a call's wait", "comm.py", "            self._work.wait()\n", "            pass\n", CALLS),
+    Mutation("all-reduce", "comm.py", "start_all_reduce(x, axis, op).wait()", "start_all_reduce(x, axis, op)._result", CALLS),
+    Mutation("all-gather", "comm.py", "start_all_gather(x, axis).wait()", "start_all_gather(x, axis)._result", CALLS),
+    Mutation(
+        "all-gather of another dimension", "comm.py",
+        "start_all_gather(x.movedim(dim, 0), axis).wait()", "start_all_gather(x.movedim(dim, 0), axis)._result", CALLS,
+    ),
+    Mutation(
+        "reduce-scatter", "comm.py",
+        "start_reduce_scatter(x, axis).wait()", "start_reduce_scatter(x, axis)._result", CALLS,
+    ),
+    Mutation("broadcast", "comm.py", "broadcast(x, source).wait()", "broadcast(x, source)", CALLS),
+    Mutation(
+        "input gathered again for a weight gradient", "tensor_parallel/linear.py",
+        "gathering.wait() if gathering", "gathering._result if gathering", TRAINS,
+    ),
+    Mutation(
+        "input gradient summed beside the weight gradient", "tensor_parallel/linear.py",
+        "summing.wait()", "summing._result", TRAINS,
+    ),
+    Mutation(
+        "a bucket's sum", "distributed/distributed_data_parallel.py",
+        "total = self.pending.wait()", "total = self.pending._result", TRAINS,
+    ),
+    Mutation(
+        "all buckets at the end of the step", "distributed/distributed_data_parallel.py",
+        "            bucket.wait()\n", "            pass\n", TRAINS,
+    ),
+    Mutation(
+        "tensors of a transfer", "pipeline_parallel/transport.py",
+        "[one.wait() for one in self._pending]", "[one._result for one in self._pending]", TRAINS,
+    ),
+    Mutation(
+        "the parts of a transfer, put together unwaited", "pipeline_parallel/transport.py",
+        "comm.all_gather(part, self._axis)", "comm.start_all_gather(part, self._axis)._result", IN_PARTS,
+    ),
+    Mutation("SENT", "pipeline_parallel/executor.py", f"        {_OWN}.wait()\n\n", f"        {_OWN}\n\n", TRAINS),
+    Mutation(
+        "RECV", "pipeline_parallel/executor.py",
+        f"tensors = {_OWN}.wait()", f"tensors = tuple(one._result for one in {_OWN}._pending)", TRAINS,
+    ),
+    Mutation(
+        "a send's memory used again before SENT", "pipeline_parallel/executor.py",
+        "_peer(action), tensors)\n", "_peer(action), tensors)\n        _ = [x.zero_() for x in tensors]\n", TRAINS,
+    ),
+]  # fmt: skip
+
+
+def copy_of_repository(folder: Path) -> Path:
+    copy = folder / "copy"
+    for name in ("megatron", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    return copy
+
+
+def failing_test(copy: Path, test: str) -> tuple[str, str] | None:
+    """(the first of the tests that fails, why); None if all pass."""
+    command = [sys.executable, "-m", "pytest", test, "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600, check=False)
+    if result.returncode == 0:
+        return None
+    found = re.search(r"^FAILED (?:[^ ]*::)?(.+?)(?: - (.*))?$", result.stdout, re.MULTILINE)
+    if result.returncode != 1 or found is None:
+        raise RuntimeError(f"{test} could not be run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+    why = re.findall(r"^.*?(?:RuntimeError|AssertionError|Error): (.*)$", result.stdout, re.MULTILINE)
+    return found[1], (why[0] if why else found[2] or "")[:110]
+
+
+def try_mutation(copy: Path, mutation: Mutation) -> tuple[str, str] | None:
+    path = copy / CORE / mutation.file
+    original = path.read_text()
+    assert original.count(mutation.old) == 1, (
+        f"{mutation.file} has {mutation.old!r} {original.count(mutation.old)} times"
+    )
+    path.write_text(original.replace(mutation.old, mutation.new))
+    try:
+        return failing_test(copy, mutation.test)
+    finally:
+        path.write_text(original)
+
+
+def table(found: list[tuple[Mutation, tuple[str, str] | None]]) -> str:
+    lines = ["| wait taken out | file | found by | which says |", "|---|---|---|---|"]
+    for mutation, result in found:
+        test, why = result or ("**nothing**", "")
+        lines.append(f"| {mutation.what} | `{mutation.file}` | `{test}` | {why.replace('|', '/')} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="put the table into this file")
+    parser.add_argument("--only", default="", help="mutations whose name has this text")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        copy, found = copy_of_repository(Path(folder)), []
+        for test in sorted({mutation.test for mutation in MUTATIONS}):
+            if failing_test(copy, test) is not None:
+                raise SystemExit(f"{test} fails without any mutation")
+        for mutation in MUTATIONS:
+            if given.only in mutation.what:
+                found.append((mutation, try_mutation(copy, mutation)))
+                print(mutation.what, "->", found[-1][1] or "SURVIVES", flush=True)
+    survived = [mutation for mutation, result in found if result is None]
+    if given.write is not None:
+        before, rest = given.write.read_text().split(BEGIN)
+        given.write.write_text(before + BEGIN + "\n\n" + table(found) + "\n\n" + END + rest.split(END)[1])
+    print(f"{len(found) - len(survived)} of {len(found)} mutations are found")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

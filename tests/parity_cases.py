@@ -1,0 +1,79 @@
+"""Cases of the layout space, run with ranks as threads and compared with one process: what test_parity and the sweep share."""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+from layout_space import Case
+from tiny_run import GPT2, LLAMA, Layout, Outcome, Texts, assert_equal, differences, run
+
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+TOLERANCE = 1e-10
+BUCKET = 1500  # elements: several buckets on every rank, with layers of 1000 to 3000
+
+_STYLES = {
+    "gpt2": replace(GPT2, hidden_size=16, num_attention_heads=4),
+    "llama": replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24),
+}
+_CORNERS: dict[str, dict] = {
+    "plain": {},
+    "5 words": {},
+    "two groups": {"group_query_attention": True, "num_query_groups": 2},
+    "one group": {"group_query_attention": True, "num_query_groups": 1},
+    "smoothing": {"label_smoothing": 0.1, "z_loss_coeff": 0.01},
+    # With rotary positions: without them the gradient of a key's bias is zero but for rounding, and nothing to compare.
+    "head norms": {"qk_layernorm": True, "position_embedding_type": "rope"},
+    "masks": {},
+}
+
+
+def model_of(case: Case) -> TransformerConfig:
+    return replace(
+        _STYLES[case.style],
+        num_layers=case.layers,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+        untie_embeddings_and_output_weights=not case.tied,
+        **_CORNERS[case.corner],
+    )
+
+
+def texts_of(case: Case) -> Texts:
+    return Texts(vocab=5 if case.corner == "5 words" else Texts().vocab, documents=case.corner == "masks")
+
+
+def layout_of(case: Case) -> Layout:
+    overlap = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=BUCKET)
+    return Layout(
+        tp=case.tp, sp=case.sp, pp=case.pp, dp=case.dp, m=case.m, v=case.v, schedule=case.schedule,
+        recompute=case.recompute, scatter=case.scatter, delayed=case.delayed,
+        data_parallel=overlap if case.overlap else DataParallelConfig(),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def one_process(config: TransformerConfig, texts: Texts, global_batch: int) -> Outcome:
+    return run(config, Layout(), global_batch=global_batch, texts=texts)
+
+
+def outcomes(case: Case) -> tuple[Outcome, Outcome]:
+    """What the case computes, and what one process does."""
+    config, texts = model_of(case), texts_of(case)
+    got = run(config, layout_of(case), global_batch=case.global_batch, texts=texts)
+    return got, one_process(config, texts, case.global_batch)
+
+
+def assert_equals_one_process(case: Case) -> None:
+    assert_equal(*outcomes(case), TOLERANCE)
+
+
+def worst_difference(case: Case) -> tuple[float, str]:
+    """The largest difference relative to the largest value of its tensor, and where it is."""
+    found = [
+        (math.inf if not math.isfinite(worst) else worst / scale if scale else math.inf * (worst > 0), what)
+        for what, worst, scale in differences(*outcomes(case))
+        if worst or not math.isfinite(worst)
+    ]
+    return max(found, default=(0.0, ""))

@@ -1,0 +1,208 @@
+"""What each rank sends in a training step, worked out by hand from model and layout: the oracle of the ledger tests.
+
+It shares no code with the product. With N the bytes of an activation [s, b, h] of one microbatch, over t tensor-parallel ranks:
+
+    per microbatch          tensor parallel                  with sequence parallelism
+    embedding               1 AR(N)                          1 RS(N), backward 1 AG(N/t)
+    layer, forward          2 AR(N)                          2 AG(N/t) + 2 RS(N)
+    layer, backward         2 AR(N)                          2 AG(N/t) + 2 RS(N), and 2 AG(N/t) of inputs kept divided
+    layer, computed again   2 AR(N)                          2 AG(N/t) + 2 RS(N)
+    output layer            backward 1 AR(N)                 1 AG(N/t), backward 1 RS(N) + 1 AG(N/t)
+    cross entropy           3 AR of one number a token       the same
+
+Full recomputation: the second forward of a group of layers ends once it has every tensor that the backward asks for. The last of
+these is the input of the last layer's second MLP matrix; its sum over the ranks comes after it and is left out: one AR (RS) less
+per group. Dropout behind it needs its mask, so that with dropout nothing is left out.
+
+A boundary between stages on different ranks: a send and a receive each way per microbatch, of N, or of N/t where the ranks hold
+parts (sequence parallelism) or send parts of equal copies; those put their parts together by 1 AG(N/t) per receive.
+
+Per step and stage: 1 AR over dp of each buffer, or of each bucket; 1 AR over tp of the gradients of which each rank has a part,
+1 AR over kv of shared key and value heads. A tied table on two stages: 1 AR between them. Scalars: the norm over mp, the tokens
+over pp, and on the last stage three numbers over dp.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+ALIGNMENT = 8  # elements
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What traffic depends on. `model` and `layout` are read, never called: a TransformerConfig and a tiny_run.Layout."""
+
+    model: Any
+    layout: Any
+    sequence: int
+    words: int
+    global_batch: int
+    element: int = 8  # bytes
+
+    @property
+    def last_stage(self) -> int:
+        return self.layout.pp * self.layout.v - 1
+
+    @property
+    def microbatch(self) -> int:
+        return self.global_batch // self.layout.dp // self.layout.m
+
+    @property
+    def activation(self) -> int:
+        """Bytes of [s, b, h]."""
+        return self.sequence * self.microbatch * self.model.hidden_size * self.element
+
+    @property
+    def tied(self) -> bool:
+        return not self.model.untie_embeddings_and_output_weights
+
+    def layers(self, stage: int) -> int:
+        assert self.model.num_layers % (self.last_stage + 1) == 0
+        return self.model.num_layers // (self.last_stage + 1)
+
+
+def calls_of_step(setting: Setting, pp_rank: int) -> Counter:
+    """(op, axis, bytes) -> how often a rank of this pipeline stage calls it in one training step."""
+    layout, calls = setting.layout, Counter()
+    for stage in range(pp_rank, setting.last_stage + 1, layout.pp):
+        per_microbatch = _tensor_parallel(setting, stage) + _boundaries(setting, stage)
+        calls += Counter({call: count * layout.m for call, count in per_microbatch.items()})
+        calls += _gradients(setting, stage)
+    last = pp_rank == layout.pp - 1
+    calls += _once("mp", layout.tp * layout.pp, setting.element) + _once("pp", layout.pp, 8)
+    return calls + (_once("dp", layout.dp, 3 * 8) if last else Counter())
+
+
+def _once(axis: str, size: int, nbytes: int) -> Counter:
+    return Counter({("all_reduce", axis, nbytes): 1}) if size > 1 and nbytes else Counter()
+
+
+# ---------------------------------------------------------------- per microbatch
+
+
+def _tensor_parallel(setting: Setting, stage: int) -> Counter:
+    layout, whole, layers = setting.layout, setting.activation, setting.layers(stage)
+    if layout.tp == 1:
+        return Counter()
+    groups, again = _recomputed(setting, layers)
+    left_out = groups if setting.model.hidden_dropout == 0 else 0
+    first, last = stage == 0, stage == setting.last_stage
+    calls = Counter({("all_reduce", "tp", setting.sequence * setting.microbatch * setting.element): 3 * last})
+    if not layout.sp:
+        sums = 4 * layers + 2 * again - left_out + first + last
+        return calls + Counter({("all_reduce", "tp", whole): sums})
+    gathers = 6 * layers + 2 * again + first + 2 * last
+    scatters = 4 * layers + 2 * again - left_out + first + last
+    return calls + Counter(
+        {("all_gather", "tp", whole // layout.tp): gathers, ("reduce_scatter", "tp", whole): scatters}
+    )
+
+
+def _recomputed(setting: Setting, layers: int) -> tuple[int, int]:
+    """(groups, layers) of a stage that the backward computes again."""
+    if setting.layout.recompute in ("none", "selective"):  # attention's core does not communicate
+        return 0, 0
+    method, number = setting.layout.recompute.split()
+    if method == "uniform":
+        return -(-layers // int(number)), layers
+    return (min(int(number), layers),) * 2
+
+
+def _boundaries(setting: Setting, stage: int) -> Counter:
+    layout = setting.layout
+    if layout.pp == 1:
+        return Counter()
+    in_parts = layout.tp > 1 and layout.scatter and not layout.sp
+    size = setting.activation // (layout.tp if in_parts or layout.sp else 1)
+    before, after = stage > 0, stage < setting.last_stage
+    return Counter(
+        {
+            ("recv", "pp_forward", size): before,
+            ("send", "pp_backward", size): before,
+            ("send", "pp_forward", size): after,
+            ("recv", "pp_backward", size): after,
+        }
+    ) + Counter({("all_gather", "tp", size): (before + after) * in_parts})
+
+
+# ---------------------------------------------------------------- per step
+
+
+def _gradients(setting: Setting, stage: int) -> Counter:
+    layout, calls = setting.layout, Counter()
+    ends = stage in (0, setting.last_stage)
+    table = _rounded(_table(setting)) if setting.tied and layout.pp > 1 and ends else 0
+    config = layout.data_parallel
+    buckets = _buckets(_parameters(setting, stage), config.ddp_bucket_size if config.overlap_grad_reduce else None)
+    for elements in [*buckets, table]:
+        calls += _once("dp", layout.dp, elements * setting.element)
+    calls += _once("embd", layout.pp, table * setting.element)
+    calls += _once("tp", layout.tp, _seen_in_part(setting, stage) * setting.element)
+    sharing = max(1, layout.tp // setting.model.query_groups)
+    return calls + _once("kv", sharing, _shared_heads(setting) * setting.layers(stage) * setting.element)
+
+
+def _buckets(sizes: list[int], limit: int | None) -> list[int]:
+    """Elements in each message: from the last parameter on, as many as fill a bucket."""
+    buckets, filled = [], 0
+    for size in reversed(sizes):
+        filled += _rounded(size)
+        if limit is not None and filled >= limit:
+            buckets, filled = [*buckets, filled], 0
+    return buckets + [filled] * (filled > 0)
+
+
+def _rounded(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def _table(setting: Setting) -> int:
+    """Elements of a rank's part of the padded word table."""
+    share = setting.model.make_vocab_size_divisible_by
+    return -(-setting.words // (share * setting.layout.tp)) * share * setting.model.hidden_size
+
+
+def _parameters(setting: Setting, stage: int) -> list[int]:
+    """Elements of a rank's parameters in the order of the forward, but for a table that two stages share."""
+    model, layout, h = setting.model, setting.layout, setting.model.hidden_size
+    first, last, alone = stage == 0, stage == setting.last_stage, layout.pp == 1
+    sizes = [_table(setting)] * (first and (alone or not setting.tied))
+    sizes += [setting.sequence * h] * (first and model.position_embedding_type == "learned_absolute")
+    sizes += _layer(setting) * setting.layers(stage)
+    return sizes + _norm(model, h) * last + [_table(setting)] * (last and not setting.tied)
+
+
+def _norm(model: Any, width: int) -> list[int]:
+    return [width] * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _layer(setting: Setting) -> list[int]:
+    model, t, h = setting.model, setting.layout.tp, setting.model.hidden_size
+    heads, d, bias = model.num_attention_heads // t, model.head_width, model.add_bias_linear
+    qkv = (heads + 2 * max(1, model.query_groups // t)) * d
+    inner = model.ffn_size // t
+    fc1 = 2 * inner if model.swiglu else inner
+    return [
+        *_norm(model, h),
+        qkv * h, *[qkv] * bias, *(_norm(model, d) * 2 if model.qk_layernorm else []), heads * d * h, *[h] * bias,
+        *_norm(model, h),
+        fc1 * h, *[fc1] * bias, inner * h, *[h] * bias,
+    ]  # fmt: skip
+
+
+def _seen_in_part(setting: Setting, stage: int) -> int:
+    """Elements whose gradient each tensor-parallel rank has a part of: of its heads, and of its part of the sequence."""
+    model, h, layers = setting.model, setting.model.hidden_size, setting.layers(stage)
+    count = 2 * sum(_norm(model, model.head_width)) * layers if model.qk_layernorm else 0
+    if setting.layout.sp:
+        count += (2 * sum(_norm(model, h)) + 2 * h * model.add_bias_linear) * layers
+        count += sum(_norm(model, h)) * (stage == setting.last_stage)
+        count += setting.sequence * h * (stage == 0 and model.position_embedding_type == "learned_absolute")
+    return count
+
+
+def _shared_heads(setting: Setting) -> int:
+    """Elements of a layer's key and value rows that several ranks hold."""
+    model = setting.model
+    return 2 * model.head_width * (model.hidden_size + model.add_bias_linear)
