@@ -40,9 +40,10 @@ class Layout:
     pp: int = 1
     dp: int = 1
     sp: bool = False
+    v: int = 1  # model chunks of each pipeline rank
 
     def __str__(self) -> str:
-        return f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}"
+        return f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}{f'v{self.v}' if self.v > 1 else ''}-dp{self.dp}"
 
     @property
     def ranks(self) -> int:
@@ -51,7 +52,8 @@ class Layout:
     @property
     def flags(self) -> list[str]:
         sizes = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
-        return sizes + ["--sequence-parallel"] * self.sp
+        chunks = ["--num-virtual-stages-per-pipeline-rank", str(self.v)] if self.v > 1 else []
+        return sizes + chunks + ["--sequence-parallel"] * self.sp
 
 
 def pretrain(flags: Sequence[str], layout: Layout = Layout(), *, timeout: float = 120.0) -> "Outcome":
