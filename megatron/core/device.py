@@ -1,5 +1,7 @@
 """The device that this process computes on, chosen once: the only file (with kernel providers) that knows vendors."""
 
+import ctypes
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +42,8 @@ class Device:
         self.module: Any = None if name == "cpu" else torch.get_device_module(name)
         if self.module is not None:
             self.module.set_device(local_rank % self.module.device_count())
+        if name == "cpu":
+            keep_freed_memory()
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
 
     @classmethod
@@ -52,6 +56,16 @@ class Device:
             found = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator here"
             raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
         return cls(name, local_rank)
+
+    def expect_bf16(self) -> None:
+        """Prepare for a run in bfloat16. On the CPU float32 matrix products are rounded to bfloat16 factors from here on.
+
+        Weight gradients are the only such products in a --bf16 run, and their float32 factors are widened bfloat16: every
+        product is exact, summed in float32, and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`).
+        It holds for the process, so that only whoever decides about the whole run may call it.
+        """
+        if self.name == "cpu":
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
     @property
     def backend(self) -> str:
@@ -70,3 +84,21 @@ class Device:
 def has_fused_adam(device: torch.device) -> bool:
     """Whether torch updates all of a parameter's Adam state in one pass on this device."""
     return device.type in ("cpu", "cuda", "xpu")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGEST = 2**31 - 1
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep the memory that tensors give back, for the next ones. A no-op but with glibc on Linux.
+
+    By default it returns each large block to the system at once, and the next tensor of that size gets pages that have to be
+    faulted in and zeroed again: a quarter of the processor time of a step (2 layers of 512, 1024 tokens). Accelerators have allocators of torch's own that keep it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    c_library = ctypes.CDLL(None)
+    if hasattr(c_library, "gnu_get_libc_version"):
+        c_library.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+        c_library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)

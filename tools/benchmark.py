@@ -1,0 +1,112 @@
+"""How fast a training step is: against what the device can do, and side by side with transformers' GPT-2 at the same work.
+
+    python tools/benchmark.py --model gpt2-small --bf16
+    python tools/benchmark.py --model gpt2-small --num-layers 4 --bf16 --peers none --json result.json
+
+One process computes; the contenders take steps in turns. Prints Markdown.
+"""
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from tools.benchmarking.contest import Stopped, ceilings, contest
+from tools.benchmarking.report import markdown
+from tools.benchmarking.work import MODELS, Work
+from tools.preprocess_data import parse
+
+PEERS = {
+    "fp32": "transformers fp32",
+    "bf16": "transformers bf16 autocast",
+    "compiled": "transformers bf16 autocast, compiled",
+}
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """Benchmark."""
+
+    model: Literal[tuple(MODELS)] = knob("gpt2-small", "sizes to start from; the flags below replace single ones")  # type: ignore[valid-type]
+    num_layers: int | None = knob(None, "transformer layers")
+    hidden_size: int | None = knob(None, "width of the residual stream")
+    num_attention_heads: int | None = knob(None, "heads of each layer")
+    vocab_size: int | None = knob(None, "words; padded to a multiple of 128 for every contender")
+    seq_length: int = knob(512, "tokens in a sample")
+    micro_batch_size: int = knob(4, "samples in one forward")
+    global_batch_size: int | None = knob(None, "samples in a step; one micro-batch when unset")
+    bf16: bool = knob(False, "ours in bfloat16 with float32 masters; else float32")
+    peers: list[str] = knob(list(PEERS), "transformers' GPT-2 in float32, in bfloat16 autocast, compiled; or none")
+    rounds: int = knob(7, "measured steps of each contender")
+    warmup: int = knob(2, "steps of each contender before that")
+    profile: bool = knob(False, "also list the operators that our step spends its time in")
+    ceilings: bool = knob(True, "do not measure what the device can do at best", flags=("--no-ceilings",))
+    device: Literal["auto", "cpu"] = knob("auto", "where to compute; auto takes an accelerator if any")
+    json: str | None = knob(None, "file to write everything to that was measured")
+
+    def __post_init__(self) -> None:
+        problems = []
+        if unknown := [name for name in self.peers if name not in (*PEERS, "none")]:
+            problems.append(f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}, and none")
+        if self.rounds < 1 or self.warmup < 0:
+            problems.append("--rounds must be at least 1 and --warmup not negative")
+        if not problems:
+            problems = self.work.problems()
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def work(self) -> Work:
+        given = {f.name: getattr(self, f.name) for f in fields(Work) if getattr(self, f.name, None) is not None}
+        return Work(**{"global_batch_size": self.micro_batch_size, **MODELS[self.model], **given})
+
+    @property
+    def contenders(self) -> list[str]:
+        return ["ours"] + [PEERS[name] for name in self.peers if name != "none"]
+
+
+def measure(config: BenchmarkConfig) -> dict[str, Any]:
+    """Everything, as it goes into the JSON file."""
+    work, names, missing = config.work, config.contenders, {}
+    if len(names) > 1 and importlib.util.find_spec("transformers") is None:
+        missing = dict.fromkeys(names[1:], "transformers is not installed (pip install transformers)")
+        names = names[:1]
+    results, failed = contest(
+        names, work, config.device, rounds=config.rounds, warmup=config.warmup, profile=config.profile
+    )
+    if "ours" in failed:
+        raise Stopped(f"our own step failed: {failed['ours']}")
+    return {
+        "work": work.as_json(),
+        "parameters": work.parameters,
+        "flops_per_token": work.flops_per_token(),
+        "flops_per_token_full_attention": work.flops_per_token(full_attention=True),
+        "ceilings": ceilings(config.device, work) if config.ceilings else {},
+        "results": results,
+        "not_measured": missing | failed,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, BenchmarkConfig)
+    try:
+        config = build(BenchmarkConfig, parse(parser, arguments))
+        measured = measure(config)
+        if config.json:
+            Path(config.json).write_text(json.dumps(measured, indent=1) + "\n")
+    except (ConfigError, Stopped, OSError) as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(markdown(measured))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What the device can do at best: matrix products and copies."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron.core.device import Device
+
+SHAPES = ((2048, 768, 3072), (1024, 1024, 1024), (2048, 2048, 2048), (2048, 4096, 1024))
+LARGE_SHAPES = ((8192, 8192, 8192), (16384, 4096, 4096), (8192, 4096, 16384))  # of an accelerator, too
+COPY_BYTES = 2**28  # far beyond every cache but the largest
+
+
+def measure_ceilings(device: Device) -> dict[str, float]:
+    """bf16_tflops, fp32_tflops: the best of several shapes, each the best of several runs; copy_gb_per_s: read plus written."""
+    shapes = SHAPES if device.name == "cpu" else SHAPES + LARGE_SHAPES
+    ceilings = {
+        f"{name}_tflops": max(_tflops(shape, dtype, device) for shape in shapes)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+    }
+    source = torch.ones(COPY_BYTES // 4, device=device.torch_device)
+    target = torch.empty_like(source)
+    return ceilings | {"copy_gb_per_s": 2 * COPY_BYTES / _best_seconds(lambda: target.copy_(source), device) / 1e9}
+
+
+def _tflops(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> float:
+    m, k, n = shape
+    a = torch.randn(m, k, device=device.torch_device).to(dtype)
+    b = torch.randn(k, n, device=device.torch_device).to(dtype)
+    out = torch.empty(m, n, dtype=dtype, device=device.torch_device)
+    return 2 * m * k * n / _best_seconds(lambda: torch.mm(a, b, out=out), device) / 1e12
+
+
+def _best_seconds(run: Callable[[], object], device: Device, at_least: float = 0.3) -> float:
+    """The shortest of the runs that fit in about `at_least` seconds, after one to warm up."""
+    run()
+    best, end = float("inf"), time.perf_counter() + at_least
+    while time.perf_counter() < end:
+        device.synchronize()
+        start = time.perf_counter()
+        run()
+        device.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best

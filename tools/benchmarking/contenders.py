@@ -1,0 +1,152 @@
+"""Those who do the work: ours, through the code that pretraining runs, and transformers' GPT-2 as its users train it.
+
+A contender is built once and then takes one step at a time: step() -> seconds by phase.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.core.device import Device
+from megatron.training.initialize import initialize_megatron
+from megatron.training.train_step import train_step
+from megatron.training.training import Trainer
+from tools.benchmarking.work import Work
+
+LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
+
+
+class Phases:
+    """Adds up the seconds of the parts of a step. The clock is read once the device is done."""
+
+    def __init__(self, device: Device):
+        self.device, self.seconds = device, {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        self.device.synchronize()
+        start = time.perf_counter()
+        yield
+        self.device.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_function(*arguments: Any, **options: Any) -> Any:
+            with self.timed(name):
+                return function(*arguments, **options)
+
+        return timed_function
+
+    def take(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+class Batches:
+    """Random tokens, others in every microbatch, the same for every contender. Endless."""
+
+    def __init__(self, work: Work, device: Device):
+        self.work, self.device = work, device.torch_device
+        self.generator = torch.Generator().manual_seed(1234)
+
+    def __next__(self) -> dict[str, Tensor]:
+        work = self.work
+        shape = (work.micro_batch_size, work.seq_length + 1)
+        text = torch.randint(work.vocab_size, shape, generator=self.generator)
+        return {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "position_ids": torch.arange(work.seq_length).expand(work.micro_batch_size, -1).contiguous(),
+            "loss_mask": torch.ones(work.micro_batch_size, work.seq_length),
+        }
+
+
+class Ours:
+    """The trainer of this repository, built from command-line settings like any run."""
+
+    def __init__(self, work: Work, device_name: str):
+        settings = {
+            "num-layers": work.num_layers, "hidden-size": work.hidden_size,
+            "num-attention-heads": work.num_attention_heads, "seq-length": work.seq_length,
+            "micro-batch-size": work.micro_batch_size, "global-batch-size": work.global_batch_size,
+            "hidden-dropout": 0.0, "attention-dropout": 0.0, "train-iters": 1_000_000, "eval-iters": 0, "lr": LR,
+            "weight-decay": WEIGHT_DECAY, "clip-grad": CLIP, "lr-decay-style": "constant",
+            "tokenizer-type": "NullTokenizer", "vocab-size": work.vocab_size - 1, "device": device_name,
+        }  # fmt: skip
+        argv = [text for name, value in settings.items() for text in (f"--{name}", str(value))] + ["--mock-data"]
+        with contextlib.redirect_stdout(None):
+            runtime = initialize_megatron(argv=argv + ["--bf16"] * work.bf16)
+            self.trainer = Trainer(
+                runtime, lambda sizes: (None, None, None), pretrain_gpt.model_provider, pretrain_gpt.forward_step
+            )
+        self.device = runtime.device
+        self.batches = {0: Batches(work, self.device)}
+        self.phases = Phases(self.device)
+        trainer, wrap = self.trainer, self.phases.wrap
+        trainer.pipeline.forward_step = wrap("forward", trainer.pipeline.forward_step)
+        trainer.pipeline.train = wrap("forward and backward", trainer.pipeline.train)
+        trainer.optimizer.step = wrap("optimizer", trainer.optimizer.step)
+        trainer.optimizer.clip_grad_norm = wrap("clipping", trainer.optimizer.clip_grad_norm)
+
+    def step(self) -> dict[str, float]:
+        train_step(self.trainer.pipeline, self.trainer.optimizer, self.batches, first_sample=0, lr=LR)
+        seconds = self.phases.take()
+        seconds["backward"] = seconds.pop("forward and backward") - seconds["forward"]
+        return seconds
+
+
+class Transformers:
+    """transformers' GPT-2 in a plain loop: float32 weights, autocast to bfloat16 if asked for, torch's fused AdamW, clipping.
+
+    It gets what makes it faster at no cost: the padded vocabulary and scaled_dot_product_attention. Needs transformers.
+    """
+
+    def __init__(self, work: Work, device_name: str, *, autocast: bool = False, compiled: bool = False):
+        import transformers
+
+        self.work, self.device, self.autocast = work, Device.select(device_name), autocast
+        config = transformers.GPT2Config(
+            n_layer=work.num_layers, n_embd=work.hidden_size, n_head=work.num_attention_heads,
+            vocab_size=work.padded_vocab_size, n_positions=work.seq_length,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        torch.manual_seed(1234)
+        self.model: nn.Module = transformers.GPT2LMHeadModel(config).to(self.device.torch_device).train()
+        self.parameters = list(self.model.parameters())
+        matrices = [p for p in self.parameters if p.dim() > 1]
+        vectors = [p for p in self.parameters if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.batches, self.phases = Batches(work, self.device), Phases(self.device)
+
+    def step(self) -> dict[str, float]:
+        work, timed = self.work, self.phases.timed
+        for _ in range(work.num_microbatches):
+            tokens = next(self.batches)["tokens"].to(self.device.torch_device)
+            with timed("forward"), torch.autocast(self.device.name, torch.bfloat16, enabled=self.autocast):
+                loss = self.forward(input_ids=tokens, labels=tokens).loss / work.num_microbatches
+            with timed("backward"):
+                loss.backward()
+        with timed("clipping"):
+            nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        with timed("optimizer"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()  # whoever trains looks at it
+        return self.phases.take()
+
+
+CONTENDERS: dict[str, Callable[[Work, str], Any]] = {
+    "ours": Ours,
+    "transformers fp32": Transformers,
+    "transformers bf16 autocast": lambda work, device: Transformers(work, device, autocast=True),
+    "transformers bf16 autocast, compiled": lambda work, device: Transformers(
+        work, device, autocast=True, compiled=True
+    ),
+}

@@ -1,0 +1,96 @@
+"""What a benchmark computes: the sizes of a model and of a batch, and the FLOPs that follow from them. Pure integers.
+
+Model FLOPs of a token, those of the mathematics and not of an implementation (nothing recomputed, no padded words):
+
+    6 N + 6 L s a      6 = 2 for multiply and add, x 3 for the forward and the backward's two products
+        N              elements of the matrices that activations are multiplied with: per layer q/k/v h x 3a, out a x h, MLP
+                       2 h f, and once the output layer h x V. Not tables that are looked up, biases, norms
+        6 L s a        scores and their sum over values, in L layers of width a = heads x head width, sequences of s: full
+                       attention would be 12 L s a; a causal query sees half of the keys (exactly (s + 1) / 2, we say s / 2)
+
+nanoGPT, llm.c and PaLM count 6 N + 12 L s a, that is full attention; `full_attention=True` gives that for comparison.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """One training step of a GPT-2 shaped model: learned positions, GELU, biases, tied tables, no dropout, AdamW, clipping."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int = 50257
+    seq_length: int = 512
+    micro_batch_size: int = 4
+    global_batch_size: int = 4
+    bf16: bool = False
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the word table, which peers get as well: a multiple of 128 is faster for everybody."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """N above."""
+        h = self.hidden_size
+        return 12 * self.num_layers * h * h + h * self.vocab_size
+
+    @property
+    def parameters(self) -> int:
+        """All of them, without padding: matrices (the tied table once), positions, biases and norms."""
+        h, layers = self.hidden_size, self.num_layers
+        return self.multiplied_parameters + self.seq_length * h + layers * 13 * h + 2 * h
+
+    def flops_per_token(self, *, full_attention: bool = False) -> int:
+        attention = (12 if full_attention else 6) * self.num_layers * self.seq_length * self.hidden_size
+        return 6 * self.multiplied_parameters + attention
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of a step, with causal attention."""
+        return self.flops_per_token() * self.tokens
+
+    def problems(self) -> list[str]:
+        """Why this cannot be run, in the words of the command line."""
+        sizes = [name for name, value in asdict(self).items() if not isinstance(value, bool) and value < 1]
+        if sizes:
+            return [f"--{name.replace('_', '-')} must be at least 1" for name in sizes]
+        problems = []
+        if self.vocab_size < 2:
+            problems.append("--vocab-size must be at least 2: a word and the end of a document")
+        if self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"--hidden-size ({self.hidden_size}) must be a multiple of --num-attention-heads ({self.num_attention_heads})"
+            )
+        if self.global_batch_size % self.micro_batch_size:
+            problems.append(
+                f"--global-batch-size ({self.global_batch_size}) must be a multiple of --micro-batch-size "
+                f"({self.micro_batch_size})"
+            )
+        return problems
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+MODELS = {
+    "tiny": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 255},
+    "small-4l": {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 16383},
+    "gpt2-small": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
+    "gpt2-medium": {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
+    "gpt2-large": {"num_layers": 36, "hidden_size": 1280, "num_attention_heads": 20},
+    "gpt2-xl": {"num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25},
+}
