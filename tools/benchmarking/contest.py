@@ -1,6 +1,6 @@
 """Contenders in turns: each is a process that stays alive and takes a step when it is asked to, so that noise hits all alike.
 
-    round 1     ours  fp32  bf16        round 2     bf16  fp32  ours        the order turns round every time
+round 1     ours  fp32  bf16        round 2     bf16  fp32  ours        the order turns round every time
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class Process:
     """One contender."""
 
     def __init__(self, name: str, device: str, work: Work):
-        self.errors = tempfile.TemporaryFile("w+")  # a pipe that nobody empties would fill up and block the process
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody empties would fill up and block the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tools.benchmarking.worker", name, device, json.dumps(work.as_json())],
             cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,

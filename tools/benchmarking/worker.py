@@ -1,6 +1,6 @@
 """The process of one contender: builds it, then takes one step for each line that it reads, and answers each with a line of JSON.
 
-    python -m tools.benchmarking.worker NAME DEVICE WORK_AS_JSON
+python -m tools.benchmarking.worker NAME DEVICE WORK_AS_JSON
 """
 
 import json
