@@ -74,9 +74,14 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device) -> None:
     """Find out at the start, not after hours, whether checkpoints can be written to `root`. Every rank must call."""
     with comm.together(world, device):
         if root is not None and world.is_first:
-            Path(root).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=root):
-                pass
+            try:
+                Path(root).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=root):
+                    pass
+            except OSError as error:
+                raise ConfigError(
+                    f"--save {root} cannot be written: {error.strerror}; choose another folder"
+                ) from error
 
 
 def save(
