@@ -94,7 +94,8 @@ def keep_freed_memory() -> None:
     """Let the C library keep the memory that tensors give back, for the next ones. A no-op but with glibc on Linux.
 
     By default it returns each large block to the system at once, and the next tensor of that size gets pages that have to be
-    faulted in and zeroed again: a quarter of the processor time of a step (2 layers of 512, 1024 tokens). Accelerators have allocators of torch's own that keep it.
+    faulted in and zeroed again: a quarter of the processor time of a step (2 layers of 512, 1024 tokens). Accelerators have
+    allocators of torch's own that keep it.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -12,6 +12,8 @@ so that the loss is the same at every tensor-parallel size (Megatron's issue 745
 z-loss (arXiv:2204.02311, section 5) adds z l^2, which keeps l near 0; its gradient is 2 z l softmax_v.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -20,44 +22,76 @@ from megatron.core.grid import Axis
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they came and log(sum exp), and takes the softmax again in the backward: two passes over them in
+    their own dtype, and never a float32 copy of all (412 MB for 2048 tokens of GPT-2)."""
+
     @staticmethod
     def forward(
         ctx, logits: Tensor, target: Tensor, axis: Axis, vocab_size: int, smoothing: float, z_loss: float
     ) -> Tensor:
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        columns = x.shape[-1]
+        shape, columns = target.shape, logits.shape[-1]
+        rows, target = logits.reshape(-1, columns), target.reshape(-1)
         first = axis.rank * columns
         words = min(max(vocab_size - first, 0), columns)  # of mine; the rest is padding
-        x[..., words:] = float("-inf")  # no word: probability zero
-        largest = comm.all_reduce(x.amax(dim=-1), axis, "max")
-        x -= largest.unsqueeze(-1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        mine = torch.full((len(rows),), float("-inf"), dtype=wide, device=rows.device)  # the largest of my words
+        total, word_sum = torch.zeros_like(mine), torch.zeros_like(mine)
+        for part, x in _widened_parts(rows, words, wide) if words else ():
+            if smoothing:
+                word_sum[part] = x.sum(dim=-1)
+            mine[part] = x.amax(dim=-1)
+            total[part] = x.sub_(mine[part].unsqueeze(-1)).exp_().sum(dim=-1)
+        largest = comm.all_reduce(mine.clone(), axis, "max")
+        total = comm.all_reduce(total * (mine - largest).exp(), axis)
 
         elsewhere = (target < first) | (target >= first + columns)
         local_target = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
         everywhere, extra = _wanted(vocab_size, smoothing)
-        wanted = x.gather(-1, local_target).squeeze(-1).masked_fill(elsewhere, 0.0)
+        wanted = (rows.gather(-1, local_target).squeeze(-1).to(wide) - largest).masked_fill(elsewhere, 0.0)
         if smoothing:
-            wanted = extra * wanted + everywhere * x[..., :words].sum(dim=-1)
+            wanted = extra * wanted + everywhere * (word_sum - words * largest)
         comm.all_reduce(wanted, axis)
 
-        x.exp_()
-        total = comm.all_reduce(x.sum(dim=-1), axis)
-        x /= total.unsqueeze(-1)  # softmax
         loss, log_sum = total.log() - wanted, total.log() + largest
         # d loss / d l: the softmax is the gradient of l.
-        ctx.save_for_backward(x, local_target, elsewhere, 1 + 2 * z_loss * log_sum if z_loss else None)
-        ctx.dtype, ctx.words, ctx.everywhere, ctx.extra = logits.dtype, words, everywhere, extra
-        return loss + z_loss * log_sum**2 if z_loss else loss
+        by_log_sum = 1 + 2 * z_loss * log_sum if z_loss else None
+        ctx.save_for_backward(logits, log_sum, local_target, elsewhere, by_log_sum)
+        ctx.words, ctx.everywhere, ctx.extra = words, everywhere, extra
+        return (loss + z_loss * log_sum**2 if z_loss else loss).view(shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        softmax, local_target, elsewhere, by_log_sum = ctx.saved_tensors
-        grad_logits = softmax * (grad if by_log_sum is None else grad * by_log_sum).unsqueeze(-1)
-        if ctx.everywhere:
-            grad_logits[..., : ctx.words] -= ctx.everywhere * grad.unsqueeze(-1)
+        logits, log_sum, local_target, elsewhere, by_log_sum = ctx.saved_tensors
+        rows, grad = logits.reshape(-1, logits.shape[-1]), grad.reshape(-1)
+        times = (grad if by_log_sum is None else grad * by_log_sum).unsqueeze(-1)
         here = ctx.extra * grad.masked_fill(elsewhere, 0.0).unsqueeze(-1)
-        grad_logits.scatter_add_(-1, local_target, -here)
-        return grad_logits.to(ctx.dtype), None, None, None, None, None
+        grad_rows = torch.empty_like(rows)
+        grad_rows[:, ctx.words :] = 0.0
+        for part, x in _widened_parts(rows, ctx.words, log_sum.dtype):
+            x.sub_(log_sum[part].unsqueeze(-1)).exp_().mul_(times[part])
+            if ctx.everywhere:
+                x -= ctx.everywhere * grad[part].unsqueeze(-1)
+            if ctx.words:
+                x.scatter_add_(-1, local_target[part].clamp(max=ctx.words - 1), -here[part])
+            grad_rows[part, : ctx.words] = x
+        return grad_rows.view_as(logits), None, None, None, None, None
+
+
+def _widened_parts(rows: Tensor, words: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """A few rows after the other: (which, a copy of their first `words` columns in `dtype`, to be changed at will).
+
+    On a CPU so few that the copy stays in the cache of a core: 46 instead of 57 ms for both directions of 512 tokens of GPT-2.
+    """
+    at_once = len(rows)
+    if rows.device.type == "cpu":
+        at_once = max(1, _CACHED_ELEMENTS * torch.get_num_threads() // max(1, words))
+    buffer = torch.empty((min(at_once, len(rows)), words), dtype=dtype, device=rows.device)
+    for start in range(0, len(rows), at_once):
+        part = slice(start, min(start + at_once, len(rows)))
+        yield part, buffer[: part.stop - part.start].copy_(rows[part, :words])
+
+
+_CACHED_ELEMENTS = 2**18  # of a thread: 1 MB in float32
 
 
 def _wanted(vocab_size: int, smoothing: float) -> tuple[float, float]:
