@@ -112,6 +112,7 @@ train() {
 }
 
 HALF=$((TRAIN_ITERS / 2))
+[ ! -e "$CHECKPOINTS" ] || echo "removing the checkpoints, log and picture of the run before from $RUN"
 rm -rf "$CHECKPOINTS" "$LOG" "$RUN/loss.png"
 
 say "5/7 training: TP 2 x PP 2 with sequence parallelism, to iteration $HALF of $TRAIN_ITERS"
