@@ -102,6 +102,7 @@ def test_lists_in_the_documentation_are_current():
 # ---- what holds for all of them
 
 
+@pytest.mark.full
 def test_no_schedule_deadlocks():
     for p, _, _, lowered in lowered_schedules():
         check_rendezvous(lowered, loop_placement(p))

@@ -260,6 +260,7 @@ def test_float16_settles_from_two_to_the_32_and_learns():
     assert rank.results[-1].losses["lm loss"] == pytest.approx(single.results[-1].losses["lm loss"], rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(), EIGHT_RANKS, replace(EIGHT_RANKS, sp=True, delayed=True)], ids=str)
 @pytest.mark.parametrize("loss_func", [token_sums, mean_of_microbatch])
 def test_a_scaled_loss_changes_no_number(layout: Layout, loss_func: Callable):
@@ -507,6 +508,7 @@ def torchs(config: OptimizerConfig, copies: dict[str, nn.Parameter], rule: Group
     return torch.optim.SGD(groups, lr=1.0, momentum=config.sgd_momentum)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [EIGHT_RANKS, Layout(tp=2, sp=True, pp=4, m=6)], ids=str)
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["tied", "untied"])
 def test_sgd_and_decoupled_rates_equal_one_process(layout: Layout, model: TransformerConfig):
