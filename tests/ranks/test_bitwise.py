@@ -18,7 +18,7 @@ from megatron.core.distributed.distributed_data_parallel import DataParallelConf
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-pytestmark = pytest.mark.full  # a minute of the whole; the covering pairs of test_parity.py stay in the fast set
+pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 
 FIXED = DataParallelConfig(fixed_order_grad_reduce=True)
 WORDS = "language_model.embedding.word_embeddings.weight"

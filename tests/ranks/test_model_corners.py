@@ -28,7 +28,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.checkpointing import model_tensors, optimizer_tensors
 from megatron.training.config import check
 
-pytestmark = pytest.mark.full  # a minute of the whole; the covering pairs of test_parity.py stay in the fast set
+pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 
 TOLERANCE = 1e-10
 SMALL_GPT2, SMALL_LLAMA = replace(GPT2, num_layers=2), replace(LLAMA, num_layers=2)
