@@ -42,8 +42,6 @@ class Device:
         self.module: Any = None if name == "cpu" else torch.get_device_module(name)
         if self.module is not None:
             self.module.set_device(local_rank % self.module.device_count())
-        if name == "cpu":
-            keep_freed_memory()
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
 
     @classmethod
@@ -57,14 +55,17 @@ class Device:
             raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
         return cls(name, local_rank)
 
-    def expect_bf16(self) -> None:
-        """Prepare for a run in bfloat16. On the CPU float32 matrix products are rounded to bfloat16 factors from here on.
+    def prepare(self, *, bf16: bool) -> None:
+        """Make the process ready for a training run, where the device is a CPU. For whoever decides about the whole process.
 
-        Weight gradients are the only such products in a --bf16 run, and their float32 factors are widened bfloat16: every
-        product is exact, summed in float32, and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`).
-        It holds for the process, so that only whoever decides about the whole run may call it.
+        With `bf16` float32 matrix products are rounded to bfloat16 factors from here on. Weight gradients are the only such
+        products in a --bf16 run, and their float32 factors are widened bfloat16: every product is exact, summed in float32,
+        and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`).
         """
-        if self.name == "cpu":
+        if self.name != "cpu":
+            return
+        keep_freed_memory()
+        if bf16:
             torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
     @property

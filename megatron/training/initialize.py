@@ -79,8 +79,7 @@ def read_settings(
     device = Device.select(
         config.device.device, parallel_state.launched_local_rank() if local_rank is None else local_rank
     )
-    if config.transformer.bf16:
-        device.expect_bf16()
+    device.prepare(bf16=config.transformer.bf16)
     with as_settings_problem():
         tokenizer = build_tokenizer(config.tokenizer)
     return Settings(config, args, notes, device, tokenizer)

@@ -72,7 +72,7 @@ def _accumulate_for(device: torch.device, total: torch.dtype, factor: torch.dtyp
         widened      26 ms   3e-7        26 ms   6e-7          26,  26 ms; float16   26 ms
 
     oneDNN may take float32 products in bfloat16 (torch.backends.mkldnn.matmul.fp32_precision): exact on widened bfloat16
-    factors, 13 ms here. It is a setting of the whole process, so that a --bf16 run makes it at its start (`Device.expect_bf16`).
+    factors, 13 ms here. It is a setting of the whole process, so that a --bf16 run makes it at its start (`Device.prepare`).
     """
     if total == factor:
         return _in_place
