@@ -118,7 +118,7 @@ class FlatOptimizer:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight, part in self._weighted_gradients():
-            total += weight * torch.linalg.vector_norm(part, dtype=torch.float64) ** 2  # 0 x infinity is NaN
+            total += weight * _sum_of_squares(part)  # 0 x infinity is NaN
         return comm.all_reduce(total, self.mesh["mp"]).sqrt().item()
 
     def _squares_of_all_parameters(self) -> list[float]:
@@ -220,6 +220,15 @@ def _master_of(buffer: ParamAndGradBuffer) -> MemoryBuffer:
     master = MemoryBuffer(buffer.plan.numel, buffer.grads.dtype, buffer.params.data.device)
     master.data.copy_(buffer.params.data)
     return master
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """In float64, whatever the layout to its last digits. Widened piece by piece on the CPU, where torch's norm that widens on
+    the way is not vectorized: 10 instead of 50 ms for 15 million float32 (one thread of a busy machine)."""
+    if x.device.type != "cpu":
+        return torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
+    sums = [piece.double().square().sum() for piece in x.split(2**15)]
+    return torch.stack(sums).sum() if sums else x.new_zeros((), dtype=torch.float64)
 
 
 def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list[tuple[int, int]]:
