@@ -7,6 +7,9 @@ may: until then a result is filled with NaN (integers with their smallest value)
 caller's own tensor, so that touching either before the wait is loud. A receive is always of the second kind: it is posted before
 the send. In both, a call that nobody waits for is an error at the end. A call that the other ranks do not join fails after
 `TIMEOUT` seconds and says which call each rank is in.
+
+One rank runs at a time and hands over where it waits for others. Threads that all want the interpreter would pass it on at every
+operator, which costs more than the operators.
 """
 
 import threading
@@ -24,47 +27,41 @@ TIMEOUT = 30.0
 
 
 class _Meeting:
-    """Where the ranks of one group meet: the k-th collective of each rank is the same collective."""
+    """Where the ranks of one group meet: the k-th collective of each rank is the same collective.
 
-    def __init__(self, size: int, failed: threading.Event):
-        self.size, self.failed, self.changed = size, failed, threading.Condition()
+    Whoever calls has the turn, so that nothing here changes under its hands but in `_until`.
+    """
+
+    def __init__(self, size: int, turn: threading.Lock, failed: threading.Event):
+        self.size, self.failed, self.changed = size, failed, threading.Condition(turn)
         self.deposits: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
         self.letters: dict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
         self.taken: dict[int, int] = defaultdict(int)
 
     def put(self, call: int, rank: int, op: str, x: Tensor) -> None:
-        with self.changed:
-            self.deposits[call][rank] = (op, x)
-            self.changed.notify_all()
+        self.deposits[call][rank] = (op, x)
+        self.changed.notify_all()
 
     def take_all(self, call: int, mine: int, op: str) -> list[Tensor]:
         """What every rank put into its `call`-th collective, in rank order. From now on rank `mine` may change its own."""
-        with self.changed:
-            own_op, own = self.deposits[call][mine]
-            self.deposits[call][mine] = own_op, own.clone()
-            self._until(lambda: len(self.deposits[call]) == self.size, op)
-            got = [(name, x.clone()) for name, x in (self.deposits[call][rank] for rank in range(self.size))]
-            self.taken[call] += 1
-            if self.taken[call] == self.size:
-                del self.deposits[call], self.taken[call]
+        own_op, own = self.deposits[call][mine]
+        self.deposits[call][mine] = own_op, own.clone()
+        self._until(lambda: len(self.deposits[call]) == self.size, op)
+        got = [(name, x.clone()) for name, x in (self.deposits[call][rank] for rank in range(self.size))]
+        self.taken[call] += 1
+        if self.taken[call] == self.size:
+            del self.deposits[call], self.taken[call]
         if len({(name, x.shape, x.dtype) for name, x in got}) != 1 and op != "broadcast":
             raise AssertionError(f"ranks disagree on the call: {[(n, tuple(x.shape), x.dtype) for n, x in got]}")
         return [x for _, x in got]
 
     def post(self, source: int, to: int, letter: "_Letter") -> None:
-        with self.changed:
-            self.letters[source, to].append(letter)
-            self.changed.notify_all()
-
-    def seal(self, letter: "_Letter") -> None:
-        """From now on the sender may change its tensor."""
-        with self.changed:
-            letter.x = letter.x.clone()
+        self.letters[source, to].append(letter)
+        self.changed.notify_all()
 
     def receive(self, source: int, to: int) -> Tensor:
-        with self.changed:
-            self._until(lambda: len(self.letters[source, to]) > 0, f"recv from {source}")
-            return self.letters[source, to].popleft().x.clone()
+        self._until(lambda: len(self.letters[source, to]) > 0, f"recv from {source}")
+        return self.letters[source, to].popleft().x.clone()
 
     def _until(self, ready: Callable[[], bool], what: str) -> None:
         if not self.changed.wait_for(lambda: ready() or self.failed.is_set(), TIMEOUT):
@@ -78,6 +75,10 @@ class _Letter:
 
     def __init__(self, x: Tensor):
         self.x = x
+
+    def seal(self) -> None:
+        """From now on the sender may change its tensor."""
+        self.x = self.x.clone()
 
 
 class _Later:
@@ -118,7 +119,7 @@ class ThreadGroup:
     def send(self, x: Tensor, to: int) -> _Later:
         letter = _Letter(x.detach() if self.delayed else x.detach().clone())
         self.meeting.post(self.rank, to, letter)
-        return self._note(_Later(f"send to {to}", lambda: self.meeting.seal(letter)))
+        return self._note(_Later(f"send to {to}", letter.seal))
 
     def recv(self, x: Tensor, source: int) -> _Later:
         complete = lambda: x.detach().copy_(self.meeting.receive(source, self.rank))  # noqa: E731
@@ -162,9 +163,8 @@ def run_ranks(
     sizes = dict(sizes)
     sizes.setdefault("dp_inner", sizes.pop("dp", 1))
     grid = grid_of(order, sizes)
-    failed = threading.Event()
+    turn, failed = threading.Lock(), threading.Event()
     meetings: dict[tuple, _Meeting] = defaultdict(lambda: None)
-    lock = threading.Lock()
     results: list = [None] * grid.world_size
     errors: list[tuple[int, BaseException]] = []
 
@@ -172,25 +172,24 @@ def run_ranks(
         groups: list[ThreadGroup] = []
 
         def make_group(name: str, ranks: tuple[int, ...]) -> ThreadGroup:
-            with lock:
-                meeting = meetings[name, ranks] = meetings[name, ranks] or _Meeting(len(ranks), failed)
+            meeting = meetings[name, ranks] = meetings[name, ranks] or _Meeting(len(ranks), turn, failed)
             groups.append(ThreadGroup(meeting, ranks.index(rank), delayed))
             return groups[-1]
 
-        try:
-            mesh = build_mesh(grid, rank, make_group, ranks_per_kv_head)
-            parallel_state.use_mesh(mesh)
-            results[rank] = work(mesh)
-            left = [what for group in groups for what in group.unfinished()]
-            assert not left, f"nobody waited for {left}"
-        except BaseException as error:
-            errors.append((rank, error))
-            failed.set()
-            for meeting in list(meetings.values()):
-                with meeting.changed:
+        with turn:
+            try:
+                mesh = build_mesh(grid, rank, make_group, ranks_per_kv_head)
+                parallel_state.use_mesh(mesh)
+                results[rank] = work(mesh)
+                left = [what for group in groups for what in group.unfinished()]
+                assert not left, f"nobody waited for {left}"
+            except BaseException as error:
+                errors.append((rank, error))
+                failed.set()
+                for meeting in meetings.values():
                     meeting.changed.notify_all()
-        finally:
-            parallel_state.use_mesh(None)
+            finally:
+                parallel_state.use_mesh(None)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(grid.world_size)]
     for thread in threads:

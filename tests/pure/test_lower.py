@@ -8,7 +8,6 @@ from schedules import (
     CHUNKS,
     COSTS,
     COVERING,
-    FLAT,
     RANKS,
     assert_lists,
     lower,
@@ -102,15 +101,6 @@ def test_lists_in_the_documentation_are_current():
 # ---- what holds for all of them
 
 
-@pytest.mark.full
-def test_no_schedule_deadlocks():
-    for p, _, _, lowered in lowered_schedules():
-        check_rendezvous(lowered, loop_placement(p))
-    for p, m, v in [(p, m, v) for p, m in FLAT for v in CHUNKS]:
-        check_rendezvous(add_transfers(forward_only(p, m, v), loop_placement(p)), loop_placement(p))
-
-
-@pytest.mark.full
 def test_no_schedule_deadlocks_with_up_to_32_microbatches():
     for p, m in itertools.product(RANKS, (17, 24, 32)):
         for schedule in schedules_of(p, m, 1) + schedules_of(p, m, 3):
@@ -125,11 +115,17 @@ def test_no_schedule_deadlocks_whatever_the_cost(cost):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cost", COSTS[:3], ids=str)
-def test_no_schedule_deadlocks_over_the_whole_product(cost):
-    for p, m, v in itertools.product(RANKS, range(1, 33), CHUNKS):
+@pytest.mark.parametrize("p", RANKS)
+def test_no_schedule_deadlocks_over_the_whole_product(p):
+    """Every size, under three cost models; lists that two of them make alike are walked once."""
+    for m, v in itertools.product(range(1, 33), CHUNKS):
         for schedule in schedules_of(p, m, v):
-            check_rendezvous(add_reduce(add_transfers(schedule, loop_placement(p), cost)), loop_placement(p))
+            walked = []
+            for cost in COSTS[:3]:
+                lowered = add_reduce(add_transfers(schedule, loop_placement(p), cost))
+                if lowered not in walked:
+                    check_rendezvous(lowered, loop_placement(p))
+                    walked.append(lowered)
 
 
 def timed_run(lowered, placement, cost):

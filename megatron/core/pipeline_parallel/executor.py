@@ -142,10 +142,10 @@ class Executor:
 
     def sent(self, action: Action) -> None:
         """The tensors have left: only what a backward needs of them stays alive."""
-        self.transfers.pop(action._replace(op=_BEGUN_BY[action.op])).wait()
+        self.transfers.pop(action.with_op(_BEGUN_BY[action.op])).wait()
 
     def receive(self, action: Action) -> None:
-        tensors = self.transfers.pop(action._replace(op=_BEGUN_BY[action.op])).wait()
+        tensors = self.transfers.pop(action.with_op(_BEGUN_BY[action.op])).wait()
         if action.op is Op.RECV_F:
             self.inputs[action.stage, action.microbatch] = _as_inputs(tensors, self.training)
         else:

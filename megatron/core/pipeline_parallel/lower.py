@@ -86,15 +86,15 @@ class _Row:
     def send(self, producer: Action, direction: str, index: int) -> None:
         """Add the SEND of compute `index`, and the SENT of the send before it."""
         send, sent, _, _ = _OPS_OF[direction]
-        self._begin(producer._replace(op=send), direction, index + 1)
+        self._begin(producer.with_op(send), direction, index + 1)
         self._place_sent(direction, index + 1)
-        self.leaving[direction] = producer._replace(op=sent)
+        self.leaving[direction] = producer.with_op(sent)
 
     def receive(self, consumer: Action, direction: str, index: int, moment: float) -> None:
         """Add the RECV of compute `index`, and its POST before what the rank computes at `moment`."""
         _, _, post, recv = _OPS_OF[direction]
-        self._begin(consumer._replace(op=post), direction, bisect_right(self.ends, moment))
-        self.waits[index].append(consumer._replace(op=recv))
+        self._begin(consumer.with_op(post), direction, bisect_right(self.ends, moment))
+        self.waits[index].append(consumer.with_op(recv))
 
     def merged(self) -> list[Action]:
         for direction in _OPS_OF:
@@ -148,7 +148,7 @@ def check_rendezvous(schedule: Schedule, placement: Placement) -> None:
         needs = _needs_on_rank(action, schedule[rank], home, placement, num_stages)
         missing = [need for need in needs if need not in done]
         if action.op in _BEGIN_OF and not missing:
-            missing = wires[DIRECTION_OF[action.op]].held_up_by(action._replace(op=_BEGIN_OF[action.op]))
+            missing = wires[DIRECTION_OF[action.op]].held_up_by(action.with_op(_BEGIN_OF[action.op]))
         if not missing:
             done.add(action)
             if action.op in _WAIT_OF:
@@ -160,7 +160,7 @@ def check_rendezvous(schedule: Schedule, placement: Placement) -> None:
         f"{action} is begun, but {other} is in no list"
         for action in home
         if action.op in _WAIT_OF
-        for other in (partner(action), action._replace(op=_WAIT_OF[action.op]))
+        for other in (partner(action), action.with_op(_WAIT_OF[action.op]))
         if other not in home
     ]
     if problems:
@@ -215,20 +215,18 @@ def _needs_on_rank(
 ) -> list[Action]:
     """What must stand before `action` in its own rank's list, which is `actions`."""
     if action.op is Op.SEND_F:
-        return [action._replace(op=Op.F)]
+        return [action.with_op(Op.F)]
     if action.op is Op.SEND_B:
-        half = action._replace(op=Op.I)
-        return [half if half in home else action._replace(op=Op.B)]
+        half = action.with_op(Op.I)
+        return [half if half in home else action.with_op(Op.B)]
     if action.op in _BEGIN_OF:
-        return [action._replace(op=_BEGIN_OF[action.op])]
+        return [action.with_op(_BEGIN_OF[action.op])]
     if action.op is Op.REDUCE:
         return [other for other in actions if other.op in (Op.B, Op.W) and other.stage == action.stage]
     if action.op not in COMPUTE:
         return []  # a POST
     return [
-        need
-        if placement(need.stage) == placement(action.stage)
-        else action._replace(op=_OPS_OF[DIRECTION_OF[need.op]][3])
+        need if placement(need.stage) == placement(action.stage) else action.with_op(_OPS_OF[DIRECTION_OF[need.op]][3])
         for need in dependencies(action, num_stages)
     ]
 

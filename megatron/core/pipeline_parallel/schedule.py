@@ -14,13 +14,13 @@ executor runs one rank's list. A new schedule is a new function here and a line 
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.stage import loop_placement, stages_of_rank
 
 
-class Op(Enum):
+class Op(IntEnum):
     """What a rank can do. A transfer is two actions at each end: begin it, and wait for it."""
 
     # fmt: off
@@ -47,6 +47,10 @@ class Action(NamedTuple):
     op: Op
     stage: int
     microbatch: int | None = None
+
+    def with_op(self, op: Op) -> "Action":
+        """Another action of the same stage and microbatch."""
+        return Action(op, self.stage, self.microbatch)
 
     def __repr__(self):
         return f"{self.op.name}{self.stage}" + ("" if self.microbatch is None else f".{self.microbatch}")
@@ -111,8 +115,8 @@ def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Sched
             if action.op is not Op.B:
                 row.append(action)
                 continue
-            row.append(action._replace(op=Op.I))
-            waiting.append(action._replace(op=Op.W))
+            row.append(action.with_op(Op.I))
+            waiting.append(action.with_op(Op.W))
             if len(waiting) > delay(rank):
                 row.append(waiting.popleft())
         split.append(row + list(waiting))
@@ -134,8 +138,8 @@ def dependencies(action: Action, num_stages: int) -> list[Action]:
     if action.op is Op.F:
         return [action._replace(stage=action.stage - 1)] if action.stage > 0 else []
     if action.op is Op.W:
-        return [action._replace(op=Op.I)]
-    own = action._replace(op=Op.F)
+        return [action.with_op(Op.I)]
+    own = action.with_op(Op.F)
     return [own, action._replace(stage=action.stage + 1)] if action.stage < num_stages - 1 else [own]
 
 
