@@ -9,7 +9,6 @@ import torch
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize import finalize_grads
 from megatron.core.grid import Axis
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_state import Mesh
@@ -141,7 +140,8 @@ def train_step(
 ) -> StepResult:
     """One update of the parameters. Every rank must call; all raise FloatingPointError if the gradient is not finite.
 
-    With a loss scale, the objective is differentiated as objective x scale / nominal tokens: a sum over tokens would leave
+    Gradients are sums over tokens until all are summed, and are then divided by the tokens of the whole step, so that no layout
+    and no uneven loss mask changes what they mean. With a loss scale, the objective is differentiated as objective x scale / nominal tokens: a sum over tokens would leave
     float16's range, their mean does not. A gradient that overflows all the same makes every rank skip the update: its norm is
     one number for the model, and the ranks that hold copies have summed their gradients. An adapting scale reacts to that, and
     nothing is raised.
@@ -157,8 +157,9 @@ def train_step(
     loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
     totals = pipeline.train(data_iterators, first_sample, loss_scale)
     tokens, losses = share_totals(totals, pipeline.mesh, pipeline.device)
-    finalize_grads(chunks, tokens, loss_scale)
-    norm = optimizer.clip_grad_norm()
+    for chunk in chunks:
+        chunk.finish_grad_reduce()
+    norm = optimizer.clip_grad_norm(max(tokens, 1.0) * loss_scale)
     overflow = not math.isfinite(norm)
     if overflow and check_finite and not (scaler is not None and scaler.adapts):
         raise FloatingPointError(

@@ -154,10 +154,6 @@ class DistributedDataParallel(nn.Module):
             for buffer in filter(_is_tied, self.buffers):
                 comm.all_reduce(buffer.grads.data, self.mesh[ACROSS_STAGES])
 
-    def scale_grads(self, factor: float) -> None:
-        for buffer in self.buffers:
-            buffer.grads.data.mul_(factor)
-
     def _count_gradient(self, name: str) -> None:
         """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will come.
 
