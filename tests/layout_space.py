@@ -140,6 +140,36 @@ def case_of(number: int) -> Case:
     return Case(*layouts(64)[number], *reversed(free))
 
 
+# ---------------------------------------------------------------- the product of what most runs choose
+
+_CHOSEN = tuple(name for name in LAYOUT if name != "scatter")
+_RECOMPUTE = ("none", "selective", "full")
+
+
+@cache
+def main_product() -> tuple[Case, ...]:
+    """One case for every combination of tp, sp, pp, v, dp, schedule and microbatches that can stand together, with every choice
+    of recompute {none, selective, full}, style, tied and dropout. What is left (corner, method of full recompute, scatter, overlap,
+    delayed) is dealt out, evenly and by the case's number."""
+    possible: dict[tuple, list[bool]] = {}
+    for layout in (dict(zip(LAYOUT, values)) for values in layouts(64)):
+        possible.setdefault(tuple(layout[name] for name in _CHOSEN), []).append(layout["scatter"])
+    cases = []
+    for chosen, recompute, style, tied, dropout in product(
+        possible, _RECOMPUTE, FREE["style"], FREE["tied"], FREE["dropout"]
+    ):
+        deal = Random(len(cases))
+        method = deal.choice(("uniform 2", "block 1"))
+        cases.append(
+            Case(
+                **dict(zip(_CHOSEN, chosen)), style=style, tied=tied, dropout=dropout,
+                recompute=method if recompute == "full" else recompute, scatter=deal.choice(possible[chosen]),
+                **{name: deal.choice(FREE[name]) for name in ("corner", "overlap", "delayed")},
+            )
+        )  # fmt: skip
+    return tuple(cases)
+
+
 # ---------------------------------------------------------------- covering sets
 
 _NUMBER = {

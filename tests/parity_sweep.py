@@ -3,13 +3,14 @@
     python tests/parity_sweep.py results.jsonl --limit-minutes 30
     python tests/parity_sweep.py results.jsonl --report docs/parity.md
 
-Cases come in a fixed order: those that cover all pairs, then all triples, then the rest shuffled, so that whatever part has
-run is a fair sample of the whole. Exit code 1 if any case differs.
+Cases come in a fixed order: those that cover all pairs, then all triples, then the product of what most runs choose, then the
+rest, both shuffled, so that whatever part has run is a fair sample of the whole. Exit code 1 if any case differs.
 """
 
 import argparse
 import json
 import math
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import local_ranks
-from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases
+from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases, main_product
 from parity_cases import TOLERANCE, worst_difference
 
 PATIENCE = 600.0  # seconds that a rank waits for the others: a busy machine is no difference
@@ -31,7 +32,9 @@ PATIENCE = 600.0  # seconds that a rank waits for the others: a busy machine is 
 
 def ordered_cases(max_ranks: int) -> Iterator[Case]:
     """All cases of at most so many ranks; a smaller limit leaves out cases and keeps the order of the others."""
-    first = [case for case in covering_cases(3) if case.ranks <= max_ranks]
+    covering, chosen = covering_cases(3), list(main_product())
+    Random(0).shuffle(chosen)
+    first = dict.fromkeys(case for case in (*covering, *chosen) if case.ranks <= max_ranks)
     yield from first
     numbers, known = list(range(count_cases())), set(first)
     Random(0).shuffle(numbers)
@@ -41,10 +44,10 @@ def ordered_cases(max_ranks: int) -> Iterator[Case]:
             yield case
 
 
-def read_results(path: Path) -> dict[str, dict]:
+def read_results(*paths: Path) -> dict[str, dict]:
     """Finished cases by name. A line that a stop cut short counts as not finished."""
     results = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in (line for path in paths if path.exists() for line in path.read_text().splitlines()):
         try:
             result = json.loads(line)
         except json.JSONDecodeError:
@@ -64,10 +67,10 @@ def run_case(case: Case) -> dict:
     return result | {"seconds": round(time.monotonic() - began, 3)}
 
 
-def sweep(cases: Iterable[Case], count: int, path: Path, limit_seconds: float) -> None:
-    """Run what is not in the file yet of `count` cases, until done or out of time; each result is written at once."""
-    results = read_results(path)
-    began, said, ran, passed = time.monotonic(), 0.0, 0, 0
+def sweep(cases: Iterable[Case], count: int, paths: list[Path], limit_seconds: float) -> None:
+    """Run what is in no file yet of `count` cases, until done or out of time; each result is added to the first file at once."""
+    path, results = paths[0], read_results(*paths)
+    began, said, ran, passed, revision = time.monotonic(), 0.0, 0, 0, code_revision()
     with path.open("a") as file:
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
             file.write("\n")
@@ -84,12 +87,19 @@ def sweep(cases: Iterable[Case], count: int, path: Path, limit_seconds: float) -
                 print(
                     f"{passed - 1} of {count} cases, {_span(left)} left in this run, {_span(whole)} for all", flush=True
                 )
-            result = run_case(case)
+            result = run_case(case) | {"code": revision}
             ran += 1
             file.write(json.dumps(result) + "\n")
             file.flush()
             if not result["ok"]:
                 print(f"DIFFERS  {case}: {result['where']} by {result['worst']}", flush=True)
+
+
+def code_revision() -> str:
+    """The commit that is run, with a + if files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=10", "--dirty=+"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def _span(seconds: float) -> str:
@@ -104,6 +114,7 @@ def report(results: list[dict]) -> str:
     failed = [result for result in results if not result["ok"]]
     worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
     pairs, triples = ({str(case) for case in covering_cases(strength)} for strength in (2, 3))
+    chosen = {str(case) for case in main_product()}
     names = {result["case"] for result in results}
     hours = sum(result["seconds"] for result in results) / 3600
     lines = [
@@ -116,13 +127,20 @@ def report(results: list[dict]) -> str:
         "    python tests/parity_sweep.py results.jsonl --limit-minutes 600        stops in time, and goes on where it was",
         "    python tests/parity_sweep.py results.jsonl --report docs/parity.md",
         "",
+        "With `--shard 1/2 a.jsonl b.jsonl` and `--shard 2/2 b.jsonl a.jsonl` two processes share the work.",
+        "",
         f"**{len(names):,} of {count_cases():,} cases have been run; {len(failed)} differ.** "
         f"It took {hours:.2f} hours of one process.",
         "",
         f"- cases in which every pair of choices occurs: {len(pairs & names)} of {len(pairs)} (the fast tests)",
         f"- cases in which every triple of choices occurs, up to 16 ranks: {len(triples & names)} of {len(triples)} "
         "(the full tests)",
-        f"- the others, on up to 64 ranks: {len(names - triples):,} of {count_cases() - len(triples):,}, in shuffled order",
+        "- the product of tp, sp, pp, v, dp, schedule, microbatches, recompute {none, selective, full}, style, tied and dropout, with "
+        f"the other choices dealt out: {len(chosen & names):,} of {len(chosen):,}, in shuffled order",
+        f"- the others, on up to 64 ranks: {len(names - triples - chosen):,} of {count_cases() - len(triples | chosen):,}, in "
+        "shuffled order",
+        "- code that was run: "
+        + ", ".join(f"{code} ({n:,})" for code, n in Counter(r["code"] for r in results).items()),
     ]
     if worst:
         lines += [f"- worst relative difference: {worst['worst']:.1e}, {worst['where']} of `{worst['case']}`"]
@@ -142,7 +160,9 @@ def _word(choice: object) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="file of JSON lines, one per finished case")
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="files of JSON lines, one per finished case; the first is added to"
+    )
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--max-ranks", type=int, default=64, help="leave out larger jobs")
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, from the i-th on; each with its own file")
@@ -156,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--shard is {given.shard}; it must be i/n with 1 <= i <= n")
         cases = islice(ordered_cases(given.max_ranks), i - 1, None, n)
         sweep(cases, -(-(count_cases(given.max_ranks) - i + 1) // n), given.results, given.limit_minutes * 60)
-    results = list(read_results(given.results).values())
+    results = list(read_results(*given.results).values())
     if given.report is not None:
         given.report.write_text(report(results))
     failed = sum(not result["ok"] for result in results)

@@ -1,12 +1,13 @@
 """The sweep goes on where it stopped, keeps its order, and says what differs."""
 
 import json
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import parity_sweep
 import pytest
-from layout_space import Case, count_cases, covering_cases
+from layout_space import Case, count_cases, covering_cases, main_product
 from parity_sweep import main, ordered_cases, read_results
 
 
@@ -21,6 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
         return (1e-3, "weight w") if case == cases[2] else (1e-14, "losses of step 0")
 
     monkeypatch.setattr(parity_sweep, "ordered_cases", lambda max_ranks: cases)
+    monkeypatch.setattr(parity_sweep, "main_product", lambda: tuple(cases[4:]))
     monkeypatch.setattr(parity_sweep, "covering_cases", lambda strength: tuple(cases[: 2 * strength]))
     monkeypatch.setattr(parity_sweep, "worst_difference", worst_difference)
     return cases
@@ -58,3 +60,14 @@ def test_a_smaller_limit_keeps_the_order():
     assert len(few) == len(set(few)) == count_cases(1)
     begin = [case for case in islice(ordered_cases(64), 5_000) if case.ranks == 1]
     assert begin == few[: len(begin)] and len(begin) > 20
+
+
+def test_the_main_product_has_every_combination_once():
+    cases = main_product()
+    layouts = {(c.tp, c.sp, c.pp, c.v, c.dp, c.schedule, c.microbatches) for c in cases}
+    # By hand: 5 choices of tp and sp, 3 of dp; schedules without chunks x microbatches, then interleaved x v x microbatches.
+    alone, several = 3 * 2, 3 * 3 + 3 * 2
+    assert len(layouts) == 5 * 3 * (alone + 2 * several)
+    assert len(cases) == len(set(cases)) == len(layouts) * 3 * 2 * 2 * 2
+    dealt = Counter(c.corner for c in cases)
+    assert min(dealt.values()) > 0.8 * len(cases) / len(dealt)
