@@ -1,6 +1,6 @@
 """A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -8,9 +8,11 @@ import torch
 from local_ranks import run_ranks
 from torch import Tensor, nn
 
-from megatron.core.boxes import slices
+from megatron.core.boxes import pieces_of_run, size_of, slices
 from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
+from megatron.core.distributed.plan import overlaps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Mesh
@@ -168,23 +170,34 @@ def train_rank(
         result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
-        known["grads"].append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad))
+        known["grads"].append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, buffers))
+    for chunk in chunks.values():
+        chunk.finish_param_gather()
     known["weights"] = pieces_of_chunks(chunks, mesh, lambda p: p.data)
     return known
 
 
-def pieces_of_chunks(chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of) -> list[tuple]:
-    return [piece for chunk in chunks.values() for piece in my_pieces(chunk.module, mesh, tensor_of)]
+def pieces_of_chunks(
+    chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of, summed: Sequence[ParamAndGradBuffer] = ()
+) -> list[tuple]:
+    return [piece for chunk in chunks.values() for piece in my_pieces(chunk.module, mesh, tensor_of, summed)]
 
 
-def my_pieces(module: nn.Module, mesh: Mesh, tensor_of) -> list[tuple]:
-    """(name, whole shape, box, values) of everything that this rank speaks for."""
-    return [
-        (name, p.placement.shape, box, tensor_of(p)[slices(local)].clone())
-        for name, p in module.named_parameters()
-        if mesh["dp"].is_first
-        for box, local in owned_pieces(p.placement, tuple(p.shape), mesh)
-    ]
+def my_pieces(module: nn.Module, mesh: Mesh, tensor_of, summed: Sequence[ParamAndGradBuffer] = ()) -> list[tuple]:
+    """(name, whole shape, box, values) of everything that this rank speaks for. `summed`: only what these buffers own here."""
+    shards = {slot.name: (slot, b) for b in summed if b.plan.shards > 1 for slot in b.plan.slots}
+    result = []
+    for name, p in module.named_parameters():
+        owned = owned_pieces(p.placement, tuple(p.shape), mesh)
+        if name in shards and mesh["dp_outer"].is_first:
+            slot, buffer = shards[name]
+            for start, stop in overlaps(buffer.owned, slot.start, slot.stop):
+                run, values = (start - slot.start, stop - slot.start), tensor_of(p).flatten()[start - slot.start :]
+                for box, ((first, last),) in pieces_of_run(owned, run, tuple(p.shape)):
+                    result.append((name, p.placement.shape, box, values[first:last].reshape(size_of(box)).clone()))
+        elif name not in shards and mesh["dp"].is_first:
+            result += [(name, p.placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
+    return result
 
 
 def put_together(parts: list[list[tuple]]) -> dict[str, Tensor]:
@@ -219,7 +232,9 @@ def run(
         optimizer=optimizer,
         texts=texts,
     )
-    sizes, sharing = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, config.ranks_per_kv_head(layout.tp)
+    replicas = layout.data_parallel.num_distributed_optimizer_instances
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp_outer": replicas, "dp_inner": layout.dp // replicas}
+    sharing = config.ranks_per_kv_head(layout.tp)
     ranks = run_ranks(sizes, work, delayed=layout.delayed, ranks_per_kv_head=sharing)
     assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), "ranks disagree on the gradient norm"
     return Outcome(

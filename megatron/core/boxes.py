@@ -1,5 +1,6 @@
 """Pieces of a tensor as axis-aligned boxes, so that what one layout holds can be put into any other. Pure integers."""
 
+from collections.abc import Iterable, Iterator
 from math import prod
 
 Box = tuple[tuple[int, int], ...]  # one (start, stop) per dimension
@@ -29,6 +30,49 @@ def flat_run(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
     assert box[1:] == whole(shape)[1:], f"box {box} of a tensor of shape {shape} is no run of whole rows"
     row = prod(shape[1:])
     return (box[0][0] * row, box[0][1] * row) if box else (0, 1)
+
+
+def boxes_of_run(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+    """The elements start .. stop, in row-major order, of a tensor of `shape` as boxes, each a run itself, in order.
+
+    Of shape (3, 4), 2 .. 9 is [0:1, 2:4], [1:2, 0:4], [2:3, 0:1].
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        return [((last, first), *box) for box in boxes_of_run(start - last * row, stop - last * row, shape[1:])]
+    head = boxes_of_run(start - (first - 1) * row, row, shape[1:]) if start < first * row else []
+    tail = boxes_of_run(0, stop - last * row, shape[1:])
+    middle = [((first, last), *whole(shape[1:]))] if first < last else []
+    return [((first - 1, first), *box) for box in head] + middle + [((last, last + 1), *box) for box in tail]
+
+
+def start_in_run(box: Box, shape: tuple[int, ...]) -> int:
+    """The number, in row-major order, of the first element of a box in a tensor of `shape`."""
+    at = 0
+    for (start, _), size in zip(box, shape, strict=True):
+        at = at * size + start
+    return at
+
+
+def pieces_of_run(
+    pairs: Iterable[tuple[Box, Box]], run: tuple[int, int], shape: tuple[int, ...]
+) -> Iterator[tuple[Box, Box]]:
+    """Of (box in the whole tensor, box in the local one of `shape`), what lies in a run of the local elements: (box in the whole
+    tensor, box in the run taken as a flat tensor)."""
+    start, stop = run
+    for box in boxes_of_run(start, stop, tuple(shape)):
+        for whole_box, local in pairs:
+            shared = intersect(box, local)
+            if shared is not None:
+                first = start_in_run(shared, tuple(shape)) - start
+                inside = relative_to(shared, local)
+                moved = tuple((a + zero, b + zero) for (a, b), (zero, _) in zip(inside, whole_box, strict=True))
+                yield moved, ((first, first + prod(size_of(shared))),)
 
 
 def size_of(box: Box) -> tuple[int, ...]:

@@ -154,13 +154,16 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return start_all_reduce(x, axis, op).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> Pending:
-    """Begin to put the ranks' `x` one after the other along dimension 0. All ranks' x have one shape."""
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Begin to put the ranks' `x` one after the other along dimension 0, into `out` if given. All ranks' x have one shape.
+
+    `out` must be contiguous and share no memory with x. One rank alone gets its x back, and `out` stays as it is.
+    """
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
     _note("all_gather", axis, x)
-    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
     return Pending(out, axis.group.all_gather(out, x), x)
 
 

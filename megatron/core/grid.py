@@ -32,6 +32,9 @@ class Axis:
         return self.rank == self.size - 1
 
 
+ALONE = Axis("alone", (0,), 0)  # what is divided over it is whole
+
+
 class Grid:
     """The ranks 0 .. world_size-1 as points with one coordinate per axis.
 

@@ -52,11 +52,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--batch-size": ("1", "was renamed; use --micro-batch-size"),
     "--model-parallel-size": ("1", "was renamed; use --tensor-model-parallel-size"),
     "--warmup": ("1", "was renamed; use --lr-warmup-fraction"),
-    "--use-distributed-optimizer": (
-        "0",
-        "sharded optimizer state is not built yet; leave it out, at the cost of memory",
-    ),
-    "--overlap-param-gather": ("0", "is not built yet; leave it out, the numbers are the same"),
     "--start-weight-decay": ("1", "a changing weight decay is not built yet; use --weight-decay"),
     "--end-weight-decay": ("1", "a changing weight decay is not built yet; use --weight-decay"),
     "--weight-decay-incr-style": ("1", "a changing weight decay is not built yet; use --weight-decay"),

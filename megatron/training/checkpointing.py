@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
-from megatron.core.boxes import Box, size_of
+from megatron.core.boxes import Box, pieces_of_run, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.format import LATEST
 from megatron.core.config import ConfigError, default_of, knobs
@@ -55,8 +55,11 @@ def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict
 def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
     """This rank's part of the optimizer's state, by its name in the checkpoint."""
     parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
+    kept = optimizer.kept_of()
     return {
-        f"optimizer/{kind}/{name}": _local(parameters[name], tensor, mesh)
+        f"optimizer/{kind}/{name}": _run(parameters[name], tensor, kept[name], mesh)
+        if name in kept
+        else _local(parameters[name], tensor, mesh)
         for kind, tensors in optimizer.tensors().items()
         for name, tensor in tensors.items()
     }
@@ -68,6 +71,15 @@ def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
     copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
     speaks = bool(owned) and all(mesh[name].is_first for name in placement.reduce_over)
     return LocalTensor(tensor, placement.shape, owned, speaks, copies)
+
+
+def _run(parameter: nn.Parameter, values: Tensor, kept: tuple[int, int], mesh: Mesh) -> LocalTensor:
+    """The same of a parameter in shards over dp_inner, of which `values` are the elements `kept`."""
+    whole = _local(parameter, parameter.data, mesh)
+    owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
+    others = [name for name in parameter.placement.reduce_over if name != "dp_inner"]
+    speaks = bool(owned) and all(mesh[name].is_first for name in others)
+    return LocalTensor(values, whole.shape, list(owned), speaks, copies)
 
 
 def prepare_folder(root: str | None, world: Axis, device: torch.device) -> None:
@@ -93,6 +105,8 @@ def save(
 ) -> None:
     """Write a checkpoint of this step. Every rank must call. `log_state` is that of the last rank."""
     mesh, device, root = runtime.mesh, runtime.device.torch_device, runtime.config.checkpoint.save
+    for chunk in chunks:
+        chunk.finish_param_gather()
     world = mesh["world"]
     log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=world.size - 1)
     save_checkpoint(

@@ -222,7 +222,12 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
     try:
-        grid_for(world_size, tensor=parallel.tensor_model_parallel_size, pipeline=stages)
+        grid_for(
+            world_size,
+            tensor=parallel.tensor_model_parallel_size,
+            pipeline=stages,
+            replicas=config.data_parallel.num_distributed_optimizer_instances,
+        )
         chunks = config.chunks_per_rank
     except ConfigError as error:
         return error.problems

@@ -166,12 +166,14 @@ def train_step(
             f"the gradient's norm is {norm} (losses on this rank: {losses}); nothing was updated in this step. "
             "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
         )
+    if scaler is not None:
+        scaler.update(overflow)
+    if scaler is None or not overflow:
+        optimizer.step(lr, decoupled_lr)
+        for chunk in chunks:
+            chunk.gather_params()
     if scaler is None:
-        optimizer.step(lr, decoupled_lr)
         return StepResult(losses, norm)
-    scaler.update(overflow)
-    if not overflow:
-        optimizer.step(lr, decoupled_lr)
     return StepResult(losses, norm, scaler.scale, skipped=overflow)
 
 

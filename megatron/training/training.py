@@ -173,6 +173,8 @@ class Trainer:
             self._validate_if_due()
             stopped = bool(training.exit_interval) and state.iteration % training.exit_interval == 0
             self._save_if_due(last=stopped or state.iteration == training.train_iters)
+        for chunk in self.chunks.values():
+            chunk.finish_param_gather()
         if stopped and state.iteration < training.train_iters:
             print_rank_0(f"exiting at iteration {state.iteration}, as --exit-interval asks")
             return

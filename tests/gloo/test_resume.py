@@ -8,15 +8,19 @@ from conftest import GPT2, STEPS, rewound
 from processes import Layout, Outcome, pretrain
 
 STEPS_IN_ALL, LOG_INTERVAL = 12, 4
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000".split()
 # (layout, more flags, after which steps to stop). A stop after step 6 cuts an interval of the log in two; the second run
 # prints it whole.
 STOPS = {
     "one process, float32": (Layout(), [], [6, 8]),
     "2 x 2 ranks, bfloat16": (Layout(tp=2, pp=2, sp=True), ["--bf16"], [6]),
+    "2 x 2 ranks, ZeRO": (Layout(pp=2, dp=2), ["--bf16", *ZERO], [6]),
 }
 
 
-@pytest.mark.parametrize("layout, more, stops", STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize(
+    "layout, more, stops", [pytest.param(*s, id=n, marks=[pytest.mark.full] * ("ZeRO" in n)) for n, s in STOPS.items()]
+)
 def test_resume_is_exact(layout, more, stops, data, tmp_path):
     """Loss, gradient norm, rate and validation to the last printed digit, and the last checkpoint to the last byte."""
     log = ["--log-interval", str(LOG_INTERVAL), "--eval-interval", "4", "--eval-iters", "2"]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron.core.distributed.plan import ALIGN, Item, Slot, lay_out, runs
+from megatron.core.distributed.plan import ALIGN, Cut, Item, Slot, lay_out, overlaps, runs
 
 # parameters in order of creation "name:numel[:key]", alignment -> per key "key total | name start stop | ..."
 TABLE = [
@@ -75,3 +75,31 @@ def test_neighbours_of_equal_label_are_one_run(labels: str, expected: list):
 
 def test_no_slots_give_no_runs():
     assert runs((), {}) == []
+
+
+# parameters in order of creation, bucket, shards -> buckets "start stop names", what shard 1 owns
+CUTS = [
+    ("a:5 b:8 c:1", None, 1, ["0 24 cba"], [(0, 24)]),
+    ("a:5 b:8 c:1", 8, 1, ["0 8 c", "8 16 b", "16 24 a"], [(0, 24)]),
+    ("a:5 b:8 c:1", None, 2, ["0 32 cba"], [(16, 32)]),  # 24 rounded up to a multiple of 2 x 8
+    ("a:5 b:8 c:1", 9, 2, ["0 16 cb", "16 32 a"], [(8, 16), (24, 32)]),
+    ("a:40 b:8 c:1", 8, 3, ["0 24 c", "24 48 b", "48 96 a"], [(8, 16), (32, 40), (64, 80)]),
+]
+
+
+@pytest.mark.parametrize(("parameters", "bucket", "shards", "buckets", "owned"), CUTS)
+def test_buckets_are_cut_into_equal_aligned_parts(parameters, bucket, shards, buckets, owned):
+    items = [Item(name, int(size), 0) for name, size in (word.split(":") for word in parameters.split())]
+    (plan,) = lay_out(items, cut_of=lambda key: Cut(bucket, shards))
+    assert [f"{b.start} {b.stop} {''.join(b.names)}" for b in plan.buckets] == buckets
+    assert plan.owned(1 if shards > 1 else 0) == owned
+    everyone = sorted(run for part in range(shards) for run in plan.owned(part))
+    assert [element for start, stop in everyone for element in range(start, stop)] == list(range(plan.numel))
+    assert all(
+        sum(a <= s.start and s.stop <= b for a, b in [(k.start, k.stop) for k in plan.buckets]) == 1 for s in plan.slots
+    )
+
+
+def test_what_runs_share_with_a_range():
+    assert overlaps([(0, 4), (8, 12)], 2, 10) == [(2, 4), (8, 10)]
+    assert overlaps([(0, 4), (8, 12)], 4, 8) == []

@@ -21,10 +21,9 @@ from megatron.core.boxes import Box, intersect, relative_to, size_of, slices
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
-from megatron.core.grid import Axis
+from megatron.core.grid import ALONE, Axis
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
-_ALONE = Axis("alone", (0,), 0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Checkpoint:
     def read_into(
         self,
         tensors: dict[str, LocalTensor],
-        world: Axis = _ALONE,
+        world: Axis = ALONE,
         *,
         convert: bool = False,
         device: torch.device | str = "cpu",
@@ -138,7 +137,7 @@ def _are_floating(*dtypes: str) -> bool:
 def open_checkpoint(
     root: Path | str,
     iteration: int | None = None,
-    world: Axis = _ALONE,
+    world: Axis = ALONE,
     device: torch.device | str = "cpu",
 ) -> Checkpoint:
     """The checkpoint of `iteration` below `root`, by default the latest. No tensor is read yet.

@@ -5,25 +5,33 @@
                     a bucket having begun as soon as its last gradient was written
     end of step     finish_grad_reduce(): waits, then sums what other ranks hold parts of: norms under sequence parallelism over
                     tp, a tied embedding over the first and the last stage
+    after the       gather_params(): with ZeRO, where a rank has the sum of its shard only (reduce-scatter) and updates that,
+    update          the ranks give one another what they updated
 
 A buffer holds the parameters of one dtype that are reduced over one group; a tied embedding has a buffer of its own, laid out
-alike on the first and the last stage.
+alike on the first and the last stage. What is whole and what is in shards:
+
+    stage   gradients   their sums   masters, moments   sent in a step                          source
+    0       whole       whole        whole              all-reduce                              arXiv:2006.15704
+    1       whole       shard        shard              reduce-scatter, all-gather              arXiv:1910.02054, section 5.1
+            in shards over dp_inner, copies over dp_outer: then an all-reduce of the shard      arXiv:2304.11277 (HSDP)
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
-from megatron.core.boxes import slices
+from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError, knob
 from megatron.core.distributed.fixed_order import MicrobatchGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
-from megatron.core.distributed.plan import Item, buckets, lay_out
+from megatron.core.distributed.plan import BucketPlan, BufferPlan, Cut, Item, lay_out, overlaps
+from megatron.core.grid import ALONE
 from megatron.core.parallel_state import Mesh
 from megatron.core.placement import Placement, partial_grads
 
@@ -38,6 +46,22 @@ class DataParallelConfig:
     ddp_bucket_size: int | None = knob(
         None, "elements in a bucket; the larger of 40,000,000 and 1,000,000 per rank when unset"
     )
+    use_distributed_optimizer: bool = knob(
+        False, "keep masters and moments in shards over the data-parallel ranks: ZeRO stage 1"
+    )
+    zero_stage: int | None = knob(
+        None,
+        "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer",
+    )
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
+        None, "the same in Megatron-FSDP's words; no_shard or optim"
+    )
+    num_distributed_optimizer_instances: int = knob(
+        1, "groups of data-parallel ranks that each hold all shards (hybrid sharding); must divide their number"
+    )
+    overlap_param_gather: bool = knob(
+        False, "gather updated parameters during the next forward, bucket by bucket; with --use-distributed-optimizer"
+    )
     grad_reduce_in_bf16: bool = knob(
         False, "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; a rank "
         "still adds up its own microbatches in float32",
@@ -51,6 +75,25 @@ class DataParallelConfig:
         problems = []
         if self.ddp_bucket_size is not None and self.ddp_bucket_size < 1:
             problems.append(f"--ddp-bucket-size is {self.ddp_bucket_size}; it must be at least 1")
+        asked = {flag: stage for flag, stage in self._stages_asked().items() if stage is not None}
+        if len(set(asked.values())) > 1:
+            problems.append(
+                f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
+            )
+        problems += [
+            f"{flag} asks for ZeRO stage {stage}, which is not built yet; use stage 0 or 1"
+            for flag, stage in asked.items()
+            if stage not in (0, 1)
+        ]
+        instances = self.num_distributed_optimizer_instances
+        if instances < 1:
+            problems.append(f"--num-distributed-optimizer-instances is {instances}; it must be at least 1")
+        for flag, given in (
+            (f"--num-distributed-optimizer-instances {instances}", instances > 1),
+            ("--overlap-param-gather", self.overlap_param_gather),
+        ):
+            if given and self.stage == 0:
+                problems.append(f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too")
         if self.overlap_grad_reduce and self.fixed_order_grad_reduce:
             problems.append("--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce")
         if self.grad_reduce_in_bf16 and self.fixed_order_grad_reduce:
@@ -58,31 +101,69 @@ class DataParallelConfig:
         if problems:
             raise ConfigError(problems)
 
+    def _stages_asked(self) -> dict[str, int | None]:
+        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        name = self.data_parallel_sharding_strategy
+        return {
+            "--use-distributed-optimizer": 1 if self.use_distributed_optimizer else None,
+            f"--zero-stage {self.zero_stage}": self.zero_stage,
+            f"--data-parallel-sharding-strategy {name}": None if name is None else strategies.index(name),
+        }
+
+    @property
+    def stage(self) -> int:
+        """What is in shards: 0 nothing, 1 masters and moments (ZeRO, arXiv:1910.02054)."""
+        return max(stage or 0 for stage in self._stages_asked().values())
+
     def bucket_numel(self, ranks: int) -> int | None:
         """Elements in a bucket; None for one bucket, where nothing overlaps."""
-        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if self.overlap_grad_reduce else None
+        overlaps = self.overlap_grad_reduce or self.overlap_param_gather
+        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if overlaps else None
 
 
 class Bucket:
-    """A part of a gradient buffer that is reduced by one call, once all its parameters are written.
+    """A part of a buffer whose gradients are reduced by one call, once all its parameters are written.
 
     `rounds`: a bfloat16 copy travels instead of the gradients, and its sum is copied back.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, start: int, stop: int, missing: set[str], *, rounds: bool = False):
-        self.grads, self.axis, self.missing = buffer.grads.data[start:stop], buffer.reduce_axis, missing
-        self.rounds = rounds and self.axis.size > 1
-        self.pending: comm.Pending | None = None
+    def __init__(self, buffer: ParamAndGradBuffer, plan: BucketPlan, *, rounds: bool = False):
+        self.buffer, self.names, self.missing = buffer, plan.names, set(plan.names)
+        self.grads = buffer.grads.data[plan.start : plan.stop]
+        self.params = buffer.params.data[plan.start : plan.stop]
+        self.mine = comm.my_part(plan.stop - plan.start, buffer.shard_axis)
+        self.rounds = rounds and buffer.reduce_axis.size > 1
+        self.reducing: comm.Pending | None = None
+        self.gathering: comm.Pending | None = None
 
     def start(self) -> None:
-        if self.pending is None:
-            self.pending = comm.start_all_reduce(self.grads.bfloat16() if self.rounds else self.grads, self.axis)
+        if self.reducing is None:
+            gradients = self.grads.bfloat16() if self.rounds else self.grads
+            if self.buffer.plan.shards > 1:
+                self.reducing = comm.start_reduce_scatter(gradients, self.buffer.shard_axis)
+            else:
+                self.reducing = comm.start_all_reduce(gradients, self.buffer.reduce_axis)
 
     def wait(self) -> None:
-        if self.pending is not None:
-            total = self.pending.wait()
-            if self.rounds:
-                self.grads.copy_(total)
+        """The rank's part of the bucket, which is all of it without shards, is the sum over all ranks when this returns."""
+        if self.reducing is None:
+            return
+        total, self.reducing = self.reducing.wait(), None
+        if self.buffer.plan.shards > 1:
+            comm.all_reduce(total, self.buffer.replica_axis)
+        if self.rounds or self.buffer.plan.shards > 1:
+            self.grads[self.mine].copy_(total)
+
+    def start_gather(self) -> None:
+        """Begin to fetch what the other ranks have updated of the parameters."""
+        if self.buffer.plan.shards > 1:
+            mine = self.params[self.mine].clone()  # which may not lie where the result goes
+            self.gathering = comm.start_all_gather(mine, self.buffer.shard_axis, out=self.params)
+
+    def finish_gather(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
 
 class DistributedDataParallel(nn.Module):
@@ -94,25 +175,49 @@ class DistributedDataParallel(nn.Module):
     def __init__(self, module: nn.Module, mesh: Mesh, config: DataParallelConfig | None = None):
         super().__init__()
         self.module, self.mesh, self.config = module, mesh, config or DataParallelConfig()
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        trained = self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if not hasattr(parameter, "placement"):
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
             parameter.grad_written = partial(self._count_gradient, name)
             parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
         items = [Item(name, p.numel(), _buffer_key(p)) for name, p in trained.items()]
-        self.buffers = [
-            ParamAndGradBuffer(plan, trained, mesh.over(trained[plan.slots[0].name].placement.reduce_over))
-            for plan in lay_out(items)
-        ]
+        self.buffers = [self._buffer(plan, trained) for plan in lay_out(items, cut_of=self._cut)]
         self._microbatches = [MicrobatchGrads(b) for b in self.buffers] if self.config.fixed_order_grad_reduce else []
         self._written: Counter[str] = Counter()  # gradients added to each parameter in this step
         self._expected: Counter[str] | None = None  # in the step before, which is what overlap goes by
-        self._bucket_of: dict[str, Bucket] = {}
-        self._buckets: list[Bucket] = []
+        self._buckets = [
+            Bucket(buffer, plan, rounds=self.config.grad_reduce_in_bf16)
+            for buffer in self.buffers
+            for plan in buffer.plan.buckets
+        ]
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        if self.config.overlap_param_gather:
+            for owner in module.modules():
+                self._wait_for_parameters_of(owner)
         self.zero_grad_buffer()
 
+    def _cut(self, key: tuple) -> Cut:
+        """How the buffer of these parameters is divided."""
+        reduce_over, _, _ = key
+        shards = self.mesh["dp_inner"].size if self.config.stage > 0 else 1
+        return Cut(self.config.bucket_numel(self.mesh.over(reduce_over).size), shards)
+
+    def _buffer(self, plan: BufferPlan, parameters: dict[str, nn.Parameter]) -> ParamAndGradBuffer:
+        reduce_axis, sharded = self.mesh.over(plan.key[0]), plan.shards > 1
+        return ParamAndGradBuffer(
+            plan,
+            parameters,
+            reduce_axis,
+            self.mesh["dp_inner"] if sharded else ALONE,
+            self.mesh["dp_outer"] if sharded else reduce_axis,
+            summed_in_shards=not self.config.fixed_order_grad_reduce,
+        )
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        for bucket in self._buckets:
+            if _is_tied(bucket.buffer):  # used by the output layer, which does not hold it
+                bucket.finish_gather()
         return self.module(*inputs, **options)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
@@ -121,14 +226,10 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Forget the gradients of the step before."""
         self._expected, self._written = self._written or None, Counter()
-        self._buckets, self._bucket_of = [], {}
         for buffer in self.buffers:
             buffer.grads.zero()
-            numel = self.config.bucket_numel(buffer.reduce_axis.size)
-            for start, stop, names in buckets(buffer.plan.slots, buffer.plan.numel, numel):
-                missing = {name for name in names if self._expected is None or self._expected[name] > 0}
-                self._buckets.append(Bucket(buffer, start, stop, missing, rounds=self.config.grad_reduce_in_bf16))
-                self._bucket_of |= dict.fromkeys(names, self._buckets[-1])
+        for bucket in self._buckets:
+            bucket.missing = {name for name in bucket.names if self._expected is None or self._expected[name] > 0}
 
     def begin_microbatch(self, microbatch: int) -> None:
         """A backward of this microbatch follows; only a reduction in fixed order asks which."""
@@ -142,7 +243,7 @@ class DistributedDataParallel(nn.Module):
                 bucket.start()
 
     def finish_grad_reduce(self) -> None:
-        """Every gradient is the sum over all samples of the step when this returns."""
+        """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns."""
         for bucket in self._buckets:
             bucket.wait()
         for grads in self._microbatches:
@@ -152,7 +253,22 @@ class DistributedDataParallel(nn.Module):
                 self._sum_partial(name)
         if not self._microbatches:
             for buffer in filter(_is_tied, self.buffers):
-                comm.all_reduce(buffer.grads.data, self.mesh[ACROSS_STAGES])
+                for start, stop in buffer.summed:
+                    comm.all_reduce(buffer.grads.data[start:stop], self.mesh[ACROSS_STAGES])
+
+    def gather_params(self) -> None:
+        """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the next
+        forward, where each module waits for its own; call `finish_param_gather` before anything else reads parameters."""
+        self.finish_param_gather()
+        for bucket in reversed(self._buckets):
+            bucket.start_gather()
+        if not self.config.overlap_param_gather:
+            self.finish_param_gather()
+
+    def finish_param_gather(self) -> None:
+        """Every rank has all parameters of the chunk when this returns."""
+        for bucket in self._buckets:
+            bucket.finish_gather()
 
     def _count_gradient(self, name: str) -> None:
         """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will come.
@@ -183,15 +299,29 @@ class DistributedDataParallel(nn.Module):
         heads), in one message."""
         for buffer in self.buffers:
             parts = [
-                p.main_grad[slices(box)]
-                for p in buffer.parameters.values()
-                for box in partial_grads(p.placement, tuple(p.shape), axis_name)
+                buffer.grads.data[start:stop]
+                for slot in buffer.plan.slots
+                for first, last in _partial_runs(buffer.parameters[slot.name], axis_name)
+                for start, stop in overlaps(buffer.summed, slot.start + first, slot.start + last)
             ]
             if not parts or self.mesh[axis_name].size == 1:
                 continue
-            flat = comm.all_reduce(torch.cat([part.reshape(-1) for part in parts]), self.mesh[axis_name])
+            flat = comm.all_reduce(torch.cat(parts), self.mesh[axis_name])
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
-                part.copy_(total.view_as(part))
+                part.copy_(total)
+
+    def _wait_for_parameters_of(self, owner: nn.Module) -> None:
+        """Let a module's forward begin when the parameters that it holds itself are there."""
+        own = {id(p) for p in owner.parameters(recurse=False)}
+        buckets = {self._bucket_of[name] for name, p in self._trained.items() if id(p) in own}
+        if buckets:
+            owner.register_forward_pre_hook(lambda *_: [bucket.finish_gather() for bucket in buckets] and None)
+
+
+def _partial_runs(parameter: nn.Parameter, axis_name: str) -> list[tuple[int, int]]:
+    """The elements (start, stop) of whose gradient each rank of the axis has a part."""
+    shape = tuple(parameter.shape)
+    return [flat_run(box, shape) for box in partial_grads(parameter.placement, shape, axis_name)]
 
 
 def _buffer_key(parameter: nn.Parameter) -> tuple:

@@ -1,11 +1,14 @@
-"""Where each parameter lies in which contiguous buffer. Pure integers.
+"""Where each parameter lies in which contiguous buffer, and who owns what of it. Pure integers.
 
-    [ final norm | layer 1 fc2 |..| layer 0 qkv |..| embedding ]       one buffer per (reduce group, dtype)
+    [ final norm | layer 1 fc2 |..] [ layer 1 qkv |..| layer 0 qkv |..] [..| embedding ]    one buffer per (reduce group, dtype)
+      bucket 0                        bucket 1                            bucket 2          each reduced by a call of its own
+      shard 0 | shard 1 | shard 2     shard 0 | shard 1 | shard 2         ..                ZeRO: each bucket in equal parts
 
-Parameters are laid in reverse order of creation, the order in which a backward finishes their gradients, each start aligned.
+Parameters are laid in reverse order of creation, the order in which a backward finishes their gradients, each start aligned. A
+parameter lies in one bucket, so that a shard has at most one run of its elements.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 ALIGN = 8  # elements, 16 bytes in bfloat16: what matrix units ask of an operand; costs nothing in common shapes
@@ -30,36 +33,74 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class BucketPlan:
+    """Elements start .. stop, which hold these parameters, travel together."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a buffer is divided: into buckets of about `bucket` elements (None: one), each into `shards` equal parts."""
+
+    bucket: int | None = None
+    shards: int = 1
+
+
+@dataclass(frozen=True)
 class BufferPlan:
     key: Hashable
     slots: tuple[Slot, ...]
-    numel: int  # with the gaps that alignment leaves
+    buckets: tuple[BucketPlan, ...]
+    shards: int
+
+    @property
+    def numel(self) -> int:
+        """With the gaps that alignment leaves."""
+        return self.buckets[-1].stop
+
+    def owned(self, part: int) -> list[tuple[int, int]]:
+        """(start, stop) of what shard number `part` has of each bucket; of one shard, the whole."""
+        if self.shards == 1:
+            return [(0, self.numel)]
+        parts = [(bucket.start, (bucket.stop - bucket.start) // self.shards) for bucket in self.buckets]
+        return [(start + part * size, start + (part + 1) * size) for start, size in parts]
 
 
-def lay_out(items: list[Item], align: int = ALIGN) -> list[BufferPlan]:
-    """One plan per key, in the order in which the keys first appear from the back."""
-    by_key: dict[Hashable, list[Slot]] = {}
-    for item in reversed(items):
-        slots = by_key.setdefault(item.key, [])
-        start = _round_up(slots[-1].stop, align) if slots else 0
-        slots.append(Slot(item.name, start, start + item.numel))
-    return [BufferPlan(key, tuple(slots), _round_up(slots[-1].stop, align)) for key, slots in by_key.items()]
+def lay_out(
+    items: list[Item], align: int = ALIGN, cut_of: Callable[[Hashable], Cut] = lambda key: Cut()
+) -> list[BufferPlan]:
+    """One plan per key, in the order in which the keys first appear from the back.
 
-
-def buckets(slots: tuple[Slot, ...], numel: int, bucket_numel: int | None) -> list[tuple[int, int, tuple[str, ...]]]:
-    """The buffer cut between parameters into pieces of about `bucket_numel` elements: (start, stop, names).
-
-    A bucket ends with the parameter that fills it, so it is at least `bucket_numel` long, but for the last. None: one bucket.
+    A bucket ends with the parameter that fills it, so it is at least as long as asked for, but for the last.
     """
-    result: list[tuple[int, int, tuple[str, ...]]] = []
-    start, names = 0, []
-    for i, slot in enumerate(slots):
-        names.append(slot.name)
-        stop = slots[i + 1].start if i + 1 < len(slots) else numel
-        if i + 1 == len(slots) or (bucket_numel is not None and stop - start >= bucket_numel):
-            result.append((start, stop, tuple(names)))
-            start, names = stop, []
-    return result
+    by_key: dict[Hashable, list[Item]] = {}
+    for item in reversed(items):
+        by_key.setdefault(item.key, []).append(item)
+    return [_lay_out_buffer(key, held, align, cut_of(key)) for key, held in by_key.items()]
+
+
+def _lay_out_buffer(key: Hashable, items: list[Item], align: int, cut: Cut) -> BufferPlan:
+    slots: list[Slot] = []
+    buckets: list[BucketPlan] = []
+    start, at, names = 0, 0, []
+    for i, item in enumerate(items):
+        slots.append(Slot(item.name, at, at + item.numel))
+        names.append(item.name)
+        at = _round_up(at + item.numel, align)
+        if i + 1 == len(items) or (cut.bucket is not None and at - start >= cut.bucket):
+            at = start + _round_up(at - start, align * cut.shards)
+            buckets.append(BucketPlan(start, at, tuple(names)))
+            start, names = at, []
+    return BufferPlan(key, tuple(slots), tuple(buckets), cut.shards)
+
+
+def overlaps(held: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """What elements start .. stop share with each of these runs, without what is empty."""
+    shared = [(max(start, a), min(stop, b)) for a, b in held]
+    return [(a, b) for a, b in shared if a < b]
 
 
 def runs(slots: tuple[Slot, ...], label: dict[str, Hashable]) -> list[tuple[Hashable, int, int]]:

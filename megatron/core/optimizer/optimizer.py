@@ -1,7 +1,8 @@
 """AdamW and SGD over flat tensors: the optimizer sees buffers cut into segments of equal groups, and no parallelism.
 
-Per buffer it keeps a master copy in float32 (or the parameters themselves, where they are that precise already) and the
-moments, laid out like the parameters. What it must know of other ranks is one number, the norm of the whole gradient.
+Of each buffer it keeps, for the part that this rank owns (all of it, or with ZeRO a shard), a master copy in float32 (or the
+parameters themselves, where they are that precise already) and the moments, laid out like the parameters. What it must know of
+other ranks is one number, the norm of the whole gradient.
 """
 
 import math
@@ -16,8 +17,9 @@ from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError, knob
 from megatron.core.device import has_fused_adam
-from megatron.core.distributed.memory_buffer import MemoryBuffer, ParamAndGradBuffer
-from megatron.core.distributed.plan import runs
+from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
+from megatron.core.distributed.plan import Slot, overlaps, runs
+from megatron.core.grid import ALONE
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.parallel_state import Mesh
@@ -79,37 +81,40 @@ class FlatOptimizer:
     ):
         self.buffers, self.config, self.mesh, self.scaler = list(buffers), config, mesh, scaler
         self.fixed_order = fixed_order
+        self.shard_axis = self.buffers[0].shard_axis if self.buffers else ALONE
         self.device = self.buffers[0].grads.data.device if self.buffers else device
         self.masters = [_master_of(buffer) for buffer in self.buffers]
-        self.moments = {
-            kind: [MemoryBuffer(m.numel, m.dtype, m.data.device) for m in self.masters] for kind in config.moments
-        }
+        self.moments = {kind: [master.zeros_like() for master in self.masters] for kind in config.moments}
         self.step_count = 0  # updates that the moments have seen
         self._counted = [_counted_runs(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
-        self._updater = self._build_updater(group_of) if self.buffers else None
+        self._updater = self._build_updater(group_of)
 
-    def _build_updater(self, group_of: GroupRule) -> torch.optim.Optimizer:
+    def _build_updater(self, group_of: GroupRule) -> torch.optim.Optimizer | None:
         """torch's optimizer over the segments of equal groups, its state being views of our flat moments."""
         segments: dict[ParamGroup, list[Tensor]] = {}
         states = {}
         for i, buffer in enumerate(self.buffers):
             labels = {name: group_of(name, parameter.placement) for name, parameter in buffer.parameters.items()}
-            for group, start, stop in runs(buffer.plan.slots, labels):
-                segment = self.masters[i].data[start:stop]
-                segment.grad = buffer.grads.data[start:stop]
-                segments.setdefault(group, []).append(segment)
-                states[segment] = {kind: flats[i].data[start:stop] for kind, flats in self.moments.items()}
+            for group, first, last in runs(buffer.plan.slots, labels):
+                for start, stop in overlaps(buffer.owned, first, last):
+                    segment = self.masters[i].at(start, stop)
+                    segment.grad = buffer.grads.data[start:stop]
+                    segments.setdefault(group, []).append(segment)
+                    states[segment] = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
         options = [
             {"params": held, "weight_decay": self.config.weight_decay * group.weight_decay_multiplier, "rule": group}
             for group, held in segments.items()
         ]
+        if not segments:
+            return None  # a shard of alignment gaps
         updater = _UPDATERS[self.config.optimizer](options, states, self.config)
         updater.state.update(states)
         return updater
 
     def grad_norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp; in
-        fixed order, one of a count and an all-gather of all parameters' sums of squares.
+        """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp, and one over
+        the ranks that share the gradient in shards; in fixed order, where every rank has the whole sum, an all-reduce of a count
+        and an all-gather of all parameters' sums of squares over mp.
 
         It is not finite if any gradient on any rank is not, counted or not: a copy that overflowed alone, by a kernel whose
         order of summation varies, would else be the only one that is updated.
@@ -119,6 +124,7 @@ class FlatOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight, part in self._weighted_gradients():
             total += weight * _sum_of_squares(part)  # 0 x infinity is NaN
+        comm.all_reduce(total, self.shard_axis)
         return comm.all_reduce(total, self.mesh["mp"]).sqrt().item()
 
     def _squares_of_all_parameters(self) -> list[float]:
@@ -132,10 +138,11 @@ class FlatOptimizer:
         return comm.all_gather(padded, self.mesh["mp"]).tolist()
 
     def _weighted_gradients(self) -> Iterator[tuple[float, Tensor]]:
-        """All of this rank's gradients in parts: weight 1 where it speaks for them, else 0."""
+        """All sums of gradients that this rank has, in parts: weight 1 where it speaks for them, else 0."""
         for buffer, counted in zip(self.buffers, self._counted):
-            for weight, start, stop in _weighted(counted, buffer.plan.numel):
-                yield weight, buffer.grads.data[start:stop]
+            for weight, first, last in _weighted(counted, buffer.plan.numel):
+                for start, stop in overlaps(buffer.summed, first, last):
+                    yield weight, buffer.grads.data[start:stop]
 
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
         """Divide the gradient by `divisor`, then scale it down to `clip_grad` if it is longer; returns its norm between the two.
@@ -147,7 +154,8 @@ class FlatOptimizer:
         factor = (limit if limit < 1 else 1.0) / divisor  # a norm that is no number limits nothing
         if factor != 1:
             for buffer in self.buffers:
-                buffer.grads.data.mul_(factor)
+                for start, stop in buffer.summed:
+                    buffer.grads.data[start:stop].mul_(factor)
         return norm
 
     def step(self, lr: float, decoupled_lr: float | None = None) -> None:
@@ -162,29 +170,46 @@ class FlatOptimizer:
         self.publish_masters()
 
     def publish_masters(self) -> None:
-        """Round the masters into the parameters."""
-        for buffer, master in zip(self.buffers, self.masters):
-            if master is not buffer.params:
-                buffer.params.data.copy_(master.data)
+        """Round the masters into the parameters that this rank owns; `DistributedDataParallel.gather_params` does the rest."""
+        for mine, master in self._masters_apart():
+            for parameters, values in zip(mine.tensors, master.tensors):
+                parameters.copy_(values)
 
     def adopt_parameters(self) -> None:
         """Make the masters equal to the parameters, as after loading weights alone."""
+        for mine, master in self._masters_apart():
+            for parameters, values in zip(mine.tensors, master.tensors):
+                values.copy_(parameters)
+
+    def _masters_apart(self) -> Iterator[tuple[Shard, Shard]]:
+        """(parameters, masters) that this rank owns, where these are not the same memory."""
         for buffer, master in zip(self.buffers, self.masters):
-            if master is not buffer.params:
-                master.data.copy_(buffer.params.data)
+            if buffer.is_half_precision:
+                yield buffer.shard_of(buffer.params), master
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter."""
+        """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter, or, of a
+        parameter in shards, the elements that `kept_of` says, flat."""
         kinds = dict(self.moments)
-        if any(master is not buffer.params for buffer, master in zip(self.buffers, self.masters)):
+        if any(buffer.is_half_precision for buffer in self.buffers):
             kinds["master"] = self.masters
         return {
             kind: {
-                slot.name: flat.get(tuple(buffer.parameters[slot.name].shape), slot.start)
+                slot.name: _values(flat, buffer, slot)
                 for buffer, flat in zip(self.buffers, flats)
                 for slot in buffer.plan.slots
             }
             for kind, flats in kinds.items()
+        }
+
+    def kept_of(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter that lies in shards, the elements (start, stop), in row-major order, whose state this rank keeps."""
+        return {
+            slot.name: (start - slot.start, stop - slot.start)
+            for buffer in self.buffers
+            if buffer.plan.shards > 1
+            for slot in buffer.plan.slots
+            for start, stop in overlaps(buffer.owned, slot.start, slot.stop) or [(slot.start, slot.start)]
         }
 
     def set_step_count(self, steps: int) -> None:
@@ -218,12 +243,18 @@ def _sgd(options: list[dict[str, Any]], states: _States, config: OptimizerConfig
 _UPDATERS = {"adam": _adam, "sgd": _sgd}
 
 
-def _master_of(buffer: ParamAndGradBuffer) -> MemoryBuffer:
-    if buffer.params.dtype == buffer.grads.dtype:
-        return buffer.params
-    master = MemoryBuffer(buffer.plan.numel, buffer.grads.dtype, buffer.params.data.device)
-    master.data.copy_(buffer.params.data)
-    return master
+def _master_of(buffer: ParamAndGradBuffer) -> Shard:
+    mine = buffer.shard_of(buffer.params)
+    if not buffer.is_half_precision:
+        return mine
+    return Shard(mine.held, [tensor.to(buffer.grads.dtype) for tensor in mine.tensors])
+
+
+def _values(flat: Shard, buffer: ParamAndGradBuffer, slot: Slot) -> Tensor:
+    if buffer.plan.shards == 1:
+        return flat.at(slot.start, slot.stop).view(buffer.parameters[slot.name].shape)
+    mine = overlaps(flat.held, slot.start, slot.stop)
+    return flat.at(*mine[0]) if mine else flat.tensors[0][:0]
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:

@@ -1,0 +1,263 @@
+"""ZeRO: what is kept in shards over the data-parallel ranks changes no number, is sent as the formulas say, and survives a save."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from local_ranks import run_ranks
+from tiny_run import (
+    GPT2,
+    LLAMA,
+    SEQ,
+    VOCAB,
+    Layout,
+    Outcome,
+    assert_equal,
+    assert_same_bits,
+    build_chunks,
+    forward_step,
+    microbatches,
+    run,
+)
+
+from megatron.core.config import ConfigError
+from megatron.core.device import Device
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.parallel_state import Mesh
+from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import checkpointing
+from megatron.training.arguments import parse_args
+from megatron.training.state import TrainState
+from megatron.training.train_step import BatchShape, Pipeline, train_step
+
+MODELS = {
+    "gpt2-tied": replace(GPT2, hidden_size=16, num_attention_heads=4),
+    "llama-untied": replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2),
+}
+BUCKET = 1500  # elements: several buckets on every rank
+SHARDED = {
+    "zero1": {"use_distributed_optimizer": True},
+    "hybrid": {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+}
+OVERLAP = {
+    "": {},
+    "grads": {"overlap_grad_reduce": True, "ddp_bucket_size": BUCKET},
+    "both": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": BUCKET},
+}
+LAYOUTS = [
+    {},
+    {"tp": 2, "sp": True},
+    {"pp": 2},
+    {"pp": 2, "v": 2, "schedule": "interleaved"},
+    {"tp": 2, "pp": 2, "schedule": "zb-h1"},
+    {"tp": 4},  # key/value heads shared by ranks
+]
+
+
+def cases() -> list:
+    """Every layout with every way to shard and to overlap; accumulation, recompute, delayed calls and models take turns."""
+    found = []
+    for number, (layout, sharded, overlap) in enumerate(product(LAYOUTS, SHARDED, OVERLAP)):
+        draw = Random(number)
+        config = DataParallelConfig(**SHARDED[sharded], **OVERLAP[overlap])
+        dp = 4 if sharded == "hybrid" else draw.choice((2, 3, 4))
+        whole = Layout(
+            **layout, dp=dp, m=2 if dp == 4 else draw.choice((2, 4)), recompute=draw.choice(("none", "selective", "uniform 2")),
+            delayed=draw.random() < 0.7, data_parallel=config,
+        )  # fmt: skip
+        model = list(MODELS)[number % 2]
+        marks = [pytest.mark.full] if number % 3 else []
+        found.append(pytest.param(model, whole, id=f"{whole}-{sharded}-{overlap}-{model}", marks=marks))
+    return found
+
+
+@cache
+def one_process(model: str) -> Outcome:
+    return run(MODELS[model], Layout())
+
+
+@pytest.mark.parametrize(("model", "layout"), cases())
+def test_shards_equal_one_process(model: str, layout: Layout):
+    assert_equal(run(MODELS[model], layout), one_process(model), 1e-10)
+
+
+@pytest.mark.parametrize("precision", [{"fp64": False}, {"fp64": False, "bf16": True}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("overlap", OVERLAP)
+def test_shards_have_the_bits_of_whole_tensors(precision: dict, overlap: str):
+    """The ranks' gradients are added in one order either way, and the update of an element asks for no other."""
+    model = replace(MODELS["gpt2-tied"], **precision)
+    optimizer = OptimizerConfig(clip_grad=0.0, weight_decay=0.1)  # the norm is summed in other parts
+    layout = Layout(
+        dp=2, pp=2, m=2, data_parallel=DataParallelConfig(**OVERLAP[overlap] | {"overlap_param_gather": False})
+    )
+    sharded = replace(layout, data_parallel=DataParallelConfig(**SHARDED["zero1"], **OVERLAP[overlap]))
+    got, expected = (run(model, x, optimizer=optimizer) for x in (sharded, layout))
+    got.norms = expected.norms = []
+    assert_same_bits(got, expected)
+
+
+def test_shards_in_fixed_order_have_the_bits_of_one_process():
+    fixed = DataParallelConfig(fixed_order_grad_reduce=True, use_distributed_optimizer=True)
+    model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)
+    alone = Layout(m=8, data_parallel=DataParallelConfig(fixed_order_grad_reduce=True))
+    assert_same_bits(
+        run(model, Layout(dp=4, pp=2, m=2, data_parallel=fixed), global_batch=8), run(model, alone, global_batch=8)
+    )
+
+
+# ---------------------------------------------------------------- what is sent and what is kept
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_sends_what_the_formula_says(replicas: int):
+    """Per step of P elements over d ranks in shards: a reduce-scatter of P gradients, then an all-gather of P / d parameters each;
+    with replicas an all-reduce of P / d gradients between them."""
+    model, d = replace(MODELS["gpt2-tied"], fp64=False, bf16=True), 4 // replicas
+    config = DataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=replicas)
+
+    def work(mesh: Mesh):
+        trainer = Tiny(mesh, model, Layout(dp=4, m=2, data_parallel=config))
+        (buffer,) = trainer.adam.buffers
+        with mesh.ledger.record() as calls:
+            trainer.step(0)
+        return buffer.plan.numel, [(call.op, call.axis, call.bytes) for call in calls if call.bytes > 100]
+
+    for padded, calls in run_ranks({"dp_outer": replicas, "dp_inner": d}, work):
+        between = [("all_reduce", "dp_outer", padded // d * 4)] if replicas > 1 else []
+        assert calls == [
+            ("reduce_scatter", "dp_inner", padded * 4), *between, ("all_gather", "dp_inner", padded // d * 2)
+        ]  # fmt: skip
+
+
+def test_a_rank_keeps_its_share_of_masters_and_moments():
+    model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)
+
+    def work(mesh: Mesh):
+        trainer = Tiny(mesh, model, Layout(dp=4, data_parallel=DataParallelConfig(use_distributed_optimizer=True)))
+        kept = [trainer.adam.masters, *trainer.adam.moments.values()]
+        return trainer.adam.buffers[0].plan.numel, [
+            sum(tensor.numel() for shard in kind for tensor in shard.tensors) for kind in kept
+        ]
+
+    for padded, kept in run_ranks({"dp": 4}, work):
+        assert kept == [padded // 4] * 3
+
+
+# ---------------------------------------------------------------- save and load
+
+
+class Tiny:
+    """A small model with its optimizer on this rank, as `tiny_run.train_rank` builds it."""
+
+    def __init__(self, mesh: Mesh, model: TransformerConfig, layout: Layout):
+        self.mesh, self.batch = mesh, BatchShape(24 // layout.dp // layout.m, layout.m)
+        self.chunks, keys, store = build_chunks(mesh, model, layout)
+        buffers = [buffer for chunk in self.chunks.values() for buffer in chunk.buffers]
+        self.adam = FlatOptimizer(buffers, OptimizerConfig(), mesh)
+        spec = TensorSpec((SEQ, self.batch.micro_batch_size, model.hidden_size), model.residual_dtype)
+        self.pipeline = Pipeline(
+            self.chunks, mesh, self.batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
+            schedule_name=layout.schedule,
+        )  # fmt: skip
+
+    def step(self, number: int) -> float:
+        data = {stage: microbatches(self.batch, 24 * number, self.mesh) for stage in self.chunks}
+        return train_step(self.pipeline, self.adam, data, first_sample=24 * number, lr=1e-2).grad_norm
+
+    def runtime(self, folder, model: TransformerConfig):
+        config, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
+        config = replace(config, transformer=model)
+        tokenizer = SimpleNamespace(vocab_size=VOCAB)
+        return SimpleNamespace(mesh=self.mesh, config=config, device=Device("cpu"), tokenizer=tokenizer)
+
+
+ZERO = DataParallelConfig(use_distributed_optimizer=True)
+HYBRID = DataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+LATE = DataParallelConfig(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=BUCKET
+)
+SAVED, LOADED = (
+    [
+        Layout(dp=4, data_parallel=ZERO),
+        Layout(tp=2, dp=3, data_parallel=LATE),
+        Layout(pp=2, dp=4, data_parallel=HYBRID),
+    ],
+    [Layout(), Layout(tp=4, dp=2, data_parallel=ZERO), Layout(dp=3, data_parallel=LATE)],
+)
+
+
+@pytest.mark.parametrize("source", SAVED, ids=str)
+@pytest.mark.parametrize("target", LOADED, ids=str)
+def test_shards_load_into_any_layout(source: Layout, target: Layout, tmp_path):
+    """Two steps in one layout, saved; the third in another has the norm of the third step of one process."""
+    model = MODELS["llama-untied" if source.pp > 1 else "gpt2-tied"]
+    sharing = model.ranks_per_kv_head
+
+    def first(mesh: Mesh) -> None:
+        trainer = Tiny(mesh, model, source)
+        norms = [trainer.step(number) for number in range(2)]
+        checkpointing.save(
+            trainer.runtime(tmp_path, model), list(trainer.chunks.values()), trainer.adam, TrainState(2), {}
+        )
+        return norms
+
+    def then(mesh: Mesh) -> float:
+        trainer = Tiny(mesh, model, target)
+        checkpointing.load(trainer.runtime(tmp_path, model), list(trainer.chunks.values()), trainer.adam)
+        norms = [trainer.step(number) for number in (2, 3)]
+        for chunk in trainer.chunks.values():
+            chunk.finish_param_gather()
+        return norms
+
+    def through(mesh: Mesh) -> list[float]:
+        trainer = Tiny(mesh, model, Layout())
+        return [trainer.step(number) for number in range(4)]
+
+    (expected,) = run_ranks({}, through)
+    before = run_ranks(sizes_of(source), first, ranks_per_kv_head=sharing(source.tp))
+    after = run_ranks(sizes_of(target), then, ranks_per_kv_head=sharing(target.tp))
+    for norms in (one + other for one in before for other in after):
+        assert norms == pytest.approx(expected, rel=1e-10)
+
+
+def sizes_of(layout: Layout) -> dict[str, int]:
+    replicas = layout.data_parallel.num_distributed_optimizer_instances
+    return {"tp": layout.tp, "pp": layout.pp, "dp_outer": replicas, "dp_inner": layout.dp // replicas}
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zero_stage": 2}, "--zero-stage 2 asks for ZeRO stage 2, which is not built yet; use stage 0 or 1"),
+        (
+            {"zero_stage": 0, "use_distributed_optimizer": True},
+            "--use-distributed-optimizer and --zero-stage 0 ask for different",
+        ),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, "asks for ZeRO stage 3"),
+        ({"num_distributed_optimizer_instances": 2}, "give --use-distributed-optimizer too"),
+        ({"num_distributed_optimizer_instances": 0}, "must be at least 1"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather is about sharded optimizer state; give"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(settings: dict, message: str):
+    with pytest.raises(ConfigError) as refused:
+        DataParallelConfig(**settings)
+    assert message in str(refused.value)
+
+
+def test_the_ways_to_ask_for_a_stage():
+    assert DataParallelConfig().stage == DataParallelConfig(zero_stage=0).stage == 0
+    for settings in (
+        {"use_distributed_optimizer": True},
+        {"zero_stage": 1},
+        {"data_parallel_sharding_strategy": "optim"},
+    ):
+        assert DataParallelConfig(**settings).stage == 1
