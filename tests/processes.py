@@ -132,6 +132,10 @@ class Job:
         self.processes[rank].send_signal(signal.SIGKILL)
         self.processes[rank].wait()
 
+    def ask_to_end(self, rank: int) -> None:
+        """Signal one rank as a cluster does when its time is up."""
+        self.processes[rank].send_signal(signal.SIGTERM)
+
     def wait_for(self, is_so: Callable[[], bool], timeout: float = 60.0) -> None:
         """Return when `is_so()` holds; fail if it does not, or if a rank ends before."""
         deadline = time.monotonic() + timeout

@@ -40,7 +40,10 @@ _SHAPE = (
     "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 # Settings that, changed under a resumed run, change its data or its schedule: said aloud, and allowed.
-_NOTABLE = ("seed", "global_batch_size", "train_iters", "seq_length", "split", "lr", "lr_decay_style", "lr_decay_iters")
+_NOTABLE = (
+    "seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "train_iters", "train_samples", "seq_length",
+    "split",
+)  # fmt: skip
 
 
 def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
@@ -112,7 +115,8 @@ def save(
     save_checkpoint(
         Path(root),
         state.iteration,
-        model_tensors(chunks, mesh) | optimizer_tensors(optimizer, mesh),
+        model_tensors(chunks, mesh)
+        | (optimizer_tensors(optimizer, mesh) if runtime.config.checkpoint.save_optim else {}),
         {
             "train": state.as_json(),
             "log": json.loads(log_text),
@@ -132,21 +136,25 @@ def load(
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """(where to go on, the log's state), with parameters and optimizer filled from --load. Every rank must call.
 
-    The checkpoint may come from any layout. Without a checkpoint in the folder the run starts anew, and says so.
+    The checkpoint may come from any layout. Without a checkpoint in the folder the run starts anew, and says so, or from the
+    weights of --pretrained-checkpoint.
     """
     config, mesh, device = runtime.config.checkpoint, runtime.mesh, runtime.device.torch_device
-    if config.load is None:
+    given, root, finetune = "--load", config.load, config.finetune
+    if config.pretrained_checkpoint is not None and not _holds_checkpoint(root):
+        given, root, finetune = "--pretrained-checkpoint", config.pretrained_checkpoint, True
+    if root is None:
         return TrainState(), None
-    if not (Path(config.load) / LATEST).exists():
-        if config.exit_on_missing_checkpoint:
-            raise ConfigError(f"--load {config.load} holds no checkpoint (no {LATEST} in it)")
-        print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
+    if not _holds_checkpoint(root):
+        if config.exit_on_missing_checkpoint or given != "--load":
+            raise ConfigError(f"{given} {root} holds no checkpoint (no {LATEST} in it)")
+        print_rank_0(f"no checkpoint in {root}: starting from initial weights")
         return TrainState(), None
-    checkpoint = open_checkpoint(Path(config.load), world=mesh["world"], device=device)
-    check_same_model(runtime, checkpoint.state)
+    checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
+    check_same_model(runtime, checkpoint.state, f"{given} {root}")
     wanted = model_tensors(chunks, mesh)
     check_same_size(wanted, checkpoint, mesh["world"], device)
-    goes_on = config.load_optim and not config.finetune
+    goes_on = config.load_optim and not finetune
     if goes_on:
         check_same_optimizer(runtime, checkpoint.state)
     state_tensors = optimizer_tensors(optimizer, mesh) if goes_on else {}
@@ -163,13 +171,15 @@ def load(
         optimizer.set_step_count(checkpoint.state["optimizer_steps"])
         if optimizer.scaler is not None:
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
-    print_rank_0(
-        f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {config.load}"
-    )
-    if config.finetune:
+    print_rank_0(f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {root}")
+    if finetune:
         return TrainState(), None
     note_changes(runtime, checkpoint.state)
     return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]
+
+
+def _holds_checkpoint(root: str | None) -> bool:
+    return root is not None and (Path(root) / LATEST).exists()
 
 
 def _master_of(name: str, checkpoint: Checkpoint) -> str:
@@ -192,8 +202,8 @@ def _elements(box: Box) -> int:
     return prod(size_of(box))
 
 
-def check_same_model(runtime: Runtime, saved: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model, naming every setting that differs."""
+def check_same_model(runtime: Runtime, saved: dict[str, Any], given: str) -> None:
+    """Refuse a checkpoint of another model, naming every setting that differs. given: the flag and folder it comes from."""
     mine, theirs = runtime.config.as_json()["transformer"], saved["config"]["transformer"]
     defaults = {f.name: default_of(f) for f in knobs(TransformerConfig)}  # for settings younger than the checkpoint
     problems = [
@@ -206,11 +216,16 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any]) -> None:
             f"vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer {runtime.tokenizer.vocab_size}"
         )
     if problems:
-        raise ConfigError([f"--load {runtime.config.checkpoint.load} holds another model; {p}" for p in problems])
+        raise ConfigError([f"{given} holds another model; {p}" for p in problems])
 
 
 def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
-    """Refuse the state of an optimizer that keeps other moments."""
+    """Refuse the state of an optimizer that keeps other moments, or a checkpoint without any."""
+    if not saved["config"]["checkpoint"].get("save_optim", True):
+        raise ConfigError(
+            f"--load {runtime.config.checkpoint.load} holds no optimizer state (saved with --no-save-optim); --no-load-optim "
+            "starts with the weights alone"
+        )
     mine, theirs = runtime.config.as_json()["optimizer"], {"optimizer": "adam"} | saved["config"]["optimizer"]
     if mine["optimizer"] != theirs["optimizer"]:
         raise ConfigError(

@@ -1,14 +1,15 @@
 """The configuration of a run: every component's own, side by side, and the rules between them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
 from megatron.core.config import ConfigError, changes, knob, knobs
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
-from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule
+from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength, learning_rate_schedule
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
@@ -25,21 +26,54 @@ class TrainingConfig:
     global_batch_size: int | None = knob(
         None, "samples in one step of all ranks; micro batch x data-parallel size when unset"
     )
+    rampup_batch_size: list[int] | None = knob(
+        None,
+        "START INCREMENT SAMPLES: begin with steps of START samples and go to --global-batch-size by INCREMENT, in stages of "
+        "equally many samples, SAMPLES in all; with --train-samples",
+        metavar="N",
+    )
+    step_batch_size_schedule: str | None = knob(
+        None,
+        "sizes of the steps by the tokens consumed, such as '0:768 250B:1536 500B:3072' (suffixes K, M, B, T); with "
+        "--train-samples, instead of --global-batch-size",
+        metavar="TABLE",
+    )
+    decrease_batch_size_if_needed: bool = knob(
+        False, "round step sizes down to a multiple of micro batch x data-parallel size instead of refusing them"
+    )
     train_iters: int | None = knob(None, "steps in the whole run")
-    eval_interval: int = knob(1000, "steps between validations")
-    eval_iters: int = knob(100, "global batches in one validation; 0 for none")
+    train_samples: int | None = knob(
+        None, "samples in the whole run, instead of --train-iters; an incomplete last step is left out"
+    )
+    eval_interval: int = knob(1000, "steps between validations; 0 for one at the end only")
+    eval_iters: int = knob(
+        100, "global batches in one validation, or all of a smaller set; 0 for no validation and no test"
+    )
+    skip_train: bool = knob(False, "do not train: validate and test the loaded weights")
     exit_interval: int | None = knob(None, "save and stop after the first step that is a multiple of this")
+    exit_duration_in_mins: float | None = knob(
+        None, "save and stop after the first step that ends so many minutes after the start"
+    )
+    exit_signal_handler: bool = knob(
+        False, "on SIGTERM finish the step on all ranks, save, and end with exit code 0, as a cluster's time limit asks"
+    )
     seed: int = knob(1234, "of the initial weights, the data order and the dropout")
     check_for_nan_in_loss_and_grad: bool = knob(True, "go on when a gradient is not a finite number")
 
     def __post_init__(self) -> None:
         problems = [
             f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("micro_batch_size", "global_batch_size", "train_iters", "eval_interval", "exit_interval")
+            for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval")
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
-        if self.eval_iters < 0:
-            problems.append(f"--eval-iters is {self.eval_iters}; it must not be negative")
+        problems += [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative"
+            for name in ("eval_interval", "eval_iters", "exit_duration_in_mins")
+            if getattr(self, name) is not None and not getattr(self, name) >= 0
+        ]
+        if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
+            given = " ".join(map(str, self.rampup_batch_size))
+            problems.append(f"--rampup-batch-size {given}: it takes three numbers, START INCREMENT SAMPLES")
         if self.seed < 0 or self.seed >= 2**32:
             problems.append(f"--seed is {self.seed}; it must be in [0, 2^32)")
         if problems:
@@ -53,6 +87,12 @@ class CheckpointConfig:
     save: str | None = knob(None, "folder to write checkpoints to")
     load: str | None = knob(None, "folder to go on from; a run without a checkpoint in it starts anew")
     save_interval: int | None = knob(None, "steps between checkpoints; the last step is always saved")
+    save_optim: bool = knob(
+        True, "leave the optimizer's state out of checkpoints; --no-load-optim goes on from such a one"
+    )
+    pretrained_checkpoint: str | None = knob(
+        None, "folder whose weights a run starts from, as with --finetune, while --load holds no checkpoint"
+    )
     finetune: bool = knob(False, "load the weights only and start at step 0")
     load_optim: bool = knob(True, "start the optimizer anew instead of loading its state")
     exit_on_missing_checkpoint: bool = knob(False, "stop if --load holds no checkpoint")
@@ -93,15 +133,41 @@ class Config:
     def data_parallel_size(self, world_size: int) -> int:
         return world_size // self.parallel.model_parallel_size
 
+    def samples_at_once(self, world_size: int) -> int:
+        """Samples of one micro-batch of every rank, of which a step has a multiple."""
+        return self.training.micro_batch_size * self.data_parallel_size(world_size)
+
+    def batch_sizes(self, world_size: int) -> BatchSizes:
+        """Samples of each step. Raises ConfigError for a ramp or a table that cannot be."""
+        training, at_once = self.training, self.samples_at_once(world_size)
+        size = training.global_batch_size or at_once
+        if training.step_batch_size_schedule is not None:
+            sizes = size_table(training.step_batch_size_schedule, self.data.seq_length)
+        elif training.rampup_batch_size is not None:
+            sizes = ramp(*training.rampup_batch_size, size)
+        else:
+            sizes = constant_size(size)
+        return replace(sizes, multiple=at_once) if training.decrease_batch_size_if_needed else sizes
+
     def global_batch_size(self, world_size: int) -> int:
-        """Samples of one step."""
-        given = self.training.global_batch_size
-        return given or self.training.micro_batch_size * self.data_parallel_size(world_size)
+        """Samples of one step, at the end of a ramp, and of one step of validation."""
+        return self.batch_sizes(world_size).last
 
     def num_microbatches(self, world_size: int) -> int:
-        """Forwards of one rank in one step."""
-        samples_at_once = self.training.micro_batch_size * self.data_parallel_size(world_size)
-        return self.global_batch_size(world_size) // samples_at_once
+        """Forwards of one rank in one step, at the end of a ramp."""
+        return self.global_batch_size(world_size) // self.samples_at_once(world_size)
+
+    def train_iters(self, world_size: int) -> int:
+        """Steps of the whole run, made from its start."""
+        training = self.training
+        return training.train_iters or self.batch_sizes(world_size).steps(0, training.train_samples)
+
+    def run_length(self, world_size: int) -> RunLength:
+        """What schedules are measured by: the size that was asked for is their unit, also where a smaller one runs."""
+        training = self.training
+        if training.train_samples is not None:
+            return RunLength(training.train_samples, "samples")
+        return RunLength(training.train_iters, "iters", self.batch_sizes(world_size).rows[-1][1])
 
     @property
     def chunks_per_rank(self) -> int:
@@ -165,7 +231,7 @@ def check(config: Config, world_size: int) -> None:
     problems: list[str] = []
     required = {
         "--micro-batch-size": config.training.micro_batch_size,
-        "--train-iters": config.training.train_iters,
+        "--train-iters (or --train-samples)": config.training.train_iters or config.training.train_samples,
         "--seq-length": config.data.seq_length,
         "--lr": config.learning_rate.lr,
     }
@@ -173,6 +239,7 @@ def check(config: Config, world_size: int) -> None:
     problems += _data_problems(config)
     problems += _model_problems(config)
     problems += _batch_problems(config, world_size)
+    problems += _unit_problems(config)
     problems += _schedule_problems(config)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         problems.append("--save-interval needs --save, the folder to write to")
@@ -235,25 +302,95 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
     if training.micro_batch_size is None:
         return []
-    at_once = training.micro_batch_size * config.data_parallel_size(world_size)
-    if config.global_batch_size(world_size) % at_once:
-        return [
-            f"--global-batch-size ({training.global_batch_size}) must be a multiple of {at_once} = --micro-batch-size "
-            f"({training.micro_batch_size}) x data-parallel size ({config.data_parallel_size(world_size)})"
-        ]
+    if training.step_batch_size_schedule is not None and config.data.seq_length is None:
+        return []
     try:
-        SCHEDULES[config.schedule_name](stages, config.num_microbatches(world_size), chunks)
-    except ValueError as error:
-        return str(error).split("\n")
+        sizes = config.batch_sizes(world_size).sizes
+    except ConfigError as error:
+        return error.problems
+    if problem := _size_problem(config, sizes, world_size):
+        return [problem]
+    if training.train_samples is not None and config.train_iters(world_size) < 1:
+        return [f"--train-samples ({training.train_samples}) do not fill one step of {sizes[0]}; raise it"]
+    for size in sorted(set(sizes)):
+        try:
+            SCHEDULES[config.schedule_name](stages, size // config.samples_at_once(world_size), chunks)
+        except ValueError as error:
+            where = f"steps of {size} samples: " if len(sizes) > 1 else ""
+            return [where + problem for problem in str(error).split("\n")]
     return []
 
 
+def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | None:
+    """What is wrong with the sizes of steps; found before the run, and not when it comes to a size."""
+    training, at_once = config.training, config.samples_at_once(world_size)
+    product = (
+        f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size "
+        f"({config.data_parallel_size(world_size)})"
+    )
+    if training.decrease_batch_size_if_needed:
+        return None if all(sizes) else f"steps must have at least {product} samples; raise the smallest step size"
+    uneven = [str(size) for size in sizes if size % at_once]
+    if not uneven:
+        return None
+    if len(sizes) == 1:
+        return f"--global-batch-size ({training.global_batch_size}) must be a multiple of {product}"
+    flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
+    listed = ", ".join(uneven[:5]) + (f" and {len(uneven) - 5} more sizes" if len(uneven) > 5 else "")
+    return f"{flag} makes steps of {listed} samples, which must be multiples of {product}; change one" + (
+        " or give --decrease-batch-size-if-needed" if training.rampup_batch_size else ""
+    )
+
+
+def _unit_problems(config: Config) -> list[str]:
+    """A run counts in iterations or in samples, and so do all its settings."""
+    training, rate, problems = config.training, config.learning_rate, []
+    pairs = {  # what counts iterations, and what counts samples
+        "--lr-decay": (rate.lr_decay_iters, rate.lr_decay_samples),
+        "--lr-warmup": (rate.lr_warmup_iters, rate.lr_warmup_samples),
+        "--lr-wsd-decay": (rate.lr_wsd_decay_iters, rate.lr_wsd_decay_samples),
+    }
+    if training.train_iters is not None and training.train_samples is not None:
+        return ["--train-iters and --train-samples exclude each other; give one"]
+    if training.train_iters is not None:
+        given = [flag for flag, (_, samples) in pairs.items() if samples]
+        problems += [f"{flag}-samples needs --train-samples; with --train-iters give {flag}-iters" for flag in given]
+        ramps = {
+            "--rampup-batch-size": training.rampup_batch_size,
+            "--step-batch-size-schedule": training.step_batch_size_schedule,
+        }
+        problems += [
+            f"{flag} needs --train-samples instead of --train-iters"
+            for flag, value in ramps.items()
+            if value is not None
+        ]
+    if training.train_samples is not None:
+        given = [flag for flag, (iters, _) in pairs.items() if iters]
+        problems += [f"{flag}-iters needs --train-iters; with --train-samples give {flag}-samples" for flag in given]
+    if training.step_batch_size_schedule is not None:
+        others = {
+            "--global-batch-size": training.global_batch_size,
+            "--rampup-batch-size": training.rampup_batch_size,
+            "--decrease-batch-size-if-needed": training.decrease_batch_size_if_needed or None,
+        }
+        problems += [
+            f"--step-batch-size-schedule and {flag} exclude each other; give one"
+            for flag, value in others.items()
+            if value is not None
+        ]
+    if training.rampup_batch_size is not None and training.global_batch_size is None:
+        problems.append("--rampup-batch-size needs --global-batch-size, the size it ends with")
+    return problems
+
+
 def _schedule_problems(config: Config) -> list[str]:
-    """A learning rate that could not be followed. Iterations are the unit, whatever the batch."""
-    if config.learning_rate.lr is None or config.training.train_iters is None:
+    """A learning rate that could not be followed, whatever the batch."""
+    training = config.training
+    if config.learning_rate.lr is None or not (training.train_iters or training.train_samples):
         return []
+    unit = "iters" if training.train_iters else "samples"
     try:
-        LearningRateSchedule(config.learning_rate, config.training.train_iters, global_batch_size=1)
+        learning_rate_schedule(config.learning_rate, RunLength(training.train_iters or training.train_samples, unit))
     except ConfigError as error:
         return error.problems
     return []

@@ -8,6 +8,18 @@ from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.training.train_step import Pipeline, share_totals
 
 
+def window(number: int, num_batches: int, batch_size: int, set_size: int) -> tuple[int, int]:
+    """(first sample, global batches) of validation `number` of a run: the windows follow each other and start over.
+
+    A set of fewer batches is read whole each time, up to its last whole batch. Example: 2 batches of 4 from a set of 22 samples,
+    5 batches: numbers 0, 1, 2 read from sample 0, 8, 0.
+    """
+    available = set_size // batch_size
+    if num_batches >= available:
+        return 0, available
+    return number % (available // num_batches) * num_batches * batch_size, num_batches
+
+
 def evaluate(
     pipeline: Pipeline,
     make_iterators: Callable[[int], Mapping[int, object]],

@@ -117,9 +117,11 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
     """Say, once, what is about to run."""
     config, mesh = runtime.config, runtime.mesh
     layout = ", ".join(f"{name} {mesh[name].size}" for name in ("tp", "pp", "dp"))
+    sizes = [size // runtime.samples_at_once for size in runtime.batch_sizes.sizes]
+    ramp = f"{sizes[0]} to " if len(sizes) > 1 else ""
     print_rank_0(
         f"{runtime.world_size} rank(s) on {runtime.device.name}: {layout}; "
-        f"{runtime.num_microbatches} microbatch(es) of {config.training.micro_batch_size} per rank and step"
+        f"{ramp}{runtime.num_microbatches} microbatch(es) of {config.training.micro_batch_size} per rank and step"
     )
     if changed := config.changed_lines():
         print_rank_0("settings that are not the default:\n" + "\n".join(changed))

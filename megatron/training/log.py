@@ -60,8 +60,10 @@ class TrainingLog:
         *,
         decoupled_lr: float | None = None,
         loss_scale: float = 1.0,
+        global_batch_size: int | None = None,
     ) -> None:
-        """Print the line of this interval if it ends here. Rates and loss scale are the next step's, as Megatron's are."""
+        """Print the line of this interval if it ends here. Rates and loss scale are the next step's, as Megatron's are;
+        `global_batch_size` is that of this step, where steps differ."""
         if iteration % self.log_interval:
             return
         milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
@@ -73,7 +75,7 @@ class TrainingLog:
                 consumed_samples,
                 milliseconds,
                 lr,
-                self.global_batch_size,
+                global_batch_size or self.global_batch_size,
                 losses,
                 grad_norm,
                 decoupled_lr=decoupled_lr,

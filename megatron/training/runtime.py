@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.batch_size import BatchSizes
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
+from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.parallel_state import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
@@ -38,6 +40,18 @@ class Runtime:
     @property
     def num_microbatches(self) -> int:
         return self.config.num_microbatches(self.world_size)
+
+    @property
+    def samples_at_once(self) -> int:
+        return self.config.samples_at_once(self.world_size)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        return self.config.batch_sizes(self.world_size)
+
+    @property
+    def run_length(self) -> RunLength:
+        return self.config.run_length(self.world_size)
 
     @property
     def tensor_parallel(self) -> TensorParallel:

@@ -26,7 +26,7 @@ class BatchShape:
     """How the samples of a step are dealt out."""
 
     micro_batch_size: int
-    num_microbatches: int  # of one rank in one training step
+    num_microbatches: int  # of one rank in one step of validation, and of training where nothing else is said
     tokens_per_sample: int = 1  # when none is masked
 
     @property
@@ -66,18 +66,29 @@ class Pipeline:
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over)
         self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
         self.schedule_name = schedule_name
-        self._schedules: dict[str, Schedule] = {}
+        self._schedules: dict[str, tuple[int, Schedule]] = {}
 
-    def train(self, data_iterators: Mapping[int, object], first_sample: int, loss_scale: float = 1.0) -> LossTotals:
+    def train(
+        self,
+        data_iterators: Mapping[int, object],
+        first_sample: int,
+        loss_scale: float = 1.0,
+        num_microbatches: int | None = None,
+    ) -> LossTotals:
         """Forwards, backwards and the start of the gradient reduction of one step."""
-        return self._run("train", data_iterators, first_sample, loss_scale)
+        return self._run("train", data_iterators, first_sample, num_microbatches, loss_scale)
 
     def evaluate(self, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
         """The forwards of one global batch."""
         return self._run("evaluate", data_iterators, first_sample)
 
     def _run(
-        self, purpose: str, data_iterators: Mapping[int, object], first_sample: int, loss_scale: float = 1.0
+        self,
+        purpose: str,
+        data_iterators: Mapping[int, object],
+        first_sample: int,
+        num_microbatches: int | None = None,
+        loss_scale: float = 1.0,
     ) -> LossTotals:
         pp, dp = self.mesh["pp"], self.mesh["dp"]
 
@@ -99,16 +110,23 @@ class Pipeline:
             weight_grads=self.weight_grads,
             nominal_tokens=self.batch.nominal_tokens,
         )
-        return executor.run(self.schedule(purpose), pp.rank, training=purpose == "train", loss_scale=loss_scale)
+        schedule = self.schedule(purpose, num_microbatches)
+        return executor.run(schedule, pp.rank, training=purpose == "train", loss_scale=loss_scale)
 
-    def schedule(self, purpose: str) -> Schedule:
-        """The lowered lists of all pipeline ranks; made once."""
-        if purpose not in self._schedules:
-            p, m, v = self.mesh["pp"].size, self.batch.num_microbatches, len(self.chunks)
+    def schedule(self, purpose: str, num_microbatches: int | None = None) -> Schedule:
+        """The lowered lists of all pipeline ranks, kept until a step has another number of microbatches.
+
+        Only the last are kept: those of all sizes of a long ramp, each with the actions of every rank, would fill gigabytes.
+        """
+        m = num_microbatches or self.batch.num_microbatches
+        made_for, schedule = self._schedules.get(purpose, (None, []))
+        if made_for != m:
+            p, v = self.mesh["pp"].size, len(self.chunks)
             generated = SCHEDULES[self.schedule_name](p, m, v) if purpose == "train" else forward_only(p, m, v)
             lowered = add_transfers(generated, self.placement)
-            self._schedules[purpose] = add_reduce(lowered) if purpose == "train" else lowered
-        return self._schedules[purpose]
+            schedule = add_reduce(lowered) if purpose == "train" else lowered
+            self._schedules[purpose] = m, schedule
+        return schedule
 
 
 @dataclass(frozen=True)
@@ -136,6 +154,8 @@ def train_step(
     first_sample: int,
     lr: float,
     decoupled_lr: float | None = None,
+    weight_decay: float | None = None,
+    num_microbatches: int | None = None,
     check_finite: bool = True,
 ) -> StepResult:
     """One update of the parameters. Every rank must call; all raise FloatingPointError if the gradient is not finite.
@@ -146,6 +166,8 @@ def train_step(
     one number for the model, and the ranks that hold copies have summed their gradients. An adapting scale reacts to that, and
     nothing is raised.
 
+    num_microbatches: of one rank in this step, where steps differ; weight_decay: where it changes.
+
     Scalars that travel: the token count over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
     """
     chunks = list(pipeline.chunks.values())
@@ -153,9 +175,10 @@ def train_step(
         chunk.train()
         chunk.zero_grad_buffer()
     scaler, batch = optimizer.scaler, pipeline.batch
-    step_tokens = batch.nominal_tokens * batch.num_microbatches * pipeline.mesh["dp"].size
+    num_microbatches = num_microbatches or batch.num_microbatches
+    step_tokens = batch.nominal_tokens * num_microbatches * pipeline.mesh["dp"].size
     loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
-    totals = pipeline.train(data_iterators, first_sample, loss_scale)
+    totals = pipeline.train(data_iterators, first_sample, loss_scale, num_microbatches)
     tokens, losses = share_totals(totals, pipeline.mesh, pipeline.device)
     for chunk in chunks:
         chunk.finish_grad_reduce()
@@ -169,7 +192,7 @@ def train_step(
     if scaler is not None:
         scaler.update(overflow)
     if scaler is None or not overflow:
-        optimizer.step(lr, decoupled_lr)
+        optimizer.step(lr, decoupled_lr, weight_decay=weight_decay)
         for chunk in chunks:
             chunk.gather_params()
     if scaler is None:

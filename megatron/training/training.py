@@ -10,7 +10,9 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
 """
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.optimizer.lr_schedule import LearningRateSchedule
+from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule, schedule_in_force
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
@@ -31,7 +33,8 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import initialize_parameters
 from megatron.training import checkpointing
 from megatron.training.arguments import ExtraArgs
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate, window
+from megatron.training.exits import Exits
 from megatron.training.initialize import as_settings_problem, initialize_megatron, stop_with
 from megatron.training.log import TrainingLog, validation_line
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
@@ -61,9 +64,10 @@ def pretrain(
     group_of(name, placement) -> how that parameter is updated
     """
     del model_type  # every model so far passes one tensor between stages
+    began = time.monotonic()
     try:
         runtime = initialize_megatron(extra_args_provider, args_defaults, argv)
-        trainer = Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of)
+        trainer = Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of, began)
     except (ConfigError, comm.PeerError) as error:
         set_runtime(None)
         stop_with(error)
@@ -106,9 +110,14 @@ class Trainer:
         model_provider: ModelProvider,
         forward_step: ForwardStep,
         group_of: GroupRule = default_group,
+        began: float | None = None,
     ):
+        """began: `time.monotonic()` of the start of the run; now when unset."""
         self.runtime, self.config, self.mesh = runtime, runtime.config, runtime.mesh
-        self.batch_size, training = runtime.global_batch_size, runtime.config.training
+        self.batch_sizes, training = runtime.batch_sizes, runtime.config.training
+        self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
+        device = runtime.device.torch_device
+        self.exits = Exits(training, self.mesh["world"], device, time.monotonic() if began is None else began)
         self.chunks = get_model(model_provider, runtime)
         buffers = [buffer for chunk in self.chunks.values() for buffer in chunk.buffers]
         self.optimizer = FlatOptimizer(
@@ -118,17 +127,37 @@ class Trainer:
             group_of=group_of,
             scaler=make_grad_scaler(self.config.loss_scaling, fp16=self.config.transformer.fp16),
             fixed_order=self.config.data_parallel.fixed_order_grad_reduce,
-            device=runtime.device.torch_device,
+            device=device,
         )
-        self.schedule = LearningRateSchedule(self.config.learning_rate, training.train_iters, self.batch_size)
-        self.log = TrainingLog(training.train_iters, self.batch_size, self.config.log.log_interval)
         self.pipeline = self._build_pipeline(forward_step)
         with as_settings_problem():
-            checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], runtime.device.torch_device)
+            checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device)
             self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
+            self._set_schedules()
+        self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
+            self.state.consumed_train_samples, training.train_samples
+        )
+        self.log = TrainingLog(self.train_iters, self.batch_size, self.config.log.log_interval)
         if log_state is not None:
             self.log.load_state(log_state)
         self.datasets = dict(zip(("train", "valid", "test"), self._build_datasets(datasets_provider)))
+        self._leave_out_small_sets()
+
+    def _set_schedules(self) -> None:
+        """Learning rate and weight decay by this run's settings, or by the checkpoint's where a flag asks for that."""
+        config, length = self.config, self.runtime.run_length
+        compared = config.checkpoint.load_optim and not config.training.skip_train
+        saved = self.state.schedules if compared else {}
+
+        def in_force(mine: AnySchedule, name: str) -> AnySchedule:
+            plan = schedule_in_force(mine, saved.get(name), config.learning_rate, what=name.replace("_", " "))
+            if saved.get(name, asdict(plan)) != asdict(plan):
+                print_rank_0(f"the {name.replace('_', ' ')} follows this run's settings, not those of the checkpoint")
+            return plan
+
+        self.schedule = in_force(learning_rate_schedule(config.learning_rate, length), "learning_rate")
+        self.weight_decay = in_force(config.optimizer.weight_decay_schedule(length.samples), "weight_decay")
+        self.state.schedules = {"learning_rate": asdict(self.schedule), "weight_decay": asdict(self.weight_decay)}
 
     def _build_pipeline(self, forward_step: ForwardStep) -> Pipeline:
         runtime, config = self.runtime, self.config
@@ -158,31 +187,51 @@ class Trainer:
 
     def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
         training = self.config.training
-        sizes = requested_samples(training.train_iters, training.eval_interval, training.eval_iters, self.batch_size)
+        # By the settings alone, whatever the run goes on from: what a data set holds may depend on how much is asked for.
+        train_iters = self.config.train_iters(self.mesh["world"].size)
+        sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, self.batch_size)
+        sizes[0] = training.train_samples or sizes[0]
         with comm.together(self.mesh["world"], self.runtime.device.torch_device), as_settings_problem():
-            return provider(list(sizes))
+            return provider(sizes)
+
+    def _leave_out_small_sets(self) -> None:
+        for split in ("valid", "test"):
+            dataset = self.datasets[split]
+            if dataset is not None and len(dataset) < self.batch_size:
+                print_rank_0(f"{split} set of {len(dataset)} samples is left out: a global batch has {self.batch_size}")
+                self.datasets[split] = None
 
     def run(self) -> None:
-        """Train to the last step (or to --exit-interval), then validate and test."""
+        """Train to the last step, then validate and test; or to where an exit flag says."""
         self._print_size()
-        training, state = self.config.training, self.state
-        data = self._iterators("train", state.consumed_train_samples)
-        stopped = False
-        while state.iteration < training.train_iters and not stopped:
-            self._step(data)
-            self._validate_if_due()
-            stopped = bool(training.exit_interval) and state.iteration % training.exit_interval == 0
-            self._save_if_due(last=stopped or state.iteration == training.train_iters)
-        for chunk in self.chunks.values():
-            chunk.finish_param_gather()
-        if stopped and state.iteration < training.train_iters:
-            print_rank_0(f"exiting at iteration {state.iteration}, as --exit-interval asks")
+        if self.config.training.skip_train:
+            print_rank_0("not training, as --skip-train asks")
+        elif reason := self._train():
+            print_rank_0(f"exiting at iteration {self.state.iteration}, {reason}")
             return
         for split in ("valid", "test"):
-            self._validate(split, f"iteration {state.iteration} on {'validation' if split == 'valid' else split} set")
+            self._validate(
+                split, f"iteration {self.state.iteration} on {'validation' if split == 'valid' else split} set"
+            )
+
+    def _train(self) -> str | None:
+        """Why it stopped, if it did before the last step or on a signal; what it did is saved then, as at the end."""
+        state, reason = self.state, None
+        data = self._iterators("train", state.consumed_train_samples)
+        with self.exits.listening():
+            while state.iteration < self.train_iters and reason is None:
+                self._step(data)
+                self._validate_if_due()
+                last = state.iteration == self.train_iters
+                reason = self.exits.reason(state.iteration, last=last)
+                self._save_if_due(last=last or reason is not None)
+        for chunk in self.chunks.values():
+            chunk.finish_param_gather()
+        return reason
 
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
         state = self.state
+        batch_size = self.batch_sizes.at(state.consumed_train_samples)
         result = train_step(
             self.pipeline,
             self.optimizer,
@@ -190,11 +239,13 @@ class Trainer:
             first_sample=state.consumed_train_samples,
             lr=self.schedule.at(state.scheduled_train_samples),
             decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
+            weight_decay=self.weight_decay.at(state.scheduled_train_samples),
+            num_microbatches=batch_size // self.runtime.samples_at_once,
             check_finite=self.config.training.check_for_nan_in_loss_and_grad,
         )
         state.iteration += 1
-        state.consumed_train_samples += self.batch_size
-        state.scheduled_train_samples += 0 if result.skipped else self.batch_size
+        state.consumed_train_samples += batch_size
+        state.scheduled_train_samples += 0 if result.skipped else batch_size
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
         self.log.line_if_due(
             state.iteration,
@@ -203,24 +254,28 @@ class Trainer:
             None if result.skipped else result.grad_norm,
             decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
             loss_scale=result.loss_scale,
+            global_batch_size=batch_size,
         )
 
     def _validate_if_due(self) -> None:
-        if self.state.iteration % self.config.training.eval_interval == 0:
+        interval = self.config.training.eval_interval
+        if interval and self.state.iteration % interval == 0:
             self._validate("valid", f"iteration {self.state.iteration}")
 
     def _validate(self, split: str, where: str) -> None:
-        training = self.config.training
-        if self.datasets[split] is None or training.eval_iters == 0:
+        training, dataset = self.config.training, self.datasets[split]
+        if dataset is None or training.eval_iters == 0:
             return
         self.log.pause()
         # Which samples a validation reads follows from the step alone, so that a resumed run reads the same ones.
-        done = 0 if split == "test" else (self.state.iteration - 1) // training.eval_interval
+        in_training = split == "valid" and self.state.iteration and training.eval_interval
+        number = (self.state.iteration - 1) // training.eval_interval if in_training else 0
+        first_sample, num_batches = window(number, training.eval_iters, self.batch_size, len(dataset))
         losses = evaluate(
             self.pipeline,
             lambda first: self._iterators(split, first),
-            num_batches=training.eval_iters,
-            first_sample=done * training.eval_iters * self.batch_size,
+            num_batches=num_batches,
+            first_sample=first_sample,
             global_batch_size=self.batch_size,
         )
         print_rank_last(validation_line(where, losses))
@@ -257,9 +312,7 @@ class Trainer:
         ]
         total = torch.tensor(counts, dtype=torch.int64, device=self.runtime.device.torch_device)
         comm.all_reduce(total, self.mesh["world"])
-        print_rank_0(
-            f"model of {int(total.item()):,} parameters; training to iteration {self.config.training.train_iters}"
-        )
+        print_rank_0(f"model of {int(total.item()):,} parameters; training to iteration {self.train_iters}")
         if self.state.iteration:
             print_rank_0(f"going on from iteration {self.state.iteration}")
 

@@ -28,6 +28,20 @@ def test_a_killed_rank_ends_the_others(layout, killed, data, tmp_path):
         assert printed.get(line.iteration, line.text) == line.text
 
 
+def test_a_rank_asked_to_end_ends_the_job_in_order(data, tmp_path):
+    """Told to one rank, all finish the same step, save it once, and end with 0."""
+    log = ["--train-iters", "2000", "--log-interval", "1", "--eval-iters", "0"]
+    flags = [*GPT2, *STEPS, *data, *log, "--save", str(tmp_path), "--exit-signal-handler", *Layout(dp=2).flags]
+    with start([PRETRAIN_GPT, *flags], 2) as job:
+        job.wait_for(lambda: "iteration        3/" in job.stdout(1))
+        job.ask_to_end(0)
+        ended = job.wait(SOON).succeeded()
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert [line.iteration for line in ended.training] == list(range(1, saved + 1))
+    assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_{saved:07d}"]
+    assert f"exiting at iteration {saved}, after SIGTERM" in ended.stdout[0]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_missing_data_file_stops_every_rank(ranks, data, tmp_path):
     missing = str(tmp_path / "nothing_text_document")  # the start of the log names it too, among the settings

@@ -180,6 +180,12 @@ def test_defaults_of_the_script_apply_only_where_the_line_is_silent():
     )
 
 
+@pytest.mark.parametrize("spelling", ["opt_param-scheduler", "opt-param-scheduler", "lr-scheduler"])
+def test_what_a_resumed_run_follows_has_several_spellings(spelling: str):
+    assert config_of(f"--override-{spelling}").learning_rate.override_opt_param_scheduler
+    assert config_of(f"--use-checkpoint-{spelling}").learning_rate.use_checkpoint_opt_param_scheduler
+
+
 def test_a_bad_default_of_the_script_is_found_like_a_flag():
     assert problems_of("", args_defaults={"num_layers": 0}) == ["--num-layers is 0; it must be at least 1"]
 
@@ -239,12 +245,10 @@ def test_a_flag_may_not_be_abbreviated():
 
 
 def test_problems_of_all_kinds_come_at_once():
-    line = (
-        "--num-layer 3 --train-samples 5 --warmup 1 --hidden-size 0 --lr -1 --seed -2 --log-interval 0 --adam-beta1 1"
-    )
+    line = "--num-layer 3 --batch-size 5 --warmup 1 --hidden-size 0 --lr -1 --seed -2 --log-interval 0 --adam-beta1 1"
     assert set(problems_of(line)) == {
         "unknown flag --num-layer; did you mean --num-layers?",
-        "--train-samples is not built yet; use --train-iters",
+        "--batch-size was renamed; use --micro-batch-size",
         "--warmup was renamed; use --lr-warmup-fraction",
         "--hidden-size is 0; it must be at least 1",
         "--lr is -1.0; it must be positive",
@@ -279,13 +283,28 @@ RULES = [
     ("--micro-batch-size 0", "--micro-batch-size is 0; it must be at least 1"),
     ("--global-batch-size 0", "--global-batch-size is 0; it must be at least 1"),
     ("--train-iters 0", "--train-iters is 0; it must be at least 1"),
-    ("--eval-interval 0", "--eval-interval is 0; it must be at least 1"),
+    ("--eval-interval -1", "--eval-interval is -1; it must not be negative"),
+    ("--train-samples 0", "--train-samples is 0; it must be at least 1"),
+    ("--exit-duration-in-mins -1", "--exit-duration-in-mins is -1.0; it must not be negative"),
+    ("--rampup-batch-size 4 4", "--rampup-batch-size 4 4: it takes three numbers, START INCREMENT SAMPLES"),
     ("--exit-interval 0", "--exit-interval is 0; it must be at least 1"),
     ("--eval-iters -1", "--eval-iters is -1; it must not be negative"),
     ("--seed 4294967296", "--seed is 4294967296; it must be in [0, 2^32)"),
     ("--save-interval 0", "--save-interval is 0; it must be at least 1"),
     ("--log-interval 0", "--log-interval is 0; it must be at least 1"),
     ("--adam-beta2 -0.5", "--adam-beta2 is -0.5; it must be in [0, 1)"),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay 0.1",
+        "--weight-decay-incr-style linear needs --start-weight-decay and --end-weight-decay",
+    ),
+    (
+        "--end-weight-decay 0.1",
+        "--end-weight-decay needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay",
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+        "--start-weight-decay (0.2) must not be negative, nor above --end-weight-decay (0.1)",
+    ),
     ("--weight-decay -1", "--weight-decay is -1.0; it must not be negative"),
     ("--adam-eps -1", "--adam-eps is -1.0; it must not be negative"),
     ("--clip-grad -1", "--clip-grad is -1.0; it must not be negative"),
@@ -293,6 +312,16 @@ RULES = [
     (
         "--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
         "--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one",
+    ),
+    (
+        "--lr-decay-style WSD",
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples",
+    ),
+    ("--lr-wsd-decay-samples 9", "--lr-wsd-decay-samples needs --lr-decay-style WSD, not linear"),
+    ("--lr 0.1 --lr-warmup-init 0.2", "--lr-warmup-init is 0.2; it must not be above --lr (0.1)"),
+    (
+        "--override-opt_param-scheduler --use-checkpoint-lr-scheduler",
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
     ),
     ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction is 1.5; it must be in [0, 1]"),
     ("--lr-warmup-iters -5", "--lr-warmup-iters is -5; it must not be negative"),
@@ -349,7 +378,7 @@ def test_a_number_that_makes_no_sense_is_refused(line: str):
             1,
             [
                 "--micro-batch-size is required",
-                "--train-iters is required",
+                "--train-iters (or --train-samples) is required",
                 "--seq-length is required",
                 "--lr is required",
                 "no data: give --data-path PREFIX, or --mock-data to try things out",

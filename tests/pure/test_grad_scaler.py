@@ -12,7 +12,7 @@ from megatron.core.optimizer.grad_scaler import (
     LossScaleConfig,
     make_grad_scaler,
 )
-from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule
+from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength, learning_rate_schedule
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.placement import Placement
 
@@ -136,7 +136,7 @@ def test_decoupled_rate_follows_the_same_curve_between_its_own_ends():
     config = LearningRateConfig(
         lr=1.0, min_lr=0.1, decoupled_lr=0.5, decoupled_min_lr=0.02, lr_decay_style="cosine", lr_warmup_iters=10
     )
-    schedule = LearningRateSchedule(config, train_iters=110, global_batch_size=4)
+    schedule = learning_rate_schedule(config, RunLength(110, "iters", 4))
     for samples in (0, 12, 40, 41, 100, 240, 439, 440, 1000):
         if samples <= 40:
             expected = 1.0 * samples / 40, 0.5 * samples / 40
@@ -147,9 +147,9 @@ def test_decoupled_rate_follows_the_same_curve_between_its_own_ends():
 
 
 def test_decoupled_rate_is_off_by_default_and_ends_at_min_lr():
-    plain = LearningRateSchedule(LearningRateConfig(lr=1.0), 10, 1)
+    plain = learning_rate_schedule(LearningRateConfig(lr=1.0), RunLength(10))
     assert plain.decoupled_at(3) is None
-    floored = LearningRateSchedule(LearningRateConfig(lr=1.0, min_lr=0.25, decoupled_lr=0.5), 10, 1)
+    floored = learning_rate_schedule(LearningRateConfig(lr=1.0, min_lr=0.25, decoupled_lr=0.5), RunLength(10))
     assert floored.decoupled_at(11) == 0.25
 
 

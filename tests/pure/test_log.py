@@ -116,6 +116,15 @@ def test_a_line_averages_its_interval_and_no_other(clock, capsys):
     assert second["line"].startswith(" iteration        6/      10 | consumed samples:           48 | ")
 
 
+def test_a_line_has_the_size_of_its_step(clock, capsys):
+    log = TrainingLog(10, 8, 1)
+    for iteration, size in enumerate((4, 6, None), start=1):
+        log.add({"lm loss": 1.0})
+        log.line_if_due(iteration, 4, 0.0, 1.0, global_batch_size=size)
+    lines = [line["line"].split(" | ")[4] for line in printed(capsys)]
+    assert lines == [f"global batch size: {size:5d}" for size in (4, 6, 8)]
+
+
 def test_an_interval_of_one_prints_every_step(clock, capsys):
     log = TrainingLog(3, 8, 1)
     for iteration in (1, 2, 3):

@@ -1,17 +1,26 @@
 """The learning rate against the closed forms of Megatron's schedule, counted in samples."""
 
+import json
 import math
+from dataclasses import asdict
 
 import pytest
 
 from megatron.core.config import ConfigError
-from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule
+from megatron.core.optimizer.lr_schedule import (
+    LearningRateConfig,
+    LearningRateSchedule,
+    RunLength,
+    WeightDecaySchedule,
+    learning_rate_schedule,
+    schedule_in_force,
+)
 
 BATCH, ITERS = 4, 100  # 400 samples
 
 
 def schedule(train_iters: int = ITERS, **settings) -> LearningRateSchedule:
-    return LearningRateSchedule(LearningRateConfig(**settings), train_iters, BATCH)
+    return learning_rate_schedule(LearningRateConfig(**settings), RunLength(train_iters, "iters", BATCH))
 
 
 # settings, then {samples: rate}
@@ -32,6 +41,22 @@ TABLE = [
     ({"lr": 1.0, "lr_warmup_init": 0.2, "lr_warmup_iters": 10}, {0: 0.2, 20: 0.6, 40: 1}),
     ({"lr": 1.0, "lr_warmup_init": 0.2}, {0: 1}),
     ({"lr": 1.0, "min_lr": 0.5, "lr_decay_style": "constant"}, {0: 1, 4000: 1}),
+    # lr sqrt(warm-up / samples), never below min_lr; at sample 0 and without a warm-up both count as 1
+    ({"lr": 1.0, "lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4},
+     {0: 0, 8: 0.5, 16: 1, 64: 0.5, 100: 0.4, 256: 0.25, 400: 0.2, 401: 0}),
+    ({"lr": 1.0, "min_lr": 0.3, "lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4}, {64: 0.5, 256: 0.3, 401: 0.3}),
+    ({"lr": 1.0, "lr_decay_style": "inverse-square-root"}, {0: 1, 1: 1, 4: 0.5, 100: 0.1, 400: 0.05, 404: 0}),
+    # the last 25 iterations, samples 300 to 400, of 100
+    ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_warmup_iters": 10},
+     {0: 0, 20: 0.5, 40: 1, 41: 1, 300: 1, 350: 2 ** 0.5 - 1, 400: 0, 401: 0}),
+    ({"lr": 1.0, "min_lr": 0.2, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "linear"},
+     {0: 1, 300: 1, 325: 0.8, 350: 0.6, 375: 0.4, 400: 0.2, 401: 0.2}),
+    ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "cosine"},
+     {300: 1, 325: 0.5 + 0.125 ** 0.5, 350: 0.5, 375: 0.5 - 0.125 ** 0.5, 400: 0}),
+    ({"lr": 1.0, "min_lr": 0.2, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "minus_sqrt"},
+     {300: 1, 301: 0.92, 325: 0.6, 336: 0.52, 400: 0.2, 500: 0.2}),
+    ({"lr": 3.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 100, "lr_wsd_decay_style": "linear", "lr_warmup_iters": 25},
+     {0: 0, 50: 1.5, 100: 3, 101: 3 * 299 / 400, 200: 1.5}),  # it would have begun to fall with the run
 ]  # fmt: skip
 
 
@@ -62,6 +87,64 @@ def test_every_sample_count_has_megatrons_rate(style: str, warmup: dict):
         assert plan.at(samples) == pytest.approx(expected, rel=1e-12)
 
 
+# settings of a run of 400 samples, none of which depends on the size of a batch
+IN_SAMPLES = [
+    ({"lr": 1.0}, {0: 1, 100: 0.75, 400: 0, 401: 0}),
+    ({"lr": 1.0, "lr_decay_samples": 200, "lr_warmup_samples": 50}, {0: 0, 25: 0.5, 50: 1, 125: 0.5, 200: 0, 201: 0}),
+    ({"lr": 1.0, "lr_warmup_fraction": 0.25}, {50: 0.5, 100: 1, 250: 0.5}),
+    ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 40, "lr_wsd_decay_style": "linear"}, {360: 1, 390: 0.25}),
+    ({"lr": 1.0, "lr_decay_style": "inverse-square-root", "lr_warmup_samples": 9}, {9: 1, 36: 0.5, 81: 1 / 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "rates"), IN_SAMPLES)
+def test_a_run_counted_in_samples_has_the_same_closed_forms(settings: dict, rates: dict[int, float]):
+    plan = learning_rate_schedule(LearningRateConfig(**settings), RunLength(400, "samples", BATCH))
+    assert {samples: plan.at(samples) for samples in rates} == pytest.approx(rates, rel=1e-12, abs=1e-15)
+
+
+# style, then {samples: weight decay} on the way from 0.1 to 0.3 over 400 samples
+WEIGHT_DECAYS = [
+    ("constant", {0: 0.3, 200: 0.3, 4000: 0.3}),
+    ("linear", {0: 0.1, 1: 0.1005, 100: 0.15, 200: 0.2, 400: 0.3, 401: 0.3}),
+    ("cosine", {0: 0.1, 100: 0.2 - 0.1 * math.sqrt(0.5), 200: 0.2, 300: 0.2 + 0.1 * math.sqrt(0.5), 400: 0.3, 401: 0.3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("style", "values"), WEIGHT_DECAYS)
+def test_the_weight_decay_is_the_closed_form(style, values: dict[int, float]):
+    plan = WeightDecaySchedule(0.1, 0.3, style, 400)
+    assert {samples: plan.at(samples) for samples in values} == pytest.approx(values, rel=1e-12)
+
+
+def test_a_resumed_run_follows_what_a_flag_says_and_else_refuses_another_schedule():
+    def config(**flags) -> LearningRateConfig:
+        return LearningRateConfig(lr=1.0, **flags)
+
+    saved = json.loads(json.dumps(asdict(schedule(lr=1.0, lr_warmup_fraction=1 / 3))))
+    mine, theirs = schedule(lr=2.0, lr_decay_iters=200), schedule(lr=1.0, lr_warmup_fraction=1 / 3)
+    assert schedule_in_force(mine, None, config(), what="x") == mine
+    assert schedule_in_force(theirs, saved, config(), what="x") == theirs, "floats survive JSON"
+    assert schedule_in_force(mine, saved, config(override_opt_param_scheduler=True), what="x") == mine
+    assert schedule_in_force(mine, saved, config(use_checkpoint_opt_param_scheduler=True), what="x") == theirs
+    with pytest.raises(ConfigError) as error:
+        schedule_in_force(mine, saved, config(), what="learning rate")
+    assert error.value.problems == [
+        "the checkpoint's learning rate schedule is another (in samples: lr 1.0 before, 2.0 now; warmup "
+        f"{1 / 3 * 400} before, 0 now; decay 400 before, 800 now); give --override-opt_param-scheduler to follow this run's "
+        "settings, or --use-checkpoint-opt_param-scheduler for the checkpoint's"
+    ]
+
+
+def test_what_a_style_does_not_look_at_may_change():
+    config = LearningRateConfig(lr=1.0)
+    longer = schedule(200, lr=1.0, lr_decay_style="constant", min_lr=0.5)
+    saved = asdict(schedule(100, lr=1.0, lr_decay_style="constant"))
+    assert schedule_in_force(longer, saved, config, what="x") == longer
+    with pytest.raises(ConfigError, match="decay 400 before, 800 now"):
+        schedule_in_force(schedule(200, lr=1.0), asdict(schedule(100, lr=1.0)), config, what="x")
+
+
 def test_the_rate_never_leaves_its_bounds_and_falls_after_the_warm_up():
     for style in ("linear", "cosine"):
         plan = schedule(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_iters=10)
@@ -74,7 +157,7 @@ def test_the_rate_never_leaves_its_bounds_and_falls_after_the_warm_up():
 
 def test_the_batch_size_changes_the_unit_only():
     config = LearningRateConfig(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_warmup_iters=10)
-    one, four = LearningRateSchedule(config, ITERS, 1), LearningRateSchedule(config, ITERS, 4)
+    one, four = (learning_rate_schedule(config, RunLength(ITERS, "iters", batch)) for batch in (1, 4))
     assert [one.at(i) for i in range(150)] == pytest.approx([four.at(4 * i) for i in range(150)], rel=1e-12)
 
 
@@ -117,6 +200,14 @@ def test_a_warm_up_must_end_before_the_decay(settings: dict, warmup: int, decay:
     given = "--lr-warmup-fraction" if "lr_warmup_fraction" in settings else "--lr-warmup-iters"
     assert str(error.value) == (
         f"the warm-up ({warmup} iterations) must end before the decay does ({decay}); lower {given} or raise --lr-decay-iters"
+    )
+
+
+def test_the_end_of_wsd_is_part_of_the_decay():
+    with pytest.raises(ConfigError) as error:
+        schedule(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_iters=101)
+    assert str(error.value) == (
+        "--lr-wsd-decay-iters (101) are the last of the decay's 100 iterations; lower it or raise --lr-decay-iters"
     )
 
 

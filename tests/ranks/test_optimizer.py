@@ -86,6 +86,29 @@ def test_ten_steps_equal_torchs_adamw(dtype: torch.dtype, tolerance: float):
         torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
 
 
+def test_a_changing_weight_decay_is_torchs():
+    """Step by step another one, for matrices only."""
+    decays = [0.5 * step for step in range(4)]
+
+    def work(mesh):
+        chunk, adam = flat(mesh, torch.float64)
+        for step, decay in enumerate(decays):
+            give(chunk, gradients(step))
+            adam.step(1e-2, weight_decay=decay)
+        return {name: p.data.clone() for name, p in chunk.module.named_parameters()}
+
+    expected = {name: p.detach().clone() for name, p in Shapes(torch.float64).named_parameters()}
+    plain = plain_adamw(expected)
+    for step, decay in enumerate(decays):
+        for group, value in zip(plain.param_groups, (decay, 0.0), strict=True):
+            group |= {"lr": 1e-2, "weight_decay": value}
+        for name, grad in gradients(step).items():
+            expected[name].grad = grad.double()
+        plain.step()
+    for name, value in alone(work).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-13, atol=1e-13)
+
+
 def test_bfloat16_parameters_are_float32_masters_rounded():
     """Updates far below a bfloat16's resolution add up in the masters."""
     rate, steps = 1e-4, 50

@@ -601,8 +601,5 @@ def test_flags_of_classic_scripts_are_understood():
     assert config.transformer.params_dtype == torch.float16
     assert config.loss_scaling == LossScaleConfig(loss_scale_window=500, hysteresis=3, min_loss_scale=2.0)
     assert config.optimizer.moments == ("momentum_buffer",) and config.data_parallel.grad_reduce_in_bf16
-    for flag in ("--start-weight-decay 0.1", "--end-weight-decay 0.2", "--weight-decay-incr-style linear"):
-        with pytest.raises(ConfigError, match="a changing weight decay is not built yet; use --weight-decay"):
-            parse_args(flag.split())
     with pytest.raises(ConfigError, match="--bf16 and --fp16 exclude each other; give one"):
         parse_args(["--bf16", "--fp16"])

@@ -86,9 +86,7 @@ def split_ranges(shares: list[float], count: int) -> list[tuple[int, int] | None
 
 def requested_samples(train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int) -> list[int]:
     """Samples that a run draws from [train, valid, test]: validation runs every `eval_interval` and once at the end."""
-    if eval_iters > 0 and eval_interval < 1:
-        raise ValueError(f"--eval-interval ({eval_interval}) must be at least 1 while --eval-iters is {eval_iters}")
-    evaluations = train_iters // eval_interval + 1 if eval_iters > 0 else 0
+    evaluations = (train_iters // eval_interval if eval_interval else 0) + 1
     return [count * global_batch_size for count in (train_iters, evaluations * eval_iters, eval_iters)]
 
 

@@ -1,13 +1,23 @@
-"""The learning rate as a function of the samples consumed. Pure numbers.
+"""The learning rate and the weight decay as functions of the samples consumed. Pure numbers.
 
-The unit is samples even where the user speaks of iterations (iterations x global batch size), as Megatron saves it.
+The unit is samples even where the user speaks of iterations (iterations x global batch size), as Megatron saves it. A schedule is
+its numbers and nothing else, so that a checkpoint can hold it and a resumed run can compare it with its own:
+
+    settings --learning_rate_schedule--> LearningRateSchedule --at(samples)--> rate
+                                              | asdict, saved
+    a later run's settings ------------> schedule_in_force <-- saved
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from megatron.core.config import ConfigError, knob
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+IncreaseStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +30,32 @@ class LearningRateConfig:
     decoupled_min_lr: float | None = knob(
         None, "lowest rate of the word table and the output layer; --min-lr when unset"
     )
-    lr_decay_style: Literal["constant", "linear", "cosine"] = knob("linear", "how the rate falls after the warm-up")
+    lr_decay_style: DecayStyle = knob(
+        "linear", "how the rate falls after the warm-up; WSD: it stays, and falls at the end, as --lr-wsd-decay-style says"
+    )  # fmt: skip
     lr_decay_iters: int | None = knob(None, "iterations until --min-lr; all training iterations when unset")
+    lr_decay_samples: int | None = knob(None, "samples until --min-lr, with --train-samples; all of them when unset")
+    lr_wsd_decay_style: WsdStyle = knob("exponential", "how the rate falls at the end of WSD")
+    lr_wsd_decay_iters: int | None = knob(None, "the last iterations of the decay, in which the rate of WSD falls")
+    lr_wsd_decay_samples: int | None = knob(None, "the same in samples, with --train-samples")
     lr_warmup_iters: int = knob(0, "iterations over which the rate rises linearly")
-    lr_warmup_fraction: float | None = knob(None, "the same as a share of the decay iterations")
+    lr_warmup_samples: int = knob(0, "samples over which the rate rises linearly, with --train-samples")
+    lr_warmup_fraction: float | None = knob(None, "the same as a share of the decay iterations or samples")
     lr_warmup_init: float = knob(0.0, "rate at the start of the warm-up")
+    override_opt_param_scheduler: bool = knob(
+        False,
+        "a resumed run follows the learning rate and weight decay schedules of its own settings, whatever the checkpoint's were",
+        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler", "--override-lr-scheduler"),
+    )
+    use_checkpoint_opt_param_scheduler: bool = knob(
+        False,
+        "a resumed run follows the checkpoint's learning rate and weight decay schedules, whatever its own settings are",
+        flags=(
+            "--use-checkpoint-opt_param-scheduler",
+            "--use-checkpoint-opt-param-scheduler",
+            "--use-checkpoint-lr-scheduler",
+        ),
+    )
 
     def __post_init__(self) -> None:
         problems = []
@@ -33,18 +64,39 @@ class LearningRateConfig:
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             problems.append(f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})")
         problems += self._decoupled_problems()
-        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            problems.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one")
-        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction <= 1:
-            problems.append(f"--lr-warmup-fraction is {self.lr_warmup_fraction}; it must be in [0, 1]")
-        if self.lr_warmup_iters < 0:
-            problems.append(f"--lr-warmup-iters is {self.lr_warmup_iters}; it must not be negative")
-        if not self.lr_warmup_init >= 0:
-            problems.append(f"--lr-warmup-init is {self.lr_warmup_init}; it must not be negative")
-        if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
-            problems.append(f"--lr-decay-iters is {self.lr_decay_iters}; it must be at least 1")
+        problems += self._warmup_problems()
+        for name in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        given = [n for n in ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if getattr(self, n) is not None]
+        if self.lr_decay_style == "WSD" and not given:
+            problems.append(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples"
+            )
+        if self.lr_decay_style != "WSD" and given:
+            problems.append(f"--{given[0].replace('_', '-')} needs --lr-decay-style WSD, not {self.lr_decay_style}")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            problems.append(
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
+            )
         if problems:
             raise ConfigError(problems)
+
+    def _warmup_problems(self) -> list[str]:
+        problems = []
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            if self.lr_warmup_fraction is not None and value:
+                problems.append(f"--lr-warmup-fraction and {flag} exclude each other; give one")
+            if value < 0:
+                problems.append(f"{flag} is {value}; it must not be negative")
+        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction <= 1:
+            problems.append(f"--lr-warmup-fraction is {self.lr_warmup_fraction}; it must be in [0, 1]")
+        if not self.lr_warmup_init >= 0:
+            problems.append(f"--lr-warmup-init is {self.lr_warmup_init}; it must not be negative")
+        elif self.lr is not None and self.lr_warmup_init > self.lr > 0:
+            problems.append(f"--lr-warmup-init is {self.lr_warmup_init}; it must not be above --lr ({self.lr})")
+        return problems
 
     def _decoupled_problems(self) -> list[str]:
         highest, lowest = self.decoupled_lr, self.decoupled_min_lr
@@ -60,41 +112,165 @@ class LearningRateConfig:
         return []
 
 
-class LearningRateSchedule:
-    """`at(samples)` is the rate of the iteration that begins after `samples` samples."""
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is, in the unit that its user counts in."""
 
-    def __init__(self, config: LearningRateConfig, train_iters: int, global_batch_size: int):
-        self.config = config
-        self.decay = (config.lr_decay_iters or train_iters) * global_batch_size
-        self.warmup: float = config.lr_warmup_iters * global_batch_size
-        if config.lr_warmup_fraction is not None:
-            self.warmup = config.lr_warmup_fraction * self.decay
-        if self.warmup >= self.decay and config.lr_decay_style != "constant":
-            given = "--lr-warmup-iters" if config.lr_warmup_fraction is None else "--lr-warmup-fraction"
-            raise ConfigError(
-                f"the warm-up ({self.warmup / global_batch_size:g} iterations) must end before the decay does "
-                f"({self.decay / global_batch_size:g}); lower {given} or raise --lr-decay-iters"
-            )
+    count: int
+    unit: Literal["iters", "samples"] = "iters"
+    samples_per_iter: int = 1  # the global batch size, at the end of a ramp
+
+    @property
+    def samples_per_unit(self) -> int:
+        return self.samples_per_iter if self.unit == "iters" else 1
+
+    @property
+    def samples(self) -> int:
+        return self.count * self.samples_per_unit
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """`at(samples)` is the rate of the iteration that begins after `samples` samples. All lengths are in samples."""
+
+    lr: float
+    min_lr: float
+    warmup_init: float
+    warmup: float  # a share of the decay need not be whole
+    decay: int
+    style: DecayStyle
+    wsd_decay: int | None = None
+    wsd_style: WsdStyle = "exponential"
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
 
     def at(self, samples: int) -> float:
-        return self._between(self.config.min_lr, self.config.lr, samples)
+        return self._between(self.min_lr, self.lr, samples)
 
     def decoupled_at(self, samples: int) -> float | None:
         """The rate of the word table and the output layer, by the same curve; None if they have none of their own."""
-        config = self.config
-        if config.decoupled_lr is None:
+        if self.decoupled_lr is None:
             return None
-        lowest = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
-        return self._between(lowest, config.decoupled_lr, samples)
+        lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return self._between(lowest, self.decoupled_lr, samples)
 
     def _between(self, lowest: float, highest: float, samples: int) -> float:
-        config = self.config
         if self.warmup > 0 and samples <= self.warmup:
-            return config.lr_warmup_init + (highest - config.lr_warmup_init) * samples / self.warmup
-        if config.lr_decay_style == "constant":
+            return self.warmup_init + (highest - self.warmup_init) * samples / self.warmup
+        if self.style == "constant":
             return highest
         if samples > self.decay:
             return lowest
-        done = (samples - self.warmup) / (self.decay - self.warmup)
-        left = 1.0 - done if config.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-        return lowest + left * (highest - lowest)
+        if self.style == "inverse-square-root":
+            return max(lowest, highest * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        return lowest + self._share_left(samples) * (highest - lowest)
+
+    def _share_left(self, samples: int) -> float:
+        """What is left of the way from the highest rate to the lowest: 1 after the warm-up, 0 at the end of the decay."""
+        if self.style != "WSD":
+            done = (samples - self.warmup) / (self.decay - self.warmup)
+            return _FALLS[self.style](done)
+        falling = samples - (self.decay - self.wsd_decay)
+        return 1.0 if falling <= 0 else _FALLS[self.wsd_style](falling / self.wsd_decay)
+
+    @property
+    def ignored(self) -> set[str]:
+        """The fields that this style does not look at."""
+        wsd = set() if self.style == "WSD" else {"wsd_decay", "wsd_style"}
+        return wsd | ({"min_lr", "decay", "decoupled_min_lr"} if self.style == "constant" else set())
+
+
+# What is left of the way down after a share `x` of it, 0 <= x <= 1.
+_FALLS = {
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
+    "exponential": lambda x: 2.0 * 0.5**x - 1.0,
+    "minus_sqrt": lambda x: 1.0 - math.sqrt(x),
+}
+
+
+def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> LearningRateSchedule:
+    """The schedule of a run of this length. Raises ConfigError where its parts do not fit into each other.
+
+    Lengths count in the unit of the run's; that no setting uses the other unit is for the caller to check.
+    """
+    in_iters, unit = length.unit == "iters", length.samples_per_unit
+    decay = (config.lr_decay_iters if in_iters else config.lr_decay_samples) or length.count
+    warmup: float = config.lr_warmup_iters if in_iters else config.lr_warmup_samples
+    given = f"--lr-warmup-{length.unit}"
+    if config.lr_warmup_fraction is not None:
+        warmup, given = config.lr_warmup_fraction * decay, "--lr-warmup-fraction"
+    wsd = config.lr_wsd_decay_iters if in_iters else config.lr_wsd_decay_samples
+    word = "iterations" if in_iters else "samples"
+    if warmup >= decay and config.lr_decay_style != "constant":
+        raise ConfigError(
+            f"the warm-up ({warmup:g} {word}) must end before the decay does ({decay:g}); lower {given} or raise "
+            f"--lr-decay-{length.unit}"
+        )
+    if config.lr_decay_style == "WSD" and wsd is not None and wsd > decay:
+        raise ConfigError(
+            f"--lr-wsd-decay-{length.unit} ({wsd}) are the last of the decay's {decay} {word}; lower it or raise "
+            f"--lr-decay-{length.unit}"
+        )
+    return LearningRateSchedule(
+        lr=config.lr,
+        min_lr=config.min_lr,
+        warmup_init=config.lr_warmup_init,
+        # The share is taken of the samples, not of the iterations, for that is Megatron's last digit.
+        warmup=warmup * unit if config.lr_warmup_fraction is None else config.lr_warmup_fraction * (decay * unit),
+        decay=decay * unit,
+        style=config.lr_decay_style,
+        wsd_decay=None if wsd is None else wsd * unit,
+        wsd_style=config.lr_wsd_decay_style,
+        decoupled_lr=config.decoupled_lr,
+        decoupled_min_lr=config.decoupled_min_lr,
+    )
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """`at(samples)` is the weight decay of the iteration that begins after `samples` samples, growing over `samples`."""
+
+    start: float
+    end: float
+    style: IncreaseStyle
+    samples: int
+
+    def at(self, samples: int) -> float:
+        if self.style == "constant" or samples > self.samples:
+            return self.end
+        share = samples / self.samples
+        if self.style == "cosine":
+            share = 0.5 * (math.cos(math.pi * (1.0 - share)) + 1.0)
+        return self.start + share * (self.end - self.start)
+
+    @property
+    def ignored(self) -> set[str]:
+        return {"samples"} if self.style == "constant" else set()
+
+
+AnySchedule = TypeVar("AnySchedule", LearningRateSchedule, WeightDecaySchedule)
+
+
+def schedule_in_force(
+    mine: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str
+) -> AnySchedule:
+    """What a resumed run follows: its own schedule, or the one `saved` with the checkpoint (None: it has none).
+
+    Raises ConfigError if they differ in what matters and no flag says which. `what` names the schedule in messages.
+    """
+    if saved is None or config.override_opt_param_scheduler:
+        return mine
+    theirs = type(mine)(**saved)
+    if config.use_checkpoint_opt_param_scheduler:
+        return theirs
+    names = [f.name for f in fields(mine) if f.name not in mine.ignored & theirs.ignored]
+    before, now = asdict(theirs), asdict(mine)
+    differences = [f"{name} {before[name]} before, {now[name]} now" for name in names if before[name] != now[name]]
+    if differences:
+        raise ConfigError(
+            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(differences)}); give "
+            "--override-opt_param-scheduler to follow this run's settings, or --use-checkpoint-opt_param-scheduler for the "
+            "checkpoint's"
+        )
+    return mine

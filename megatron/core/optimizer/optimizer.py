@@ -21,6 +21,7 @@ from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import ALONE
 from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.parallel_state import Mesh
 from megatron.core.placement import owned_pieces
@@ -35,6 +36,13 @@ class OptimizerConfig:
         0.01, "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
         "norms have none",
     )  # fmt: skip
+    start_weight_decay: float | None = knob(
+        None, "weight decay at the start, with --weight-decay-incr-style linear or cosine"
+    )
+    end_weight_decay: float | None = knob(None, "weight decay after all training samples, instead of --weight-decay")
+    weight_decay_incr_style: IncreaseStyle = knob(
+        "constant", "how the weight decay grows from start to end over the run"
+    )
     adam_beta1: float = knob(0.9, "decay of the first moment")
     adam_beta2: float = knob(0.999, "decay of the second moment")
     adam_eps: float = knob(1e-8, "added to the root of the second moment")
@@ -50,8 +58,32 @@ class OptimizerConfig:
         for name in ("weight_decay", "adam_eps", "clip_grad"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
+        problems += self._weight_decay_problems()
         if problems:
             raise ConfigError(problems)
+
+    def _weight_decay_problems(self) -> list[str]:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        if style == "constant":
+            given = {"--start-weight-decay": start, "--end-weight-decay": end}
+            return [
+                f"{flag} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay"
+                for flag, value in given.items()
+                if value is not None
+            ]
+        if start is None or end is None:
+            return [f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"]
+        if not 0 <= start <= end < math.inf:
+            return [f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"]
+        return []
+
+    def weight_decay_schedule(self, samples: int) -> WeightDecaySchedule:
+        """The weight decay of a run of so many samples."""
+        if self.weight_decay_incr_style == "constant":
+            return WeightDecaySchedule(self.weight_decay, self.weight_decay, "constant", samples)
+        return WeightDecaySchedule(
+            self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style, samples
+        )
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -101,10 +133,7 @@ class FlatOptimizer:
                     segment.grad = buffer.grads.data[start:stop]
                     segments.setdefault(group, []).append(segment)
                     states[segment] = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
-        options = [
-            {"params": held, "weight_decay": self.config.weight_decay * group.weight_decay_multiplier, "rule": group}
-            for group, held in segments.items()
-        ]
+        options = [{"params": held, "rule": group} for group, held in segments.items()]  # the rest comes with each step
         if not segments:
             return None  # a shard of alignment gaps
         updater = _UPDATERS[self.config.optimizer](options, states, self.config)
@@ -158,13 +187,16 @@ class FlatOptimizer:
                     buffer.grads.data[start:stop].mul_(factor)
         return norm
 
-    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update masters and parameters with the gradients in the buffers, decoupled groups at their own rate if given."""
+    def step(self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None) -> None:
+        """Update masters and parameters with the gradients in the buffers, decoupled groups at their own rate if given, and
+        with another weight decay than the settings' if given."""
+        weight_decay = self.config.weight_decay if weight_decay is None else weight_decay
         if self._updater is not None:
             for options in self._updater.param_groups:
                 rule = options["rule"]
                 rate = decoupled_lr if rule.decoupled and decoupled_lr is not None else lr
                 options["lr"] = rate * rule.lr_multiplier
+                options["weight_decay"] = weight_decay * rule.weight_decay_multiplier
             self._updater.step()
         self.step_count += 1
         self.publish_masters()

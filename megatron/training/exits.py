@@ -1,0 +1,57 @@
+"""Why a run may stop before its last step: a request that any rank may have heard, and that all of them have to follow."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.core import comm
+from megatron.core.grid import Axis
+from megatron.training.config import TrainingConfig
+
+
+class Exits:
+    """Asked after each step. Time and signals are agreed on: clocks differ, and a launcher may signal some ranks only.
+
+    began: `time.monotonic()` of the start, for --exit-duration-in-mins.
+    """
+
+    def __init__(self, config: TrainingConfig, world: Axis, device: torch.device | str, began: float):
+        self.config, self.world, self.device, self.began = config, world, device, began
+        self.signalled = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block SIGTERM is a request to stop, if --exit-signal-handler is given. In the main thread only."""
+        if not self.config.exit_signal_handler:
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signalled = True
+
+    def reason(self, iteration: int, *, last: bool) -> str | None:
+        """Why all ranks stop after this step, or None; the interval stops no run that is at its last step anyway.
+
+        Every rank must call; one all-reduce of two numbers, if time or signals can be a reason.
+        """
+        config = self.config
+        if config.exit_signal_handler or config.exit_duration_in_mins is not None:
+            minutes = (time.monotonic() - self.began) / 60
+            late = config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins
+            mine = torch.tensor([self.signalled, late], dtype=torch.int64, device=self.device)
+            signalled, late = comm.all_reduce(mine, self.world, "max").tolist()
+            if signalled:
+                return "after SIGTERM"
+            if late:
+                return f"after {minutes:.1f} minutes, as --exit-duration-in-mins asks"
+        if config.exit_interval and not last and iteration % config.exit_interval == 0:
+            return "as --exit-interval asks"
+        return None
