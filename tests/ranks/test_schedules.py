@@ -143,13 +143,15 @@ def test_a_ramp_is_the_same_in_any_layout(name: str):
 
 
 def test_a_ramp_goes_on_where_it_stopped(tmp_path):
-    """In the middle of a stage, to the last bit."""
+    """In the middle of a stage, to the last bit; and in another layout with the same sizes."""
     folder, whole = f"--save {tmp_path} ", whole_ramp("interleaved")
     first = run(INTERLEAVED, RAMP + folder + "--exit-interval 7")
     second = run(INTERLEAVED, RAMP + folder + f"--load {tmp_path}")
     assert [step.iteration for step in first.steps] == list(range(1, 8))
     assert first.steps + second.steps == whole.steps
     assert second.state == whole.state
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    assert_close(run(ONE, RAMP + f"--load {tmp_path}").steps, whole.steps[7:])
 
 
 def test_a_table_of_sizes_is_followed():
