@@ -34,7 +34,7 @@ MODEL = (
 ONE = ({}, "")
 FOUR = ({"tp": 2, "pp": 2}, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel ")
 INTERLEAVED = (FOUR[0], FOUR[1] + "--num-layers-per-virtual-pipeline-stage 1 ")
-WITH_DATA = ({"tp": 2, "pp": 2, "dp": 2}, FOUR[1])
+WITH_DATA = ({"tp": 2, "pp": 2, "dp": 2}, FOUR[1] + "--use-distributed-optimizer ")
 
 
 @dataclass(frozen=True)
