@@ -225,6 +225,8 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return error.problems
     if chunks > 1 and stages == 1:
         return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
+    if config.schedule_name not in SCHEDULES:
+        return [f"--pipeline-schedule is {config.schedule_name}; it must be one of {', '.join(SCHEDULES)}"]
     if training.micro_batch_size is None:
         return []
     at_once = training.micro_batch_size * config.data_parallel_size(world_size)
