@@ -54,7 +54,7 @@ class ParallelTransformer(nn.Module):
                 )
             mask = cache.mask(length)
         if config.position_embedding_type == "rope":
-            positions = torch.arange(length)[:, None] if cache is None else cache.positions(length).t()
+            positions = torch.arange(length, device=x.device)[:, None] if cache is None else cache.positions(length).t()
             angles = rotary_angles(positions, config.rotary_width, config.rotary_base, like=x)
         for recompute, layers in self._groups():
             run = partial(_run_layers, layers, cache)
