@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "megatron" / "core"
-PYTHON_FILES = sorted(p for folder in ("megatron", "tools", "tests") for p in (ROOT / folder).rglob("*.py"))
+PYTHON_FILES = sorted(p for folder in ("megatron", "tools", "examples", "tests") for p in (ROOT / folder).rglob("*.py"))
 PYTHON_FILES += sorted(ROOT.glob("*.py"))
 PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).parts]
 

@@ -1,29 +1,37 @@
-"""Continue texts with a trained model: prompt and continuation go to stdout as they come, in one process.
+"""Continue texts with a trained model: prompt and continuation go to stdout as they come.
 
     python tools/generate.py --load checkpoints --prompt "Once upon a time" --temperature 0.8 --top-p 0.95
+    torchrun --nproc-per-node 4 tools/generate.py --load checkpoints --prompt "Once upon a time" --greedy \\
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 The model and the tokenizer are those that the checkpoint was trained with, in whatever layout; if the tokenizer's files
-have moved, --vocab-file, --merge-file or --tokenizer-model say where to. The same --seed gives the same text.
+have moved, --vocab-file, --merge-file or --tokenizer-model say where to. The same --seed gives the same text in every layout.
+Only the first rank reads prompts and needs the tokenizer's files; it alone prints.
 """
 
 import argparse
+import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.checkpoint import open_checkpoint
+from megatron.core import comm, parallel_state
+from megatron.core.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
 from megatron.core.device import Device
-from megatron.core.inference import SamplingConfig, chooser, load_gpt
-from megatron.core.inference.generate import generate
+from megatron.core.grid import Axis
+from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt
+from megatron.core.inference.generate import generate_batch
+from megatron.core.parallel_state import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.training.config import COMPONENTS, Config
@@ -39,19 +47,41 @@ class GenerateConfig:
     prompt: list[str] = field(default_factory=list)
     load: str | None = knob(None, "folder of checkpoints")
     iteration: int | None = knob(None, "which of them; the latest when unset")
-    prompt_file: str | None = knob(None, "file whose whole text is one more prompt")
-    max_new_tokens: int = knob(64, "tokens to add, unless the end of the document comes first")
+    prompt_file: str | None = knob(None, "file whose whole text is one more prompt; - is standard input")
+    sample_input_file: str | None = knob(None, "file with a prompt in each line; - is standard input")
+    max_new_tokens: int = knob(
+        64,
+        "tokens to add, unless the end of the document comes first",
+        flags=("--max-new-tokens", "--out-seq-length"),
+    )
     num_samples: int = knob(1, "texts for each prompt")
+    batch_size: int = knob(
+        1, "texts continued at once; a text is the same in a batch as alone, but for the rounding of its precision"
+    )
+    genfile: str | None = knob(None, "write the texts to this file instead, as one JSON object in a line")
     seed: int = knob(1234, "of the draws")
+    recompute: bool = knob(False, "keep no keys and values: each token costs a forward over all before it")
+    tensor_model_parallel_size: int = knob(1, "ranks that share each layer")
+    pipeline_model_parallel_size: int = knob(1, "stages that the layers are divided into")
     device: Literal["auto", "cpu"] = knob("auto", "where to compute; auto takes an accelerator if any")
+    distributed_timeout_minutes: int = knob(10, "minutes after which a collective that never completes is an error")
+    local_rank: int | None = knob(
+        None, "rank within the node, as launchers pass it", flags=("--local-rank", "--local_rank")
+    )
 
     def __post_init__(self) -> None:
         problems = [] if self.load else ["--load is needed: a folder that pretraining wrote with --save"]
-        if not self.prompt and not self.prompt_file:
+        if not self.prompt and not self.prompt_file and not self.sample_input_file:
             problems.append("no prompt: give --prompt TEXT or --prompt-file FILE")
+        if self.prompt_file == self.sample_input_file == "-":
+            problems.append("--prompt-file and --sample-input-file cannot both be standard input; give one a name")
+        at_least_one = (
+            "max_new_tokens", "num_samples", "batch_size", "distributed_timeout_minutes",
+            "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        )  # fmt: skip
         problems += [
             f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("max_new_tokens", "num_samples")
+            for name in at_least_one
             if getattr(self, name) < 1
         ]
         if self.iteration is not None and self.iteration < 0:
@@ -61,28 +91,67 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
-class Writer:
-    """All that it takes to continue a prompt."""
+class Settings:
+    """The command line."""
 
-    model: nn.Module
-    tokenizer: Tokenizer
-    max_length: int  # tokens that the model sees at once
+    generation: GenerateConfig
+    sampling: SamplingConfig
+    tokenizer_flags: dict[str, Any]  # replace the checkpoint's own tokenizer settings
+    device: Device
 
 
-def load_writer(settings: GenerateConfig, tokenizer_flags: dict[str, Any]) -> Writer:
-    """Model and tokenizer of the checkpoint; `tokenizer_flags` replace its own tokenizer settings."""
-    checkpoint = open_checkpoint(settings.load, settings.iteration)
-    vocab_size, config = read_state(checkpoint.state, str(checkpoint.folder))
-    tokenizer = load_tokenizer(replace(config.tokenizer, **tokenizer_flags))
-    if tokenizer.vocab_size != vocab_size:
+def read_settings(arguments: list[str] | None) -> Settings:
+    """What this rank knows before it meets the others. Raises ConfigError with the problems."""
+    given = parse(make_parser(), arguments)
+    settings, sampling = build(GenerateConfig, given), build(SamplingConfig, given)
+    if sampling.greedy and settings.num_samples > 1:
+        raise ConfigError(f"--greedy would give {settings.num_samples} equal texts; leave out --num-samples")
+    layout = settings.tensor_model_parallel_size * settings.pipeline_model_parallel_size
+    if layout != (ranks := parallel_state.launched_world_size()):
         raise ConfigError(
-            f"the checkpoint has a vocabulary of {vocab_size}, the tokenizer ({tokenizer.name}) one of "
-            f"{tokenizer.vocab_size}; give the tokenizer that it was trained with: --tokenizer-type and its files"
+            f"{ranks} process(es) for --tensor-model-parallel-size {settings.tensor_model_parallel_size} x "
+            f"--pipeline-model-parallel-size {settings.pipeline_model_parallel_size}; start {layout}"
         )
-    device = Device.select(settings.device).torch_device
-    model = load_gpt(checkpoint, config.transformer, vocab_size=vocab_size, positions=config.positions, device=device)
-    print(f"iteration {checkpoint.iteration} of {settings.load} on {device.type}", file=sys.stderr, flush=True)
-    return Writer(model, tokenizer, config.data.seq_length)
+    names = {f.name for f in fields(TokenizerConfig)}
+    local_rank = parallel_state.launched_local_rank() if settings.local_rank is None else settings.local_rank
+    device = Device.select(settings.device, local_rank)
+    return Settings(settings, sampling, {name: value for name, value in given.items() if name in names}, device)
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, GenerateConfig)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="text to continue; may be given again; an empty one begins a new document",
+    )
+    add_flags(parser, SamplingConfig)
+    add_flags(parser, TokenizerConfig)
+    return parser
+
+
+# ---------------------------------------------------------------- the model
+
+
+def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device, world: Axis) -> tuple[nn.Module, Mesh]:
+    """This rank's stage of the checkpoint's model, and the mesh of its ranks. Every rank must call."""
+    vocab_size, config = read_state(checkpoint.state, str(checkpoint.folder))
+    sizes = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+    if problems := layout_problems(config.transformer, *sizes):
+        raise ConfigError(problems)
+    mesh = parallel_state.initialize_model_parallel(
+        *sizes,
+        ranks_per_kv_head=config.transformer.ranks_per_kv_head(sizes[0]),
+        distributed_timeout_minutes=settings.distributed_timeout_minutes,
+    )
+    parts = {"vocab_size": vocab_size, "positions": config.positions, "device": device.torch_device}
+    model = load_gpt(checkpoint, config.transformer, **parts, mesh=mesh)
+    if world.is_first:
+        print(f"iteration {checkpoint.iteration} of {settings.load} on {device.name}", file=sys.stderr, flush=True)
+    return model, mesh
 
 
 def read_state(state: dict[str, Any], source: str) -> tuple[int, Config]:
@@ -98,6 +167,43 @@ def read_state(state: dict[str, Any], source: str) -> tuple[int, Config]:
     return state["vocab_size"], Config(**parts)
 
 
+# ---------------------------------------------------------------- the prompts
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is to be continued: read by the first rank, told to all."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    stop_id: int
+    max_length: int  # tokens that the model sees at once
+
+    @classmethod
+    def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
+        """The prompts, and the tokenizer that reads and writes them. Raises ValueError, OSError or ImportError."""
+        vocab_size, config = read_state(state, source)
+        tokenizer = load_tokenizer(replace(config.tokenizer, **settings.tokenizer_flags))
+        if tokenizer.vocab_size != vocab_size:
+            raise ConfigError(
+                f"the checkpoint has a vocabulary of {vocab_size}, the tokenizer ({tokenizer.name}) one of "
+                f"{tokenizer.vocab_size}; give the tokenizer that it was trained with: --tokenizer-type and its files"
+            )
+        texts, limit = read_texts(settings.generation), config.data.seq_length
+        ids = [prompt_ids(text, tokenizer) for text in texts]
+        for text, found in zip(texts, ids):
+            if len(found) > limit:
+                raise ConfigError(
+                    f"the prompt {text[:40]!r} has {len(found)} tokens, and the model sees {limit} at once (its "
+                    "--seq-length); shorten the prompt"
+                )
+        return cls(texts, ids, tokenizer.eod, limit), tokenizer
+
+    def told(self, world: Axis, device: torch.device) -> "Prompts":
+        """Those of the first rank, on every rank."""
+        return Prompts(**json.loads(comm.broadcast_text(json.dumps(vars(self)), world, device)))
+
+
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     try:
         return build_tokenizer(config)
@@ -105,15 +211,33 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise ConfigError(f"{error}; if it has moved since the training, say with this flag where to") from None
 
 
-def read_prompts(settings: GenerateConfig) -> list[str]:
-    """The prompts of the command line, then that of the file, without the newline at its end."""
-    prompts = list(settings.prompt)
+def read_texts(settings: GenerateConfig) -> list[str]:
+    """The prompts of the command line, then that of --prompt-file, without the newline at its end, then the lines of
+    --sample-input-file that are not empty."""
+    texts = list(settings.prompt)
     if settings.prompt_file is not None:
-        try:
-            prompts.append(Path(settings.prompt_file).read_text(encoding="utf-8").removesuffix("\n"))
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--prompt-file {settings.prompt_file} is not UTF-8 at byte {error.start}") from None
-    return prompts
+        text = read_file("--prompt-file", settings.prompt_file).removesuffix("\n")
+        if not text.strip():
+            raise ConfigError(
+                f"--prompt-file {settings.prompt_file} holds no text; to begin a new document: --prompt ''"
+            )
+        texts.append(text)
+    if settings.sample_input_file is not None:
+        lines = [
+            line for line in read_file("--sample-input-file", settings.sample_input_file).splitlines() if line.strip()
+        ]
+        if not lines:
+            raise ConfigError(f"--sample-input-file {settings.sample_input_file} holds no prompt")
+        texts += lines
+    return texts
+
+
+def read_file(flag: str, path: str) -> str:
+    """The text of a file, of standard input for `-`."""
+    try:
+        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path} is not UTF-8 at byte {error.start}") from None
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
@@ -126,6 +250,9 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.tokenize(prompt) or [tokenizer.eod]
     except ValueError as error:
         raise ConfigError(f"the prompt {prompt!r:.60} cannot be read: {error}") from None
+
+
+# ---------------------------------------------------------------- the texts
 
 
 def text_pieces(tokenizer: Tokenizer, before: list[int], new_ids: Iterable[int]) -> Iterator[str]:
@@ -145,60 +272,116 @@ def text_pieces(tokenizer: Tokenizer, before: list[int], new_ids: Iterable[int])
     yield text[shown:]
 
 
-def write_texts(settings: GenerateConfig, sampling: SamplingConfig, writer: Writer) -> None:
-    """Every sample of every prompt to stdout; with more than one text, a line above each says which it is."""
-    prompts = read_prompts(settings)
-    encoded = [prompt_ids(prompt, writer.tokenizer) for prompt in prompts]  # all, before the first text is begun
-    for i, (prompt, ids) in enumerate(zip(prompts, encoded)):
-        for j in range(settings.num_samples):
-            if len(prompts) * settings.num_samples > 1:
-                print(f"=== prompt {i + 1}, sample {j + 1}")
-            # A generator for each text: it stays the same when more are asked for, or when another one stops earlier.
-            generator = torch.Generator().manual_seed(seed_of(settings.seed, "generate", i, j))
-            new_ids = generate(
-                writer.model, ids,
-                max_new_tokens=settings.max_new_tokens, max_length=writer.max_length,
-                stop_id=writer.tokenizer.eod, choose=chooser(sampling, generator),
-            )  # fmt: skip
-            print(prompt, end="", flush=True)
-            for piece in text_pieces(writer.tokenizer, ids, new_ids):
-                print(piece, end="", flush=True)
-            print(flush=True)
+class Writer:
+    """Puts texts where they belong: on the first rank stdout or --genfile, on the others nowhere."""
+
+    def __init__(self, tokenizer: Tokenizer | None, genfile: TextIO | None, *, numbered: bool):
+        self.tokenizer, self.genfile, self.numbered = tokenizer, genfile, numbered
+        self.prints = tokenizer is not None and genfile is None
+
+    def write(self, which: tuple[int, int], prompt: str, ids: list[int], new_ids: Iterable[int], limit: int) -> int:
+        """One text, its continuation as it comes -> the number of new ids. `limit`: as many as may come."""
+        new: list[int] = []
+        counted = (new.append(id) or id for id in new_ids)
+        if self.tokenizer is None:
+            return sum(1 for _ in counted)
+        if self.prints and self.numbered:
+            self._print(f"=== prompt {which[0] + 1}, sample {which[1] + 1}\n")
+        self._print(prompt)
+        pieces = []
+        for piece in text_pieces(self.tokenizer, ids, counted):
+            self._print(piece)
+            pieces.append(piece)
+        self._print("\n")
+        if self.genfile is not None:
+            record = {"prompt": prompt, "text": prompt + "".join(pieces)}
+            record |= {"length": len(new), "finished": len(new) < limit}
+            self.genfile.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self.genfile.flush()
+        return len(new)
+
+    def _print(self, text: str) -> None:
+        if not self.prints:
+            return
+        try:
+            print(text, end="", flush=True)
+        except BrokenPipeError:  # the reader of stdout has seen enough; leave nothing to flush into the closed pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.prints = False
+            if parallel_state.launched_world_size() == 1:  # else the other ranks count on this one to the end
+                raise
 
 
-def make_parser() -> FlagParser:
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, GenerateConfig)
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="text to continue; may be given again; an empty one begins a new document",
-    )
-    add_flags(parser, SamplingConfig)
-    add_flags(parser, TokenizerConfig)
-    return parser
+def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Mesh, writer: Writer) -> int:
+    """Every sample of every prompt, in order -> the number of new tokens. Every rank must call."""
+    generation, total = settings.generation, 0
+    jobs = [(i, j) for i in range(len(prompts.ids)) for j in range(generation.num_samples)]
+    for first in range(0, len(jobs), generation.batch_size):
+        batch = jobs[first : first + generation.batch_size]
+        # A generator for each text: it stays the same when more are asked for, or when another one stops earlier.
+        generators = [torch.Generator().manual_seed(seed_of(generation.seed, "generate", i, j)) for i, j in batch]
+        steps = generate_batch(
+            model, [prompts.ids[i] for i, _ in batch],
+            max_new_tokens=generation.max_new_tokens, max_length=prompts.max_length, stop_id=prompts.stop_id,
+            choose=[chooser(settings.sampling, generator) for generator in generators],
+            mesh=mesh, use_cache=not generation.recompute,
+        )  # fmt: skip
+        if len(batch) > 1:  # one after the other, so that they can be read
+            steps = list(steps)
+        for row, (i, j) in enumerate(batch):
+            new_ids = (step[row] for step in steps if step[row] is not None)
+            total += writer.write((i, j), prompts.texts[i], prompts.ids[i], new_ids, generation.max_new_tokens)
+    return total
+
+
+def run(settings: Settings, world: Axis) -> None:
+    """Load, continue, report. Every rank of `world` must call; what stops one stops all."""
+    generation, device = settings.generation, settings.device
+    checkpoint = open_checkpoint(generation.load, generation.iteration, world, device.torch_device)
+    prompts, tokenizer, genfile = Prompts([], [], 0, 0), None, None
+    with comm.together(world, device.torch_device):
+        if world.is_first:
+            prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))
+            genfile = open(generation.genfile, "w", encoding="utf-8") if generation.genfile else None  # noqa: SIM115
+    prompts = prompts.told(world, device.torch_device)
+    model, mesh = load_model(generation, checkpoint, device, world)
+    writer = Writer(tokenizer, genfile, numbered=len(prompts.ids) * generation.num_samples > 1)
+    start = time.perf_counter()
+    count = write_texts(settings, prompts, model, mesh, writer)
+    seconds = time.perf_counter() - start
+    if world.is_first:
+        print(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 anything that the user can mend, said in one line on stderr."""
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend: said by one rank, in one line."""
+    settings, problem = None, None
     try:
-        given = parse(make_parser(), arguments)
-        settings, sampling = build(GenerateConfig, given), build(SamplingConfig, given)
-        if sampling.greedy and settings.num_samples > 1:
-            raise ConfigError(f"--greedy would give {settings.num_samples} equal texts; leave out --num-samples")
-        names = {f.name for f in fields(TokenizerConfig)}
-        writer = load_writer(settings, {name: value for name, value in given.items() if name in names})
-        write_texts(settings, sampling, writer)
-    except BrokenPipeError:  # the reader of stdout has seen enough; leave nothing to flush into the closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        settings = read_settings(arguments)
+    except ConfigError as error:
+        problem = error
+    try:
+        device = settings.device if settings else Device("cpu")
+        timeout = settings.generation.distributed_timeout_minutes if settings else 10
+        if parallel_state.launched_world_size() > 1:
+            device = settings.device if settings else Device.select()
+            parallel_state.start_distributed(device.backend, timeout)
+        world = parallel_state.world_axis()
+        with comm.together(world, device.torch_device):
+            if problem is not None:
+                raise problem
+        run(settings, world)
+    except BrokenPipeError:
+        return 0
     except KeyboardInterrupt:
         print()
         return 130
-    except (ValueError, OSError, ImportError) as error:
-        print(f"generate: {'; '.join(line.strip() for line in str(error).splitlines())}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError, ImportError, comm.PeerError) as error:
+        if parallel_state.launched_rank() == 0:
+            print(f"generate: {'; '.join(line.strip() for line in str(error).splitlines())}", file=sys.stderr)
+        return 1 if settings else 2
+    finally:
+        parallel_state.stop_distributed()
     return 0
 
 

@@ -22,7 +22,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
@@ -50,8 +50,10 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = knob(
         None, "chunks of each pipeline rank, the other way to say it"
     )
-    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1"] | None = knob(
-        None, "order of forwards and backwards; 1f1b, or interleaved with several chunks per rank, when unset"
+    pipeline_schedule: str | None = knob(
+        None,
+        "order of forwards and backwards: 1f1b, interleaved, gpipe, zb-h1, or a fork's own; 1f1b, or interleaved with "
+        "several chunks per rank, when unset",
     )
     decoder_first_pipeline_num_layers: int | None = knob(
         None, "layers of the first pipeline rank, if not its equal share"

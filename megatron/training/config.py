@@ -15,7 +15,7 @@ from megatron.core.parallel_state import ParallelConfig, grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig, query_group_problem
+from megatron.core.transformer.transformer_config import TransformerConfig, tensor_parallel_problems
 
 
 @dataclass(frozen=True)
@@ -259,16 +259,8 @@ def _data_problems(config: Config) -> list[str]:
 
 
 def _model_problems(config: Config) -> list[str]:
-    model, parallel, problems = config.transformer, config.parallel, []
-    tensor = parallel.tensor_model_parallel_size
-    heads = {"--num-attention-heads": model.num_attention_heads, "ffn hidden size": model.ffn_size}
-    problems += [
-        f"{what} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor})"
-        for what, size in heads.items()
-        if size % tensor
-    ]
-    if model.group_query_attention and (problem := query_group_problem(model.num_query_groups, tensor)):
-        problems.append(problem)
+    model, tensor = config.transformer, config.parallel.tensor_model_parallel_size
+    problems = tensor_parallel_problems(model, tensor)
     if config.parallel.sequence_parallel_on and (config.data.seq_length or 0) % tensor:
         problems.append(
             f"--sequence-parallel divides --seq-length ({config.data.seq_length}) over --tensor-model-parallel-size ({tensor}), "
@@ -300,6 +292,8 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return error.problems
     if chunks > 1 and stages == 1:
         return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
+    if config.schedule_name not in SCHEDULES:
+        return [f"--pipeline-schedule is {config.schedule_name}; it must be one of {', '.join(SCHEDULES)}"]
     if training.micro_batch_size is None:
         return []
     if training.step_batch_size_schedule is not None and config.data.seq_length is None:

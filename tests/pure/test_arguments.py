@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from megatron.core.config import ConfigError
+from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.training.arguments import NO_EFFECT, REFUSED, Arguments, parse_args
 from megatron.training.config import COMPONENTS, Config, check
 
@@ -427,8 +428,13 @@ def test_a_number_that_makes_no_sense_is_refused(line: str):
                 "--num-layers-per-virtual-pipeline-stage"
             ],
         ),
+        (
+            SMALL + "--pipeline-schedule 1b1f",
+            1,
+            [f"--pipeline-schedule is 1b1f; it must be one of {', '.join(SCHEDULES)}"],
+        ),
     ],
-    ids=["nothing given", "much at once", "batch", "world", "layers"],
+    ids=["nothing given", "much at once", "batch", "world", "layers", "schedule"],
 )
 def test_all_problems_between_components_come_at_once(line: str, world_size: int, problems: list[str]):
     with pytest.raises(ConfigError) as error:

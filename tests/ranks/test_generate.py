@@ -1,6 +1,8 @@
 """Generation: what the tool writes is what the trained model says, from a checkpoint of any layout."""
 
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -107,15 +109,6 @@ def test_greedy_text_is_the_argmax_of_the_model(runs, tool, kind):
     assert "iteration 4 of" in err
 
 
-def test_a_prompt_longer_than_the_window_is_seen_from_its_end(runs, tool):
-    numbers = [i % 60 for i in range(3 * LENGTH)]
-    expected = by_hand(load(runs / "learned"), numbers, 3)
-    _, out, _ = tool(
-        "--load", runs / "learned", "--prompt", " ".join(map(str, numbers)), "--greedy", "--max-new-tokens", 3
-    )
-    assert [int(word) for word in out.split()] == numbers + expected
-
-
 def test_same_seed_gives_the_same_text_however_many_are_asked_for(runs, tool):
     flags = ("--load", runs / "learned", "--prompt", "5 6", "--max-new-tokens", 20, "--temperature", 1.5, "--top-k", 30)
     first = tool(*flags, "--seed", 7)[1]
@@ -140,6 +133,31 @@ def test_iteration_and_prompt_file(runs, tool, tmp_path):
     assert "iteration 2 of" in err
 
 
+def test_prompts_from_everywhere_go_to_one_file(runs, tool, tmp_path, monkeypatch):
+    (tmp_path / "lines.txt").write_text("9 10\n\n11\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"7\n8\n")))
+    sources = ("--prompt", "5", "--prompt", "6", "--prompt-file", "-", "--sample-input-file", tmp_path / "lines.txt")
+    flags = ("--load", runs / "learned", "--greedy", "--out-seq-length", 4, "--genfile", tmp_path / "out.jsonl")
+    code, out, err = tool(*flags, *sources)
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert (code, out) == (0, "")
+    assert [record["prompt"] for record in records] == ["5", "6", "7\n8", "9 10", "11"]
+    model = load(runs / "learned")
+    for record in records:
+        expected = by_hand(model, [int(word) for word in record["prompt"].split()], 4, stop_id=60)
+        assert [int(word) for word in record["text"].split()] == [int(w) for w in record["prompt"].split()] + expected
+        assert (record["length"], record["finished"]) == (len(expected), len(expected) < 4)
+    assert re.search(rf"^{sum(r['length'] for r in records)} tokens in [\d.]+ s: [\d.]+ tokens/s$", err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary"])
+@pytest.mark.parametrize("more", [("--batch-size", 4), ("--recompute",)], ids=("batch", "recompute"))
+def test_neither_batch_nor_cache_changes_the_text(runs, tool, kind, more):
+    flags = ("--load", runs / kind, "--prompt", "5 6", "--prompt", "1 2 3 4", "--num-samples", 3)
+    flags += ("--max-new-tokens", 20, "--top_k", 20, "--top_p", 0.9)
+    assert tool(*flags, *more)[1] == tool(*flags)[1]
+
+
 def test_a_tokenizer_that_has_moved(runs, tool, tmp_path):
     moved = tmp_path / "elsewhere.json"
     flags = ("--load", runs / "text", "--prompt", "na\u00efve", "--max-new-tokens", 5)
@@ -148,7 +166,7 @@ def test_a_tokenizer_that_has_moved(runs, tool, tmp_path):
     shutil.move(runs / "tokenizer.json", moved)
     try:
         code, out, err = tool(*flags)
-        assert (code, out) == (2, "")
+        assert (code, out) == (1, "")
         assert "--tokenizer-model" in err and "there is no such file; if it has moved" in err and err.count("\n") == 1
         assert tool(*flags, "--tokenizer-model", moved)[1] == expected[1]
     finally:
@@ -171,36 +189,49 @@ LOAD = ("--load", "learned")
 PROMPT = (*LOAD, "--prompt", "5 6")
 
 
+FLAG_MISTAKES = [
+    (("--prompt", "5"), "--load is needed"),
+    (LOAD, "no prompt: give --prompt TEXT or --prompt-file FILE"),
+    ((*PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; it must be at least 1"),
+    ((*PROMPT, "--num-samples", "0"), "--num-samples is 0; it must be at least 1"),
+    ((*PROMPT, "--batch-size", "0"), "--batch-size is 0; it must be at least 1"),
+    ((*PROMPT, "--iteration", "-1"), "--iteration is -1; it must not be negative"),
+    ((*PROMPT, "--greedy", "--num-samples", "2"), "--greedy would give 2 equal texts"),
+    ((*PROMPT, "--temperature", "0"), "--temperature is 0.0"),
+    ((*PROMPT, "--tempreture", "1"), "unknown flag --tempreture; did you mean --temperature?"),
+    ((*PROMPT, "--tensor-model-parallel-size", "2"), "1 process(es) for --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1; start 2"),
+    ((*LOAD, "--prompt-file", "-", "--sample-input-file", "-"), "cannot both be standard input"),
+]  # fmt: skip
+OTHER_MISTAKES = [
+    ((*PROMPT, "--iteration", "3"), "name one of the iterations that are there: 2, 4"),
+    ((*LOAD, "--prompt", "five"), "the prompt 'five' cannot be read: NullTokenizer reads whole numbers"),
+    ((*LOAD, "--prompt", "61"), "are not all between 0 and 60"),
+    ((*LOAD, "--prompt", "\udcff"), "is not valid text at character 0"),
+    ((*LOAD, "--prompt", "7 " * 17), "has 17 tokens, and the model sees 16 at once (its --seq-length); shorten the prompt"),
+    ((*LOAD, "--prompt-file", "absent.txt"), "absent.txt"),
+    ((*LOAD, "--prompt-file", "bytes.txt"), "bytes.txt is not UTF-8 at byte 1"),
+    ((*LOAD, "--prompt-file", "blank.txt"), "blank.txt holds no text; to begin a new document: --prompt ''"),
+    ((*LOAD, "--sample-input-file", "blank.txt"), "--sample-input-file blank.txt holds no prompt"),
+    ((*PROMPT, "--genfile", "nowhere/out.jsonl"), "nowhere/out.jsonl"),
+    ((*PROMPT, "--vocab-size", "70"), "a vocabulary of 61, the tokenizer (NullTokenizer) one of 71"),
+    ((*PROMPT, "--tokenizer-type", "GPT2BPETokenizer"), "--tokenizer-type GPT2BPETokenizer needs --vocab-file"),
+    (("--load", "nowhere", "--prompt", "5"), "nowhere: is not a folder"),
+    (("--load", ".", "--prompt", "5"), "holds no latest_checkpointed_iteration.txt"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--prompt", "5"), "--load is needed"),
-        (LOAD, "no prompt: give --prompt TEXT or --prompt-file FILE"),
-        ((*PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; it must be at least 1"),
-        ((*PROMPT, "--num-samples", "0"), "--num-samples is 0; it must be at least 1"),
-        ((*PROMPT, "--iteration", "-1"), "--iteration is -1; it must not be negative"),
-        ((*PROMPT, "--iteration", "3"), "name one of the iterations that are there: 2, 4"),
-        ((*PROMPT, "--greedy", "--num-samples", "2"), "--greedy would give 2 equal texts"),
-        ((*PROMPT, "--temperature", "0"), "--temperature is 0.0"),
-        ((*PROMPT, "--tempreture", "1"), "unknown flag --tempreture; did you mean --temperature?"),
-        ((*LOAD, "--prompt", "five"), "the prompt 'five' cannot be read: NullTokenizer reads whole numbers"),
-        ((*LOAD, "--prompt", "61"), "are not all between 0 and 60"),
-        ((*LOAD, "--prompt", "\udcff"), "is not valid text at character 0"),
-        ((*LOAD, "--prompt-file", "absent.txt"), "absent.txt"),
-        ((*LOAD, "--prompt-file", "bytes.txt"), "bytes.txt is not UTF-8 at byte 1"),
-        ((*PROMPT, "--vocab-size", "70"), "a vocabulary of 61, the tokenizer (NullTokenizer) one of 71"),
-        ((*PROMPT, "--tokenizer-type", "GPT2BPETokenizer"), "--tokenizer-type GPT2BPETokenizer needs --vocab-file"),
-        (("--load", "nowhere", "--prompt", "5"), "nowhere: is not a folder"),
-        (("--load", ".", "--prompt", "5"), "holds no latest_checkpointed_iteration.txt"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line_and_exit_code_2(runs, tool, monkeypatch, arguments, message):
+    ("code", "arguments", "message"),
+    [(2, *mistake) for mistake in FLAG_MISTAKES] + [(1, *mistake) for mistake in OTHER_MISTAKES],
+)
+def test_mistakes_are_one_line(runs, tool, monkeypatch, code, arguments, message):
+    """Exit code 2 says that the flags are wrong, 1 that something else is."""
     monkeypatch.chdir(runs)
     Path("bytes.txt").write_bytes(b"5\xff")
-    code, out, err = tool(*arguments)
-    last = err.splitlines()[-1]
-    assert (code, out) == (2, "") and message in last and last.startswith("generate: ")
-    assert [line for line in err.splitlines()[:-1] if not line.startswith("iteration ")] == []
+    Path("blank.txt").write_bytes(b" \n\n")
+    got, out, err = tool(*arguments)
+    assert (got, out) == (code, "") and message in err
+    assert err.startswith("generate: ") and err.count("\n") == 1
 
 
 def test_a_state_that_names_no_model_is_refused():
@@ -279,6 +310,7 @@ def test_the_stop_id_ends_the_text_and_padding_is_never_chosen():
         ([-1], {}, "ids from -1 to -1"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ([1], {"max_length": 0}, "max_length is 0; it must be at least 1"),
+        ([1, 2, 3], {"max_length": 2}, "the prompt has 3 tokens, and the model sees 2 at once; shorten it"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_at_once(prompt, changed, message):

@@ -13,6 +13,7 @@ __getattr__, __dir__ = lazy_names(
         "keep_top_k": "sampling",
         "keep_top_p": "sampling",
         "sample": "sampling",
+        "layout_problems": "load",
         "load_gpt": "load",
     },
 )

@@ -1,8 +1,11 @@
-"""Text continued one token at a time, in one process.
+"""Texts continued one token at a time, over tensor and pipeline parallel ranks, with the keys and values of what was read.
 
-There is no cache yet: each token costs a forward over the whole text so far. A text that has grown past `max_length` is
-seen through a window of its last `max_length` tokens, numbered from position 0 again, so that what lies further
-back is forgotten at once rather than slowly:
+    prefill     the prompts, of whatever lengths, in one forward through the stages; their keys and values stay with each stage
+    each step   the last stage draws a token for every text, all ranks learn them, and one forward takes them alone
+
+A text that has grown past `max_length` is seen through a window of its last `max_length` tokens, numbered from position 0
+again, so that what lies further back is forgotten at once rather than slowly. Every token in it has another position then, and
+nothing that was kept is of use: each further token costs a forward over the whole window.
 
     max_length 4    a b c d | e           the scores of e from a b c d at positions 0 1 2 3
                       b c d e | f         the scores of f from b c d e at positions 0 1 2 3
@@ -14,7 +17,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core import comm
+from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import Choose
+from megatron.core.parallel_state import Mesh
+from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
+from megatron.core.transformer.kv_cache import KeyValueCache
+
+_FAILED = -1  # sent in place of ids by a last stage that could draw none
 
 
 def generate(
@@ -26,48 +36,139 @@ def generate(
     stop_id: int | None,
     choose: Choose,
 ) -> Iterator[int]:
-    """The ids that follow `prompt_ids`, each as soon as it is known: `max_new_tokens`, or fewer if `stop_id` comes.
+    """The ids that follow one prompt, each as soon as it is known, from a whole model in this process; see `generate_batch`."""
+    limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
+    steps = generate_batch(model, [prompt_ids], **limits, stop_id=stop_id, choose=[choose])
+    return (new for (new,) in steps)
 
-    `stop_id` itself is not given; None never stops. model: a whole `GPTModel`, in any mode, which is kept. max_length:
-    at most the model's number of positions; with rotary ones the length that it was trained with. Raises ValueError at
-    once, before the first id is asked for.
+
+def generate_batch(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    stop_id: int | None,
+    choose: Sequence[Choose],
+    mesh: Mesh | None = None,
+    use_cache: bool = True,
+) -> Iterator[list[int | None]]:
+    """The next id of each prompt, step by step: `max_new_tokens` steps, or fewer if `stop_id` has come in every text.
+
+    A text in which it has come gets None; `stop_id` itself is not given; None never stops. `choose[i]` draws for prompt i.
+    model: this rank's stage of a `GPTModel` without sequence parallelism, in any mode, which is kept. mesh: that of its ranks;
+    all of one copy of the model must call with the same arguments and go on together; without one the model is whole.
+    max_length: at most the model's number of positions; with rotary ones the length that it was trained with. Without
+    `use_cache` each token costs a forward over all before it. Raises ValueError at once, before the first step; a rank that
+    fails later raises its error, and the others `comm.PeerError`.
     """
     problems = [
         f"{name} is {value}; it must be at least 1"
         for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length))
         if value < 1
     ]
-    if not prompt_ids:
-        problems.append("the prompt has no token; begin with the one that ends documents")
-    elif not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
-        problems.append(
-            f"the prompt has ids from {min(prompt_ids)} to {max(prompt_ids)}, "
-            f"the model those from 0 to {model.vocab_size - 1}"
-        )
+    if not prompts:
+        problems.append("there is no prompt")
+    for number, ids in enumerate(prompts, 1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        problems += [f"{which} {problem}" for problem in _prompt_problems(ids, model.vocab_size, max_length)]
     if problems:
         raise ValueError("; ".join(problems))
-    return _continue(model, list(prompt_ids), max_new_tokens, max_length, stop_id, choose)
+    stage = _Stage(model, mesh or lone_mesh())
+    return _continue(stage, prompts, max_new_tokens, max_length, stop_id, choose, use_cache)
+
+
+def _prompt_problems(ids: Sequence[int], vocab_size: int, max_length: int) -> list[str]:
+    if not ids:
+        return ["has no token; begin with the one that ends documents"]
+    problems = []
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        problems.append(f"has ids from {min(ids)} to {max(ids)}, the model those from 0 to {vocab_size - 1}")
+    if len(ids) > max_length > 0:
+        problems.append(f"has {len(ids)} tokens, and the model sees {max_length} at once; shorten it")
+    return problems
 
 
 def _continue(
-    model: nn.Module, ids: list[int], max_new_tokens: int, max_length: int, stop_id: int | None, choose: Choose
-) -> Iterator[int]:
+    stage: "_Stage",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    max_length: int,
+    stop_id: int | None,
+    choose: Sequence[Choose],
+    use_cache: bool,
+) -> Iterator[list[int | None]]:
+    texts, going, cache = [list(ids) for ids in prompts], [True] * len(prompts), None
     for _ in range(max_new_tokens):
-        new = choose(next_scores(model, ids[-max_length:]))
-        if new == stop_id:
+        if cache is None or not use_cache or max(map(len, texts)) > max_length:
+            windows = [ids[-max_length:] for ids in texts]
+            columns = max(map(len, windows))
+            cache = KeyValueCache(
+                [columns - len(ids) for ids in windows], min(max_length, columns + max_new_tokens), stage.device
+            )
+            new = [[0] * (columns - len(ids)) + ids for ids in windows]
+        else:
+            new = [ids[-1:] for ids in texts]
+        chosen = stage.choose_next(torch.tensor(new, device=stage.device), cache, choose, going)
+        going = [was and id != stop_id for was, id in zip(going, chosen)]
+        if not any(going):
             return
-        ids.append(new)
-        yield new
+        for ids, id in zip(texts, chosen):
+            ids.append(id)  # behind the end of a text too: its row goes on, unheard, until the last one ends
+        yield [id if goes else None for id, goes in zip(chosen, going)]
 
 
-@torch.no_grad()
 def next_scores(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """The scores of the token after `ids`, by a forward over all of them, without dropout. -> [v], without padding"""
-    device = next(model.parameters()).device
-    tokens = torch.tensor([ids], device=device)  # [1, s]
-    with _evaluating(model):
-        scores = model(tokens, torch.arange(len(ids), device=device)[None])  # [1, s, padded v]
-    return scores[0, -1, : model.vocab_size]
+    """The scores of the token after `ids` from a whole model, without dropout. -> [v], without padding"""
+    stage = _Stage(model, lone_mesh())
+    scores = stage.scores(torch.tensor([ids], device=stage.device), KeyValueCache([0], len(ids), stage.device))
+    return scores[0]
+
+
+class _Stage:
+    """This rank's part of the model, and the way through all of them."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh):
+        self.model, self.mesh = model, mesh
+        self.device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def scores(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
+        """The scores of the token after each text, without padding [b, v]; None but on the last stage. tokens: [b, new]"""
+        pp, config = self.mesh["pp"], self.model.config
+        b, new = tokens.shape
+        spec = TensorSpec((new, b, config.hidden_size), config.residual_dtype)
+        transport = Transport(self.mesh, (spec,), self.device, copies_over=self.mesh["tp"])
+        if not pp.is_first:
+            (received,) = transport.post("forward", pp.rank - 1).wait()
+            self.model.set_input_tensor(received)
+        with _evaluating(self.model):
+            out = self.model(tokens, cache.positions(new), cache=cache)
+        self.model.set_input_tensor(None)
+        if not pp.is_last:
+            transport.send("forward", pp.rank + 1, (out,)).wait()
+            return None
+        return comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
+
+    def choose_next(
+        self, tokens: Tensor, cache: KeyValueCache, choose: Sequence[Choose], going: Sequence[bool]
+    ) -> list[int]:
+        """The next id of each text, on every rank; 0 for a text that has ended. Each rank of the last stage draws alike."""
+        model_ranks, error = self.mesh["mp"], None
+        scores = self.scores(tokens, cache)
+        chosen = [0] * len(going)
+        if scores is not None:
+            try:
+                chosen = [draw(row) if goes else 0 for draw, row, goes in zip(choose, scores, going)]
+            except Exception as caught:
+                error, chosen = caught, [_FAILED] * len(going)
+        ids = torch.tensor(chosen, device=self.device)
+        chosen = comm.broadcast(ids, model_ranks, source=model_ranks.size - 1).tolist()  # the last is in the last stage
+        if _FAILED in chosen:
+            with comm.together(model_ranks, self.device):
+                if error is not None:
+                    raise error
+        return chosen
 
 
 @contextlib.contextmanager

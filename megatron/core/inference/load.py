@@ -1,4 +1,4 @@
-"""A whole model in one process, from a checkpoint that any layout wrote."""
+"""A model for generation from a checkpoint that any layout wrote: this rank's stage, or all of it in one process."""
 
 import torch
 
@@ -9,7 +9,7 @@ from megatron.core.parallel_state import Mesh, build_mesh, grid_for
 from megatron.core.placement import pieces
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint
 
@@ -21,29 +21,55 @@ def load_gpt(
     vocab_size: int,
     positions: int,
     device: torch.device | str = "cpu",
+    mesh: Mesh | None = None,
 ) -> GPTModel:
-    """The GPT of `config` with the checkpoint's weights, in evaluation mode. Raises ConfigError or CheckpointError.
+    """This rank's stage of the GPT of `config` with the checkpoint's weights, in evaluation mode, without sequence parallelism.
 
-    Only the weights are read, not the optimizer's state. It uses neither torch.distributed nor the registry of groups.
+    Only the weights are read, not the optimizer's state. Every rank of `mesh` must call; without one the model is whole, and
+    neither torch.distributed nor the registry of groups is used. Raises ConfigError, CheckpointError, or the PeerError of
+    another rank's.
     """
-    mesh = lone_mesh()
-    model = GPTModel(
-        config,
-        vocab_size=vocab_size,
-        positions=positions,
-        layers=range(config.num_layers),
-        tp=TensorParallel(mesh["tp"], dtype=config.params_dtype, device=device),
-        keys=DropoutKeys(seed=0),  # never asked: there is no dropout in evaluation mode
-    )
+    mesh = mesh or lone_mesh()
+    parts = {"vocab_size": vocab_size, "positions": positions}
+    model = _stage(config, mesh, device, **parts)
+    _check_same_parameters(checkpoint, _stage(config, lone_mesh(), "meta", **parts))
     wanted = {}
     for name, parameter in model.named_parameters():
         parameter.data.zero_()  # padding, which no checkpoint holds
         placement = parameter.placement
         boxes = pieces(placement, tuple(parameter.shape), mesh)
         wanted[_PARAMETERS + name] = LocalTensor(parameter.data, placement.shape, boxes, is_writer=True)
-    _check_same_parameters(checkpoint, set(wanted))
-    checkpoint.read_into(wanted, convert=True)
+    checkpoint.read_into(wanted, mesh["world"], convert=True, device=device)
     return model.eval()
+
+
+def layout_problems(config: TransformerConfig, tensor: int, pipeline: int) -> list[str]:
+    """Why the model cannot be divided over so many tensor and pipeline parallel ranks."""
+    problems = tensor_parallel_problems(config, tensor)
+    if pipeline > config.num_layers:
+        problems.append(
+            f"--pipeline-model-parallel-size is {pipeline}, but the model has {config.num_layers} layers; "
+            "each stage needs one"
+        )
+    return problems
+
+
+def _stage(
+    config: TransformerConfig, mesh: Mesh, device: torch.device | str, *, vocab_size: int, positions: int
+) -> GPTModel:
+    """Layers divided as evenly as they can be, whatever division the training had."""
+    pp, n = mesh["pp"], config.num_layers
+    return GPTModel(
+        config,
+        vocab_size=vocab_size,
+        positions=positions,
+        layers=range(pp.rank * n // pp.size, (pp.rank + 1) * n // pp.size),
+        tp=TensorParallel(mesh["tp"], dtype=config.params_dtype, device=device, kv=mesh["kv"]),
+        keys=DropoutKeys(seed=0),  # never asked: there is no dropout in evaluation mode
+        ends=mesh["embd"],
+        pre_process=pp.is_first,
+        post_process=pp.is_last,
+    )
 
 
 def lone_mesh() -> Mesh:
@@ -56,8 +82,9 @@ def lone_mesh() -> Mesh:
     return build_mesh(grid, 0, no_group)
 
 
-def _check_same_parameters(checkpoint: Checkpoint, wanted: set[str]) -> None:
+def _check_same_parameters(checkpoint: Checkpoint, whole: GPTModel) -> None:
     """A model that lacks some of the saved parameters would compute something else."""
+    wanted = {_PARAMETERS + name for name, _ in whole.named_parameters()}
     saved = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
     if saved == wanted:
         return

@@ -30,8 +30,10 @@ class SamplingConfig:
 
     greedy: bool = knob(False, "always take the likeliest token")
     temperature: float = knob(1.0, "divides the scores: below 1 the text is more predictable, above 1 less")
-    top_k: int | None = knob(None, "draw from the k likeliest tokens only")
-    top_p: float | None = knob(None, "draw from the fewest tokens that have at least this probability together")
+    top_k: int | None = knob(None, "draw from the k likeliest tokens only", flags=("--top-k", "--top_k"))
+    top_p: float | None = knob(
+        None, "draw from the fewest tokens that have at least this probability together", flags=("--top-p", "--top_p")
+    )
 
     def __post_init__(self) -> None:
         problems = []

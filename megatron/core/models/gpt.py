@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from megatron.core.models.language_model import TransformerLanguageModel
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -16,6 +17,7 @@ class GPTModel(nn.Module):
     forward(tokens [b, s], position_ids [b, s], attention_mask, labels [b, s]) -> on the last stage the loss of each token
     [b, s], or without labels the scores [b, s, padded vocabulary / t]; on other stages hidden states [s, b, h].
     attention_mask: True where a query may not look, [b or 1, 1, s, s]; None for causal, which is faster.
+    cache: of the tokens before these, for generation; the last stage then gives the scores of the last token, [b, 1, ..].
     """
 
     def __init__(self, config: TransformerConfig, *, vocab_size: int, tp: TensorParallel, **parts: Any):
@@ -32,8 +34,9 @@ class GPTModel(nn.Module):
         position_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        out = self.language_model(tokens, position_ids, attention_mask)  # [s, b, .]
+        out = self.language_model(tokens, position_ids, attention_mask, cache)  # [s, b, .]
         if not self.language_model.post_process:
             return out
         if labels is None:

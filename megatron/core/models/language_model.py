@@ -9,6 +9,7 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.transformer import MakeLayer, ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -18,7 +19,8 @@ class TransformerLanguageModel(nn.Module):
 
     With `pre_process` it takes tokens [b, s], else the hidden states of the stage before, handed to `set_input_tensor`. With
     `post_process` it returns scores [s, b, padded vocabulary / t], else hidden states [s, b, h] ([s/t, b, h] under
-    sequence parallelism). `ends` is the axis of first and last stage, which share the word table when it is tied.
+    sequence parallelism). `ends` is the axis of first and last stage, which share the word table when it is tied. With a cache
+    it returns the scores of the last token alone: whoever continues a text asks for no others.
     """
 
     def __init__(
@@ -55,9 +57,17 @@ class TransformerLanguageModel(nn.Module):
         """The hidden states that the next forward starts from, on every stage but the first."""
         self._input_tensor = x
 
-    def forward(self, tokens: Tensor | None, position_ids: Tensor | None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor | None,
+        position_ids: Tensor | None,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         x = self.embedding(tokens, position_ids) if self.pre_process else self._input_tensor
-        x = self.decoder(x, mask)
+        x = self.decoder(x, mask, cache)
         if not self.post_process:
             return x
+        if cache is not None:
+            x = x[-1:]
         return self.output_layer(x, None if self.embedding is None else self.embedding.word_embeddings.weight)

@@ -8,6 +8,7 @@ from megatron.core.placement import Normal, Rows
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, divide
 from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rotary
@@ -28,7 +29,8 @@ class ParallelAttention(nn.Module):
     No activation crosses the wire for that; a rank's gradient of a shared head comes from its own queries, and the parts are
     summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized over its width.
 
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, width / 2]) -> the same shape as x.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], cache) -> the shape of x.
+    With a cache the queries of x see the keys and values of the tokens before them too.
     """
 
     def __init__(self, config: TransformerConfig, layer: int, *, tp: TensorParallel, keys: DropoutKeys):
@@ -55,18 +57,26 @@ class ParallelAttention(nn.Module):
             config.attention_backend,
             AttentionDropout(config.attention_dropout, keys, layer, first_head=tp.axis.rank * heads),
         )
-        self.keys = keys
+        self.keys, self.layer = keys, layer
         self.recomputes_core = config.recompute_granularity == "selective"
         self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        angles: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         q, k, v = self.project(x)
         if self.q_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if angles is not None:
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
         out, _ = self.linear_proj(attend(q, k, v, mask))
         return out

@@ -4,19 +4,22 @@ import torch
 from torch import Tensor
 
 
-def rotary_angles(length: int, width: int, base: float, *, like: Tensor) -> Tensor:
-    """The angle of each position and pair of features, in float32 (float64 for float64 activations). -> [length, width / 2]"""
+def rotary_angles(positions: Tensor, width: int, base: float, *, like: Tensor) -> Tensor:
+    """The angle of each position and pair of features, in float32 (float64 for float64 activations).
+
+    positions: [s, b], or [s, 1] where all texts have the same -> [s, b or 1, width / 2]
+    """
     dtype = torch.promote_types(like.dtype, torch.float32)
     wavelengths = base ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
-    return torch.outer(torch.arange(length, dtype=dtype, device=like.device), 1 / wavelengths)
+    return positions.to(like.device, dtype).unsqueeze(-1) * (1 / wavelengths)
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the first 2 x angles.shape[1] features of each head; feature i is paired with the one half a width on.
+    """Turn the first 2 x angles.shape[-1] features of each head; feature i is paired with the one half a width on.
 
-    x: [s, b, n, d], angles: [s, width / 2] -> [s, b, n, d]
+    x: [s, b, n, d], angles: [s, b or 1, width / 2] -> [s, b, n, d]
     """
-    half = angles.shape[1]
-    cos, sin = (f(angles)[:, None, None, :].to(x.dtype) for f in (torch.cos, torch.sin))  # [s, 1, 1, width / 2]
+    half = angles.shape[-1]
+    cos, sin = (f(angles).unsqueeze(2).to(x.dtype) for f in (torch.cos, torch.sin))  # [s, b or 1, 1, width / 2]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

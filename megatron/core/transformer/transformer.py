@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotary_angles
@@ -20,7 +22,8 @@ class ParallelTransformer(nn.Module):
     """The layers numbered `layers` (from 0, over the whole model) and, behind the last layer of all, the final norm.
 
     Layers are kept under their global number, so that a parameter's name is the same in every layout. `make_layer(i)` builds
-    layer i; a fork passes its own. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask) -> the same shape.
+    layer i; a fork passes its own. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache) -> the same shape.
+    With a cache, x are the tokens that follow those in it; it says their positions and what they see.
     """
 
     def __init__(
@@ -42,14 +45,22 @@ class ParallelTransformer(nn.Module):
         if post_process:
             self.final_layernorm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon, tp)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        config, angles = self.config, None
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        config, angles, length = self.config, None, x.shape[0] * self.sequence_ranks
+        if cache is not None:
+            if self.sequence_ranks > 1:
+                raise ValueError(
+                    "a cache needs whole tokens on every rank; build the model without sequence parallelism"
+                )
+            mask = cache.mask(length)
         if config.position_embedding_type == "rope":
-            length = x.shape[0] * self.sequence_ranks
-            angles = rotary_angles(length, config.rotary_width, config.rotary_base, like=x)
+            positions = torch.arange(length, device=x.device)[:, None] if cache is None else cache.positions(length).t()
+            angles = rotary_angles(positions, config.rotary_width, config.rotary_base, like=x)
         for recompute, layers in self._groups():
-            run = partial(_run_layers, layers)
+            run = partial(_run_layers, layers, cache)
             x = recomputed(run, self.keys, x, mask, angles) if recompute else run(x, mask, angles)
+        if cache is not None:
+            cache.advance(length)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def _groups(self) -> list[tuple[bool, Sequence[nn.Module]]]:
@@ -63,7 +74,10 @@ class ParallelTransformer(nn.Module):
         return [*((True, [layer]) for layer in layers[:size]), (False, layers[size:])]
 
 
-def _run_layers(layers: Sequence[nn.Module], x: Tensor, mask: Tensor | None, angles: Tensor | None) -> Tensor:
+def _run_layers(
+    layers: Sequence[nn.Module], cache: KeyValueCache | None, x: Tensor, mask: Tensor | None, angles: Tensor | None
+) -> Tensor:
+    more = () if cache is None else (cache,)  # a fork's layer that only trains need not know of it
     for layer in layers:
-        x = layer(x, mask, angles)
+        x = layer(x, mask, angles, *more)
     return x

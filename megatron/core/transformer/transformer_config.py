@@ -170,6 +170,19 @@ class TransformerConfig:
         return -(-vocab_size // multiple) * multiple
 
 
+def tensor_parallel_problems(config: TransformerConfig, tensor_parallel_size: int) -> list[str]:
+    """Why the layers cannot be divided over so many ranks, if they cannot."""
+    parts = {"--num-attention-heads": config.num_attention_heads, "ffn hidden size": config.ffn_size}
+    problems = [
+        f"{what} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size})"
+        for what, size in parts.items()
+        if size % tensor_parallel_size
+    ]
+    if config.group_query_attention and (problem := query_group_problem(config.num_query_groups, tensor_parallel_size)):
+        problems.append(problem)
+    return problems
+
+
 def query_group_problem(groups: int, tensor_parallel_size: int) -> str | None:
     """Why so many key/value heads cannot be laid on the ranks, if they cannot."""
     if groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0:

@@ -1,0 +1,62 @@
+"""tools/generate.py as processes: the launcher, the first rank's reading and the one voice of an error are what is tested."""
+
+import pytest
+from processes import ROOT, Job, Layout, Outcome, free_port, run
+
+TOOL = str(ROOT / "tools" / "generate.py")
+ONE = Layout()
+SIZES = Layout(tp=2, pp=2)
+
+
+@pytest.fixture(scope="module")
+def saved(twenty_steps) -> str:
+    """Checkpoints of a Llama with two query groups, written by 4 ranks."""
+    twenty_steps("llama", Layout(tp=2, pp=2, sp=True))
+    return str(twenty_steps.saved("llama", Layout(tp=2, pp=2, sp=True)))
+
+
+def generate(saved: str, *flags: str, layout: Layout = ONE) -> Outcome:
+    more = ["--load", saved, "--device", "cpu", "--max-new-tokens", "24", *flags, *layout.flags]
+    return run([TOOL, *more], layout.ranks, timeout=60)
+
+
+PROMPTS = ["--prompt", "def f(", "--prompt", "import os\nclass "]
+
+
+@pytest.mark.parametrize(
+    "drawing", [["--greedy"], ["--temperature", "0.8", "--top-k", "40", "--seed", "3", "--num-samples", "2"]]
+)
+def test_four_ranks_write_what_one_process_writes(saved, drawing):
+    one = generate(saved, *PROMPTS, *drawing).succeeded()
+    four = generate(saved, *PROMPTS, *drawing, "--batch-size", "2", layout=SIZES).succeeded()
+    assert four.stdout[0] == one.stdout[0] and "def f(" in one.stdout[0]
+    assert set(four.stdout[1:]) == {""} and set(four.stderr[1:]) == {""}, "only the first rank speaks"
+    assert "tokens/s" in four.stderr[0]
+
+
+@pytest.mark.full
+def test_more_ranks_than_query_groups(saved):
+    one, four = (generate(saved, *PROMPTS, "--greedy", layout=layout) for layout in (Layout(), Layout(tp=4)))
+    assert four.succeeded().stdout[0] == one.succeeded().stdout[0]
+
+
+def test_runs_under_torchrun(saved):
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), TOOL]
+    flags = ["--load", saved, "--device", "cpu", "--prompt", "def ", "--greedy", "--pipeline-model-parallel-size", "2"]
+    with Job([[*command, *flags]]) as job:
+        outcome = job.wait(60).succeeded()
+    assert outcome.stdout[0].startswith("def ")
+
+
+@pytest.mark.parametrize(
+    ("code", "flags", "said"),
+    [
+        (2, ["--prompt", "x", "--top-k", "0"], "--top-k is 0"),
+        pytest.param(1, ["--prompt-file", "absent.txt"], "absent.txt", marks=pytest.mark.full),
+        (1, ["--prompt", "x " * 100], "tokens, and the model sees 64 at once"),
+    ],
+)
+def test_a_mistake_is_said_by_one_rank(saved, code, flags, said):
+    outcome = generate(saved, *flags, layout=SIZES)
+    assert set(outcome.codes) == {code}, outcome
+    assert outcome.everything.count(said) == outcome.everything.count("\n") == 1, outcome

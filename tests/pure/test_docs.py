@@ -1,0 +1,192 @@
+"""Documents against the code: every command is run by some test or has a reason, every quoted message is there, every link leads somewhere.
+
+A new fenced bash command needs a line in COMMANDS: the test that runs its program, or why none does.
+"""
+
+import ast
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config import FlagParser, add_flags
+from megatron.core.tokenizers import TokenizerConfig
+from megatron.training.arguments import make_parser as pretrain_parser
+from tools import generate, plot_run, preprocess_data, train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
+
+GENERATES = "tests/gloo/test_generate.py::test_four_ranks_write_what_one_process_writes"
+# document: command, or its beginning before " ..." -> the test that runs its program, or "not run: why".
+COMMANDS = {
+    "README.md": {
+        "bash examples/quickstart.sh": "not run: it installs packages and trains for minutes; the tests below run its tools",
+        "bash tests/run.sh": "not run: it runs the tests",
+        "bash tests/run.sh --fast": "not run: it runs the tests",
+        "bash tests/run.sh -k schedule": "not run: it runs the tests",
+        "python tools/train_tokenizer.py ...": "tests/pure/test_preprocess.py::test_a_trained_tokenizer_is_the_same_every_time_and_writes_any_text",
+        "python tools/preprocess_data.py ...": "tests/pure/test_preprocess.py::test_workers_write_the_same_bytes_from_any_directory",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/gloo/test_scripts.py::test_runs_under_torchrun",
+        "python tools/plot_run.py ...": "not run: it draws a picture of a log, and the log's format has tests of its own",
+        "python tools/generate.py ...": GENERATES,
+    },
+    "docs/generation.md": {
+        "python tools/generate.py ...": GENERATES,
+        "torchrun --nproc-per-node 4 tools/generate.py ...": "tests/gloo/test_generate.py::test_runs_under_torchrun",
+    },
+    "docs/adding_a_model.md": {
+        "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_examples.py::test_a_fork_elsewhere_trains_alike_in_one_process_and_over_a_pipeline",
+    },
+}  # fmt: skip
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def commands_of(document: Path) -> list[str]:
+    """The commands in fenced bash blocks, each on one line, without comments."""
+    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [command for line in lines if (command := " ".join(re.sub(r"(^|\s)#.*", "", line).split()))]
+
+
+def matches(entry: str, command: str) -> bool:
+    return command.startswith(entry[:-3]) if entry.endswith(" ...") else command == entry
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_command_is_run_or_has_a_reason(document: Path):
+    entries = COMMANDS.get(name_of(document), {})
+    commands = commands_of(document)
+    for command in commands:
+        assert any(matches(entry, command) for entry in entries), (
+            f"{name_of(document)} has a command that no test runs: {command!r}; "
+            "run it in a test, or say in COMMANDS why not"
+        )
+    for entry in entries:
+        assert any(matches(entry, command) for command in commands), f"{entry!r} is gone; take it out of COMMANDS"
+
+
+def test_the_tests_that_run_commands_exist():
+    for entry in {value for entries in COMMANDS.values() for value in entries.values()}:
+        if not entry.startswith("not run: "):
+            path, name = entry.split("::")
+            assert f"def {name}(" in (ROOT / path).read_text(), entry
+
+
+@cache
+def flags_of_programs() -> dict[str, set[str]]:
+    """What each program of the documents understands, where it has a parser to ask."""
+    fork = re.findall(
+        r"(\w+): (?:int|float) = knob\(", "".join(p.read_text() for p in (ROOT / "examples/minimal_fork").glob("*.py"))
+    )
+    tools = {}
+    for tool, configs in (
+        ("preprocess_data", (preprocess_data.PreprocessConfig, TokenizerConfig)),
+        ("train_tokenizer", (train_tokenizer.TrainTokenizerConfig,)),
+        ("plot_run", (plot_run.PlotRunConfig,)),
+    ):
+        parser = FlagParser()
+        for config in configs:
+            add_flags(parser, config)
+        tools[f"tools/{tool}.py"] = set(parser.known_flags())
+    trains = set(pretrain_parser().known_flags())
+    return tools | {
+        "pretrain_gpt.py": trains,
+        "examples/minimal_fork/pretrain.py": trains | {f"--{name.replace('_', '-')}" for name in fork},
+        "tools/generate.py": set(generate.make_parser().known_flags()),
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_flags_in_commands_exist(document: Path):
+    for command in commands_of(document):
+        words = shlex.split(command.split(" | ")[0])
+        program = next((word for word in words if word in flags_of_programs()), None)
+        if program is not None:
+            given = {word for word in words[words.index(program) :] if word.startswith("--")}
+            assert given <= flags_of_programs()[program], f"{program} has no {given - flags_of_programs()[program]}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_lead_somewhere(document: Path):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+        if target == "flags.md":  # TODO(flags): generated; take this out when the tool that writes it is there
+            continue
+        assert (document.parent / target).exists(), f"{name_of(document)} links to {target}, which is not there"
+
+
+# ---------------------------------------------------------------- messages
+
+
+def rendered(node: ast.AST) -> str | None:
+    """A string of the source, each value that is filled in written as one blank character."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    return None
+
+
+@cache
+def strings_of_the_product() -> tuple[str, ...]:
+    files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *ROOT.glob("*.py")]
+    found = [rendered(node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    shell = [line for path in (ROOT / "examples").rglob("*sh") for line in path.read_text().splitlines()]
+    return tuple(text for text in found if text is not None) + tuple(shell)
+
+
+def quoted_messages() -> list[str]:
+    return re.findall(r"^### `(.+)`$", MESSAGES_BY.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_quoted_messages_are_in_the_source(message: str):
+    """What stands between two `...` is found in one string of the source, in this order."""
+    parts = [part for part in message.split("...") if part.strip(" ;,:()")]
+    assert parts, f"{message!r} quotes nothing"
+    pattern = re.compile(".*".join(re.escape(part.strip()) for part in parts), re.DOTALL)
+    assert any(pattern.search(text) for text in strings_of_the_product()), f"no string of the source says {message!r}"
+
+
+def test_a_message_that_nobody_says_would_be_found():
+    assert len(quoted_messages()) > 15
+    with pytest.raises(AssertionError, match="no string of the source says"):
+        test_quoted_messages_are_in_the_source("the gradient's norm is ... and it rains")
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_calls_per_layer_are_those_that_are_counted():
+    """docs/parallelism.md derives what docs/communication.md, generated from the ledger, counts."""
+    counted = (ROOT / "docs" / "communication.md").read_text()
+    derived = (ROOT / "docs" / "parallelism.md").read_text()
+    rows = {
+        "| tensor, t |": "| tensor parallel, t = 2 |",
+        "| tensor and sequence, t |": "| tensor and sequence parallel, t = 2 |",
+        "| the same, every layer computed again |": "| the same, every layer recomputed |",
+    }
+    for begins, other in rows.items():
+        row = next(line for line in derived.splitlines() if line.startswith(begins))
+        mine = {
+            op.replace("-", "_"): int(count)
+            for count, op in re.findall(r"(\d+) (all-reduce|all-gather|reduce-scatter)s", row)
+        }
+        block = counted[counted.index(other) :].split("\n")
+        block = [block[0], *[line for line in block[1:] if line.startswith("|  |")][: _length(block[1:])]]
+        theirs = {}
+        for cells in ([cell.strip() for cell in line.split("|")] for line in block):
+            if cells[5]:
+                theirs[cells[2]] = int(cells[5])
+        assert mine == theirs, begins
+
+
+def _length(lines: list[str]) -> int:
+    """Rows that go on with a table's entry."""
+    return next(i for i, line in enumerate(lines) if not line.startswith("|  |"))

@@ -1,0 +1,43 @@
+"""The schedule of examples/minimal_fork, on paper. tests/gloo/test_examples.py trains with it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
+from megatron.core.pipeline_parallel.plot import plot_text
+from megatron.core.pipeline_parallel.schedule import one_f_one_b
+from megatron.core.pipeline_parallel.simulate import peak_live
+from megatron.core.pipeline_parallel.stage import loop_placement
+
+FORK = Path(__file__).parents[2] / "examples" / "minimal_fork"
+
+
+@pytest.fixture(scope="module")
+def rounds():
+    sys.path.insert(0, str(FORK))
+    try:
+        import schedule
+    finally:
+        sys.path.remove(str(FORK))
+        sys.modules.pop("schedule", None)
+    return schedule.rounds
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (3, 7), (4, 2)])
+def test_rounds_do_the_work_of_1f1b_and_never_deadlock(rounds, p, m):
+    made = rounds(p, m, 1)
+    assert [sorted(map(str, row)) for row in made] == [sorted(map(str, row)) for row in one_f_one_b(p, m)]
+    check_rendezvous(add_reduce(add_transfers(made, loop_placement(p))), loop_placement(p))
+    assert max(peak_live(made)) <= p
+
+
+def test_the_drawing_is_what_runs(rounds):
+    drawn = [line.strip() for line in rounds.__doc__.splitlines() if line.strip().startswith("rank ")]
+    assert drawn == plot_text(rounds(2, 4, 1)).splitlines()
+
+
+def test_rounds_have_one_chunk(rounds):
+    with pytest.raises(ValueError, match="rounds: it has one chunk per rank, not 2"):
+        rounds(2, 4, 2)

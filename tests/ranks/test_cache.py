@@ -1,0 +1,160 @@
+"""A token at a time with kept keys and values, in any layout, equals the plain forward of one process over the whole text."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
+
+from megatron.core.inference.generate import generate_batch
+from megatron.core.inference.load import lone_mesh
+from megatron.core.parallel_state import Mesh
+from megatron.core.transformer.kv_cache import KeyValueCache
+
+MODELS = {
+    "gpt2": replace(GPT2, init_method_std=0.3),  # large weights: what attention sees matters
+    "llama": replace(LLAMA, init_method_std=0.3),
+    "two groups": replace(LLAMA, num_query_groups=2, init_method_std=0.3, qk_layernorm=True),
+    "half rotary": replace(LLAMA, num_query_groups=1, init_method_std=0.3, rotary_percent=0.5),
+    "plain kernel": replace(GPT2, init_method_std=0.3, attention_backend="unfused"),
+}
+LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
+PROMPTS = [[3], [7, 1, 4], [60, 2, 9, 9, 5]]
+AFTER = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]  # what is "drawn", whatever the scores
+
+
+def plain_scores(config, length: int) -> list[list[torch.Tensor]]:
+    """Of each text and step: the scores from a forward over the text so far, alone, of one process without a cache."""
+    model = build(lone_mesh(), config, sp=False)[0].module.eval()
+    scores = []
+    with torch.no_grad():
+        for prompt, after in zip(PROMPTS, AFTER):
+            texts = [(prompt + after[:step])[-length:] for step in range(len(after))]
+            scores.append([model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1, :VOCAB] for ids in texts])
+    return scores
+
+
+def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True) -> list[list[torch.Tensor]]:
+    """The scores that this rank was asked to draw from, by text and step."""
+    seen: list[list[torch.Tensor]] = [[] for _ in PROMPTS]
+
+    def draw(scores: torch.Tensor, text: int) -> int:
+        seen[text].append(scores)
+        return AFTER[text][len(seen[text]) - 1]
+
+    steps = generate_batch(
+        build(mesh, config, sp=False)[0].module, PROMPTS,
+        max_new_tokens=3, max_length=length, stop_id=None, mesh=mesh, use_cache=use_cache,
+        choose=[partial(draw, text=text) for text in range(len(PROMPTS))],
+    )  # fmt: skip
+    assert [list(step) for step in zip(*steps)] == AFTER, "every rank learns every id"
+    return seen
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_cached_scores_equal_the_plain_forward(model, tp, pp, delayed):
+    """Of texts of different lengths in one batch, for each alone; also past the window, where the cache begins again."""
+    config = MODELS[model]
+    for length in (SEQ, 6):
+        work = partial(forced, config=config, length=length)
+        ranks = run_ranks({"tp": tp, "pp": pp}, work, delayed=delayed, ranks_per_kv_head=config.ranks_per_kv_head(tp))
+        expected = plain_scores(config, length)
+        for rank, seen in enumerate(ranks):
+            if rank < tp * (pp - 1):
+                assert seen == [[], [], []], "only the last stage draws"
+                continue
+            for got, want in zip(seen, expected, strict=True):
+                for a, b in zip(got, want, strict=True):
+                    assert (a - b).abs().max() <= 1e-10 * b.abs().max()
+
+
+def test_without_the_cache_the_scores_are_the_same():
+    config = MODELS["llama"]
+    kept, computed = (forced(lone_mesh(), config, length=SEQ, use_cache=use) for use in (True, False))
+    torch.testing.assert_close(kept, computed, rtol=1e-10, atol=1e-10)
+
+
+def test_a_step_moves_one_token_and_not_the_text():
+    """Bytes of the calls, from the algebra: two sums a layer and one of the embedding, over t = 2; one transfer; the scores; the ids."""
+
+    def work(mesh: Mesh) -> list:
+        model = build(mesh, GPT2, sp=False)[0].module
+        steps = generate_batch(
+            model, [[1, 2, 3]], max_new_tokens=2, max_length=SEQ, stop_id=None, choose=[lambda s: 4], mesh=mesh
+        )
+        next(steps)
+        with mesh.ledger.record() as calls:
+            next(steps)
+        return [(call.op, call.axis, call.bytes) for call in calls]
+
+    h, v = 32 * 8, 64 * 8  # bytes of a token's hidden state, and of its scores with padding to 2 x 8 words
+    first, _, last, _ = run_ranks({"tp": 2, "pp": 2}, work)
+    assert first == [("all_reduce", "tp", h)] * 5 + [("send", "pp_forward", h // 2), ("broadcast", "mp", 8)]
+    assert last == [
+        ("recv", "pp_forward", h // 2), ("all_gather", "tp", h // 2), *[("all_reduce", "tp", h)] * 4,
+        ("all_gather", "tp", v // 2), ("broadcast", "mp", 8),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 2, "pp": 2}])
+def test_what_fails_on_the_last_stage_is_heard_on_every_rank(layout):
+    def broken(scores):
+        raise ValueError("the weights are broken")
+
+    def work(mesh: Mesh) -> str:
+        model = build(mesh, GPT2, sp=False)[0].module
+        steps = generate_batch(model, [[1]], max_new_tokens=2, max_length=SEQ, stop_id=None, choose=[broken], mesh=mesh)
+        with pytest.raises((ValueError, RuntimeError), match="the weights are broken") as caught:
+            next(steps)
+        return type(caught.value).__name__
+
+    names = run_ranks(layout, work)
+    assert names == ["PeerError"] * (len(names) // 2) + ["ValueError"] * (len(names) - len(names) // 2)
+
+
+def test_a_text_that_has_ended_says_no_more():
+    ids = {0: [4, 5, 9], 1: [9, 5, 5]}
+
+    def draw(scores, text):
+        return ids[text].pop(0)
+
+    model = build(lone_mesh(), GPT2, sp=False)[0].module
+    steps = generate_batch(
+        model, [[1], [2]], max_new_tokens=3, max_length=SEQ, stop_id=9, choose=[partial(draw, text=i) for i in (0, 1)]
+    )
+    assert list(steps) == [[4, None], [5, None]]
+    assert ids[1] == [5, 5], "nothing is drawn for it"
+
+
+def test_a_cache_under_sequence_parallelism_is_refused():
+    def work(mesh: Mesh) -> None:
+        model = build(mesh, GPT2, sp=True)[0].module
+        steps = generate_batch(model, [[1, 2]], max_new_tokens=1, max_length=SEQ, stop_id=None, choose=[len], mesh=mesh)
+        with pytest.raises(ValueError, match="build the model without sequence parallelism"):
+            next(steps)
+
+    run_ranks({"tp": 2}, work)
+
+
+def test_positions_and_mask_of_texts_that_begin_in_different_columns():
+    cache = KeyValueCache([2, 0], capacity=5)
+    assert cache.positions(4).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert (~cache.mask(4)[:, 0]).long().tolist() == [
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
+    ]  # fmt: skip
+    cache.advance(4)
+    assert cache.positions(1).tolist() == [[2], [4]]
+    assert (~cache.mask(1)[:, 0]).long().tolist() == [[[0, 0, 1, 1, 1]], [[1, 1, 1, 1, 1]]]
+
+
+def test_texts_of_one_length_need_no_mask_but_behind_others():
+    cache = KeyValueCache([0], capacity=5)
+    assert cache.mask(3) is None
+    cache.advance(3)
+    assert cache.mask(1) is None
+    assert (~cache.mask(2)[0, 0]).long().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
