@@ -33,6 +33,7 @@ class TransformerLanguageModel(nn.Module):
         ends: Axis | None = None,
         pre_process: bool = True,
         post_process: bool = True,
+        num_tokentypes: int = 0,
         make_layer: MakeLayer | None = None,
     ):
         super().__init__()
@@ -42,7 +43,8 @@ class TransformerLanguageModel(nn.Module):
         if pre_process or (post_process and tied):
             self.embedding = Embedding(
                 config, vocab_size, positions,
-                tp=tp, keys=keys, ends=ends if tied else None, words_only=not pre_process,
+                tp=tp, keys=keys, ends=ends if tied else None, num_tokentypes=num_tokentypes,
+                words_only=not pre_process,
             )  # fmt: skip
         self.decoder = ParallelTransformer(
             config, layers, tp=tp, keys=keys, post_process=post_process, make_layer=make_layer
@@ -56,8 +58,20 @@ class TransformerLanguageModel(nn.Module):
         self._input_tensor = x
 
     def forward(self, tokens: Tensor | None, position_ids: Tensor | None, mask: Tensor | None = None) -> Tensor:
-        x = self.embedding(tokens, position_ids) if self.pre_process else self._input_tensor
-        x = self.decoder(x, mask)
-        if not self.post_process:
-            return x
+        x = self.hidden_states(tokens, position_ids, mask)
+        return self.scores(x) if self.post_process else x
+
+    def hidden_states(
+        self,
+        tokens: Tensor | None,
+        position_ids: Tensor | None,
+        mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> Tensor:
+        """What the stage's layers make of its input: [s, b, h], or [s/t, b, h] under sequence parallelism."""
+        x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
+        return self.decoder(x, mask)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Hidden states to scores over the words, on the last stage."""
         return self.output_layer(x, None if self.embedding is None else self.embedding.word_embeddings.weight)
