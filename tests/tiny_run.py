@@ -1,6 +1,6 @@
 """A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -99,7 +99,7 @@ def sample(number: int, texts: Texts = Texts()) -> dict[str, Tensor]:
 
 
 def microbatches(
-    batch: BatchShape, first_sample: int, mesh: Mesh, texts: Texts = Texts()
+    batch: BatchShape, first_sample: int, mesh: Mesh, texts: Texts = Texts(), sample=sample
 ) -> Iterator[dict[str, Tensor]]:
     for i in range(batch.num_microbatches):
         rows = [sample(number, texts) for number in batch.samples_of(first_sample, i, mesh["dp"])]
@@ -117,16 +117,28 @@ def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
     return losses, partial(loss_func, batch["mask"])
 
 
+@dataclass(frozen=True)
+class Subject:
+    """Which model is trained, and on what."""
+
+    make: Callable[..., nn.Module]
+    forward_step: Callable
+    sample: Callable[[int, Texts], dict[str, Tensor]]
+
+
+GPT = Subject(lambda config, **parts: GPTModel(config, positions=SEQ, **parts), forward_step, sample)
+
+
 def build_chunks(
-    mesh: Mesh, config: TransformerConfig, layout: Layout, vocab: int = VOCAB
+    mesh: Mesh, config: TransformerConfig, layout: Layout, vocab: int = VOCAB, subject: Subject = GPT
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
     """This rank's stages in their buffers."""
     pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
     config, last = layout.applied_to(config), pp.size * layout.v - 1
     for stage in range(pp.rank, last + 1, pp.size):
         tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store, kv=mesh["kv"])
-        model = GPTModel(
-            config, vocab_size=vocab, positions=SEQ, layers=layers_of_stage(config.num_layers, last + 1, stage),
+        model = subject.make(
+            config, vocab_size=vocab, layers=layers_of_stage(config.num_layers, last + 1, stage),
             tp=tp, keys=keys, ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,
         )  # fmt: skip
         initialize_parameters(model, SEED, mesh)
@@ -151,22 +163,23 @@ def train_rank(
     global_batch: int,
     optimizer: OptimizerConfig,
     texts: Texts = Texts(),
+    subject: Subject = GPT,
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
-    chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab)
+    chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab, subject)
     buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
     adam = FlatOptimizer(buffers, optimizer, mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce)
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
     length = SEQ // layout.tp if layout.sp else SEQ
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
     pipeline = Pipeline(
-        chunks, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
+        chunks, mesh, batch, boundary=(spec,), forward_step=subject.forward_step, keys=keys, weight_grads=store,
         schedule_name=layout.schedule, copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
     )  # fmt: skip
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
         first = step * global_batch
-        data = {stage: microbatches(batch, first, mesh, texts) for stage in chunks}
+        data = {stage: microbatches(batch, first, mesh, texts, subject.sample) for stage in chunks}
         result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
@@ -220,6 +233,7 @@ def run(
     global_batch: int = 24,
     optimizer: OptimizerConfig | None = None,
     texts: Texts = Texts(),
+    subject: Subject = GPT,
 ) -> Outcome:
     """Train `steps` steps under a layout and collect the outcome from all ranks."""
     optimizer = optimizer or OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
@@ -231,6 +245,7 @@ def run(
         global_batch=global_batch,
         optimizer=optimizer,
         texts=texts,
+        subject=subject,
     )
     replicas = layout.data_parallel.num_distributed_optimizer_instances
     sizes = {"tp": layout.tp, "pp": layout.pp, "dp_outer": replicas, "dp_inner": layout.dp // replicas}

@@ -8,7 +8,7 @@ from conftest import GPT2, STEPS, rewound
 from processes import Layout, Outcome, pretrain
 
 STEPS_IN_ALL, LOG_INTERVAL = 12, 4
-ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000".split()
+ZERO = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000"]
 # (layout, more flags, after which steps to stop). A stop after step 6 cuts an interval of the log in two; the second run
 # prints it whole.
 STOPS = {

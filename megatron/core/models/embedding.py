@@ -10,22 +10,23 @@ from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class PositionEmbedding(nn.Module):
-    """A learned vector per position, whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
+class WholeEmbedding(nn.Module):
+    """A learned vector per id (a position, a kind of token), whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
 
-    def __init__(self, positions: int, config: TransformerConfig, tp: TensorParallel):
+    def __init__(self, size: int, config: TransformerConfig, tp: TensorParallel):
         super().__init__()
-        self.weight = tp.replicated((positions, config.hidden_size), Normal(config.init_method_std))
+        self.weight = tp.replicated((size, config.hidden_size), Normal(config.init_method_std))
 
     def forward(self, ids: Tensor) -> Tensor:
         return lookup(ids, self.weight)
 
 
 class Embedding(nn.Module):
-    """word table + position table in the dtype of the residual stream, then dropout.
+    """word table + position table + table of token types in the dtype of the residual stream, then dropout.
 
-    forward(tokens [b, s], position_ids [b, s]) -> [s, b, h], or my part [s/t, b, h] under sequence parallelism. The last
-    pipeline stage of a model with tied weights builds it with `words_only`, for its output layer.
+    forward(tokens [b, s], position_ids [b, s], token_types [b, s]) -> [s, b, h], or my part [s/t, b, h] under sequence parallelism.
+    Without `num_tokentypes` there are no types. The last pipeline stage of a model with tied weights builds it with `words_only`,
+    for its output layer.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Embedding(nn.Module):
         tp: TensorParallel,
         keys: DropoutKeys,
         ends: Axis | None = None,
+        num_tokentypes: int = 0,
         words_only: bool = False,
     ):
         super().__init__()
@@ -48,12 +50,17 @@ class Embedding(nn.Module):
         )  # fmt: skip
         self.position_embeddings = None
         if not words_only and config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(positions, config, tp)
+            self.position_embeddings = WholeEmbedding(positions, config, tp)
+        self.tokentype_embeddings = None
+        if not words_only and num_tokentypes:
+            self.tokentype_embeddings = WholeEmbedding(num_tokentypes, config, tp)
         self.dropout = HiddenDropout(config.hidden_dropout, keys, "embedding", 0, tp.sequence_axis)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
         x = self.word_embeddings(tokens.t()).to(self.dtype)
+        mine = my_sequence_part(tokens.shape[1], self.tp)
         if self.position_embeddings is not None:
-            mine = my_sequence_part(tokens.shape[1], self.tp)
             x = x + self.position_embeddings(position_ids.t()[mine])
+        if self.tokentype_embeddings is not None:
+            x = x + self.tokentype_embeddings(token_types.t()[mine])
         return self.dropout(x)

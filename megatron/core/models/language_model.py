@@ -35,6 +35,7 @@ class TransformerLanguageModel(nn.Module):
         ends: Axis | None = None,
         pre_process: bool = True,
         post_process: bool = True,
+        num_tokentypes: int = 0,
         make_layer: MakeLayer | None = None,
     ):
         super().__init__()
@@ -44,7 +45,8 @@ class TransformerLanguageModel(nn.Module):
         if pre_process or (post_process and tied):
             self.embedding = Embedding(
                 config, vocab_size, positions,
-                tp=tp, keys=keys, ends=ends if tied else None, words_only=not pre_process,
+                tp=tp, keys=keys, ends=ends if tied else None, num_tokentypes=num_tokentypes,
+                words_only=not pre_process,
             )  # fmt: skip
         self.decoder = ParallelTransformer(
             config, layers, tp=tp, keys=keys, post_process=post_process, make_layer=make_layer
@@ -64,10 +66,23 @@ class TransformerLanguageModel(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        x = self.embedding(tokens, position_ids) if self.pre_process else self._input_tensor
-        x = self.decoder(x, mask, cache)
+        x = self.hidden_states(tokens, position_ids, mask, cache=cache)
         if not self.post_process:
             return x
-        if cache is not None:
-            x = x[-1:]
+        return self.scores(x if cache is None else x[-1:])
+
+    def hidden_states(
+        self,
+        tokens: Tensor | None,
+        position_ids: Tensor | None,
+        mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """What the stage's layers make of its input: [s, b, h], or [s/t, b, h] under sequence parallelism."""
+        x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
+        return self.decoder(x, mask, cache)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Hidden states to scores over the words, on the last stage."""
         return self.output_layer(x, None if self.embedding is None else self.embedding.word_embeddings.weight)

@@ -5,6 +5,7 @@
 | copy                 | identity                       | all-reduce         | replicated input of a column-parallel layer        |
 | reduce               | all-reduce                     | identity           | partial output of a row-parallel layer             |
 | gather_sequence      | all-gather, dim 0              | reduce-scatter     | sequence-split input of a column-parallel layer    |
+| whole_sequence       | all-gather, dim 0              | my part            | sequence-split to replicated, used alike by all    |
 | reduce_scatter_sequence | reduce-scatter, dim 0       | all-gather         | partial output, result split along the sequence    |
 | scatter_sequence     | my part of dim 0               | all-gather         | replicated to sequence-split                       |
 | scatter_last         | my part of the last dim        | all-gather, last   | replicated to feature-split                        |
@@ -62,6 +63,7 @@ def _move(name: str, forward: Move, backward: Move) -> Move:
 copy = _move("copy", _identity, _all_reduce)
 reduce = _move("reduce", _all_reduce, _identity)
 gather_sequence = _move("gather_sequence", comm.all_gather, comm.reduce_scatter)
+whole_sequence = _move("whole_sequence", comm.all_gather, _part)
 reduce_scatter_sequence = _move("reduce_scatter_sequence", comm.reduce_scatter, comm.all_gather)
 scatter_sequence = _move("scatter_sequence", _part, comm.all_gather)
 scatter_last = _move("scatter_last", _part_last, _all_gather_last)

@@ -1,0 +1,111 @@
+"""BERT (arXiv:1810.04805) with pre-norm blocks, as Megatron trains it: words restored, and the order of two sentences told."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.core.models.language_model import TransformerLanguageModel
+from megatron.core.placement import Constant, Normal, Placement
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear import linear
+from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Dense(nn.Module):
+    """x W^T + b with W whole on every rank. `partial`: whether a rank sees only a part of what passes here."""
+
+    def __init__(self, width: int, out: int, std: float, tp: TensorParallel, *, partial: bool | None = None):
+        super().__init__()
+        self.store = tp.weight_grads
+        self.weight = tp.replicated((out, width), Normal(std), partial=partial)
+        self.bias = tp.replicated((out,), Constant(0.0), partial=partial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, store=self.store) + self.bias
+
+
+class Pooler(nn.Module):
+    """tanh(W x + b) of one position of the sequence. forward(x [s, b, h], or [s/t, b, h] under sequence parallelism) -> [b, h],
+    the same on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel):
+        super().__init__()
+        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, tp, partial=False)
+
+    def forward(self, x: Tensor, position: int = 0) -> Tensor:
+        whole = mappings.whole_sequence(x, self.axis) if self.sequence_parallel else x
+        return torch.tanh(self.dense(whole[position]))
+
+
+class BertHead(nn.Module):
+    """What stands before the output layer, and the words' biases behind it."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, tp: TensorParallel):
+        super().__init__()
+        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, tp)
+        self.norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon, tp)
+        rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
+        self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(functional.gelu(self.dense(x), approximate="tanh"))
+
+
+class BertModel(nn.Module):
+    """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
+
+    forward(tokens [b, s], padding_mask [b, s], token types [b, s], labels [b, s]) -> on the last stage (loss of each token [b, s],
+    or without labels the scores [b, s, padded vocabulary / t]; scores of the two orders of sentences [b, 2], or None without
+    `add_binary_head`); on other stages hidden states [s, b, h]. padding_mask: 1 for a token, 0 for padding, which nobody looks
+    at; every stage needs it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        tp: TensorParallel,
+        num_tokentypes: int = 2,
+        add_binary_head: bool = True,
+        **parts: Any,
+    ):
+        super().__init__()
+        self.config, self.vocab_size, self.axis = config, vocab_size, tp.axis
+        self.language_model = TransformerLanguageModel(
+            config, vocab_size=vocab_size, tp=tp, num_tokentypes=num_tokentypes, **parts
+        )
+        self.lm_head = self.pooler = self.binary_head = None
+        if self.language_model.post_process:
+            self.lm_head = BertHead(config, vocab_size, tp)
+            if add_binary_head:
+                self.pooler = Pooler(config, tp)
+                self.binary_head = Dense(config.hidden_size, 2, config.init_method_std, tp, partial=False)
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.language_model.set_input_tensor(x)
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        padding_mask: Tensor,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        positions = None if tokens is None else torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        # Only keys are masked: a query that might look at nothing would be no number, and nobody reads what padding computes.
+        nobody_looks_at = padding_mask[:, None, None, :] == 0  # [b, 1, 1, s]
+        x = self.language_model.hidden_states(tokens, positions, nobody_looks_at, tokentype_ids)
+        if not self.language_model.post_process:
+            return x
+        order = None if self.pooler is None else self.binary_head(self.pooler(x))
+        scores = self.language_model.scores(self.lm_head(x)) + self.lm_head.bias
+        if lm_labels is None:
+            return scores.transpose(0, 1), order
+        return vocab_parallel_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size).t(), order
