@@ -380,6 +380,7 @@ MOVES = {  # name: (forward, backward)
     "copy": (SAME, EVERY),
     "reduce": (EVERY, SAME),
     "gather_sequence": (JOIN[0], SCATTER),
+    "whole_sequence": (JOIN[0], MINE[0]),
     "reduce_scatter_sequence": (SCATTER, JOIN[0]),
     "scatter_sequence": (MINE[0], JOIN[0]),
     "scatter_last": (MINE[-1], JOIN[-1]),
