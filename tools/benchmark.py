@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from tools.benchmarking.contest import Stopped, ceilings, contest
 from tools.benchmarking.report import markdown
 from tools.benchmarking.work import MODELS, Work
-from tools.preprocess_data import parse
 
 PEERS = {
     "fp32": "transformers fp32",
@@ -41,13 +40,15 @@ class BenchmarkConfig:
     micro_batch_size: int = knob(4, "samples in one forward")
     global_batch_size: int | None = knob(None, "samples in a step; one micro-batch when unset")
     bf16: bool = knob(False, "ours in bfloat16 with float32 masters; else float32")
-    peers: list[str] = knob(list(PEERS), "transformers' GPT-2 in float32, in bfloat16 autocast, compiled; or none")
+    peers: list[str] = knob(
+        list(PEERS), "transformers' GPT-2 in float32, in bfloat16 autocast, compiled; or none", metavar="NAME"
+    )
     rounds: int = knob(7, "measured steps of each contender")
     warmup: int = knob(2, "steps of each contender before that")
     profile: bool = knob(False, "also list the operators that our step spends its time in")
     ceilings: bool = knob(True, "do not measure what the device can do at best", flags=("--no-ceilings",))
     device: Literal["auto", "cpu"] = knob("auto", "where to compute; auto takes an accelerator if any")
-    json: str | None = knob(None, "file to write everything to that was measured")
+    json: str | None = knob(None, "file to write everything to that was measured", metavar="FILE")
 
     def __post_init__(self) -> None:
         problems = []
@@ -97,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, BenchmarkConfig)
     try:
-        config = build(BenchmarkConfig, parse(parser, arguments))
+        config = build(BenchmarkConfig, read_flags(parser, arguments))
         measured = measure(config)
         if config.json:
             Path(config.json).write_text(json.dumps(measured, indent=1) + "\n")

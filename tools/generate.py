@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import comm, parallel_state
 from megatron.core.checkpoint import Checkpoint, open_checkpoint
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.device import Device
 from megatron.core.grid import Axis
 from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt
@@ -35,7 +35,6 @@ from megatron.core.parallel_state import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.training.config import COMPONENTS, Config
-from tools.preprocess_data import parse
 
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character
 
@@ -45,10 +44,10 @@ class GenerateConfig:
     """Generation."""
 
     prompt: list[str] = field(default_factory=list)
-    load: str | None = knob(None, "folder of checkpoints")
+    load: str | None = knob(None, "folder of checkpoints", metavar="DIR", required=True)
     iteration: int | None = knob(None, "which of them; the latest when unset")
-    prompt_file: str | None = knob(None, "file whose whole text is one more prompt; - is standard input")
-    sample_input_file: str | None = knob(None, "file with a prompt in each line; - is standard input")
+    prompt_file: str | None = knob(None, "file whose whole text is one more prompt; - is standard input", metavar="FILE")
+    sample_input_file: str | None = knob(None, "file with a prompt in each line; - is standard input", metavar="FILE")
     max_new_tokens: int = knob(
         64,
         "tokens to add, unless the end of the document comes first",
@@ -58,7 +57,7 @@ class GenerateConfig:
     batch_size: int = knob(
         1, "texts continued at once; a text is the same in a batch as alone, but for the rounding of its precision"
     )
-    genfile: str | None = knob(None, "write the texts to this file instead, as one JSON object in a line")
+    genfile: str | None = knob(None, "write the texts to this file instead, as one JSON object in a line", metavar="FILE")
     seed: int = knob(1234, "of the draws")
     recompute: bool = knob(False, "keep no keys and values: each token costs a forward over all before it")
     tensor_model_parallel_size: int = knob(1, "ranks that share each layer")
@@ -84,6 +83,8 @@ class GenerateConfig:
             for name in at_least_one
             if getattr(self, name) < 1
         ]
+        if not 0 <= self.seed < 2**32:
+            problems.append(f"--seed is {self.seed}; it must be in [0, 2^32)")
         if self.iteration is not None and self.iteration < 0:
             problems.append(f"--iteration is {self.iteration}; it must not be negative")
         if problems:
@@ -102,7 +103,7 @@ class Settings:
 
 def read_settings(arguments: list[str] | None) -> Settings:
     """What this rank knows before it meets the others. Raises ConfigError with the problems."""
-    given = parse(make_parser(), arguments)
+    given = read_flags(make_parser(), arguments)
     settings, sampling = build(GenerateConfig, given), build(SamplingConfig, given)
     if sampling.greedy and settings.num_samples > 1:
         raise ConfigError(f"--greedy would give {settings.num_samples} equal texts; leave out --num-samples")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
-from tools.preprocess_data import parse
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 
 # The lines of megatron/training/log.py: training_line and validation_line.
 _TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \|.*\| lm loss: ([^ |]+)")
@@ -25,8 +24,10 @@ _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| l
 class PlotRunConfig:
     """Plot of a run."""
 
-    log: list[str] | None = knob(None, "logs of training runs, each drawn under its file name")
-    output: str | None = knob(None, "PNG to write")
+    log: list[str] | None = knob(
+        None, "logs of training runs, each drawn under its file name", metavar="FILE", required=True
+    )
+    output: str | None = knob(None, "PNG to write", metavar="FILE", required=True)
 
     def __post_init__(self) -> None:
         needed = {"--log": self.log, "--output": self.output}
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, PlotRunConfig)
     try:
-        config = build(PlotRunConfig, parse(parser, arguments))
+        config = build(PlotRunConfig, read_flags(parser, arguments))
         logs = list(dict.fromkeys(config.log))
         names = [Path(path).stem for path in logs]
         labels = names if len(set(names)) == len(names) else logs  # equal file names: the paths tell them apart

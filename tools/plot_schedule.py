@@ -8,6 +8,7 @@ Costs may be in any unit of time, such as measured milliseconds. --write-docs do
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Op, Schedule
@@ -38,11 +39,11 @@ class PlotConfig:
     all: bool = knob(False, "draw every schedule; those that do not fit the sizes are left out, and why is said")
     pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
     microbatches: int = knob(8, "microbatches in a step")
-    chunks: int | None = knob(None, "stages per rank; None is 2 for interleaved and 1 for the others", metavar="CHUNKS")
+    chunks: int | None = knob(None, "stages per rank; 2 for interleaved and 1 for the others when unset")
     forward_cost: float = knob(1.0, "time of a microbatch's forward through one stage")
-    backward_cost: float | None = knob(None, "time of its backward; None is the sum of the next two, or 2 forwards")
-    input_cost: float | None = knob(None, "time of the input's gradient alone; None is half a backward")
-    weight_cost: float | None = knob(None, "time of the weights' gradients alone; None is the rest of a backward")
+    backward_cost: float | None = knob(None, "time of its backward; the sum of the next two, or 2 forwards, when unset")
+    input_cost: float | None = knob(None, "time of the input's gradient alone; half a backward when unset")
+    weight_cost: float | None = knob(None, "time of the weights' gradients alone; the rest of a backward when unset")
     transfer_cost: float = knob(0.0, "time from the end of a stage to its result being on the next rank")
     svg: str | None = knob(None, "file to draw to; with --all one per schedule, its name added", metavar="FILE")
     trace: str | None = knob(None, "file for chrome://tracing or ui.perfetto.dev; with --all likewise", metavar="FILE")
@@ -55,10 +56,10 @@ class PlotConfig:
             problems.append(f"--schedule ({self.schedule}) must be one of {', '.join(SCHEDULES)}")
         if self.svg is not None and self.svg == self.trace:
             problems.append(f"--svg and --trace ({self.svg}) must be two files")
-        if self.transfer_cost < 0:
-            problems.append(f"--transfer-cost ({self.transfer_cost:g}) must not be negative")
+        if not 0 <= self.transfer_cost < math.inf:
+            problems.append(f"--transfer-cost ({self.transfer_cost:g}) must be a finite time, and not negative")
         for op, value in self.cost.items():
-            if not value > 0:
+            if not 0 < value < math.inf:
                 flag = {Op.F: "--forward-cost", Op.B: "--backward-cost", Op.I: "--input-cost", Op.W: "--weight-cost"}[
                     op
                 ]
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, PlotConfig)
     try:
-        config = build(PlotConfig, vars(parser.parse_args(arguments)))
+        config = build(PlotConfig, read_flags(parser, arguments))
         if config.write_docs:
             Path(config.write_docs).write_text(schedules_page())
             print(f"wrote {config.write_docs}")

@@ -7,6 +7,7 @@ Each line is an object such as {"text": "..."}; a list of strings is a document 
 not depend on --workers, and appears only when it is complete.
 """
 
+import codecs
 import collections
 import contextlib
 import functools
@@ -21,13 +22,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, unknown_flag_message
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDatasetWriter, token_dtype
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 
@@ -40,9 +41,13 @@ _SHOWN = 20  # skipped lines that are reported one by one
 class PreprocessConfig:
     """Text to token files."""
 
-    input: list[str] | None = knob(None, "JSON-lines files, or patterns of them in quotes; read in this order")
-    json_keys: list[str] = knob(["text"], "keys whose text is tokenized, each to its own files")
-    output_prefix: str | None = knob(None, "output is PREFIX_KEY_document.bin and .idx")
+    input: list[str] | None = knob(
+        None, "JSON-lines files, or patterns of them in quotes; read in this order", metavar="FILE", required=True
+    )
+    json_keys: list[str] = knob(["text"], "keys whose text is tokenized, each to its own files", metavar="KEY")
+    output_prefix: str | None = knob(
+        None, "output is PREFIX_KEY_document.bin and .idx", metavar="PREFIX", required=True
+    )
     append_eod: bool = knob(False, "end each document with the end-of-document token")
     workers: int = knob(1, "processes that tokenize")
     log_interval: int = knob(10_000, "documents between two lines of progress")
@@ -124,13 +129,18 @@ def read_batches(files: list[str]) -> Iterator[LineBatch]:
         batch, size = LineBatch(path, 1, []), 0
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                batch.lines.append(line)
+                batch.lines.append(without_mark(line, number))
                 size += len(line)
                 if len(batch.lines) == _BATCH_LINES or size >= _BATCH_BYTES:
                     yield batch
                     batch, size = LineBatch(path, number + 1, []), 0
         if batch.lines:
             yield batch
+
+
+def without_mark(line: bytes, number: int) -> bytes:
+    """A line, without the byte-order mark that some editors put before the first one of a file."""
+    return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
 def encode_batch(batch: LineBatch, tokenizer: Tokenizer, keys: list[str], append_eod: bool) -> Encoded:
@@ -258,25 +268,13 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
     return progress
 
 
-def parse(parser: FlagParser, arguments: list[str] | None) -> dict[str, Any]:
-    """The values of the flags the user gave. Raises ConfigError for unknown ones, with the nearest known."""
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = parser.known_flags()
-        flags = [word for word in unknown if word.startswith("-")]
-        raise ConfigError(
-            [unknown_flag_message(flag, known) for flag in flags] or f"unknown arguments: {' '.join(unknown)}"
-        )
-    return vars(given)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, PreprocessConfig)
     add_flags(parser, TokenizerConfig)
     try:
-        given = parse(parser, arguments)
+        given = read_flags(parser, arguments)
         progress = preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
     except (ValueError, OSError, ImportError) as error:
         print(f"preprocess_data: {'; '.join(str(error).splitlines())}", file=sys.stderr)

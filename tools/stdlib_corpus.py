@@ -15,9 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import atomic_file
-from tools.preprocess_data import parse
 
 # Folders whose files are not the library's prose: test data, other people's packages, and tables that are no text.
 _SKIPPED_FOLDERS = {
@@ -37,7 +36,7 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "pydoc_data/")  # written by the build, a
 class StdlibCorpusConfig:
     """Standard-library corpus."""
 
-    output: str | None = knob(None, "JSON-lines file to write")
+    output: str | None = knob(None, "JSON-lines file to write", metavar="FILE", required=True)
     max_mb: float = knob(32.0, "stop before the text grows beyond this many megabytes (10^6 bytes)")
 
     def __post_init__(self) -> None:
@@ -82,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, StdlibCorpusConfig)
     try:
-        config = build(StdlibCorpusConfig, parse(parser, arguments))
+        config = build(StdlibCorpusConfig, read_flags(parser, arguments))
         library = Path(sysconfig.get_path("stdlib"))
         found = list(texts(source_files(library), config.max_mb * 1e6))
         if not found:

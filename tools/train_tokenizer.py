@@ -6,6 +6,7 @@ Files that end in .jsonl or .json are JSON lines, read with --json-key; all othe
 same input gives the same file, byte for byte.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import atomic_file
-from tools.preprocess_data import input_files, line_texts, parse
+from tools.preprocess_data import input_files, line_texts, without_mark
 
 EOD = "<|endoftext|>"
 _SMALLEST = 257  # 256 bytes and EOD
@@ -29,10 +30,15 @@ _PROGRESS_BYTES = 1 << 28
 class TrainTokenizerConfig:
     """Tokenizer training."""
 
-    input: list[str] | None = knob(None, "text files, folders of .jsonl, .json and .txt files, or patterns in quotes")
-    json_key: str = knob("text", "key whose text is read in JSON-lines files")
+    input: list[str] | None = knob(
+        None,
+        "text files, folders of .jsonl, .json and .txt files, or patterns in quotes",
+        metavar="FILE",
+        required=True,
+    )
+    json_key: str = knob("text", "key whose text is read in JSON-lines files", metavar="KEY")
     vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
-    output: str | None = knob(None, "tokenizer.json to write")
+    output: str | None = knob(None, "tokenizer.json to write", metavar="FILE", required=True)
 
     def __post_init__(self) -> None:
         problems = [
@@ -52,7 +58,7 @@ def read_texts(files: list[str], json_key: str) -> Iterator[str]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    yield from _texts_of(line, path, json_key)
+                    yield from _texts_of(without_mark(line, number), path, json_key)
                 except ValueError as error:
                     raise ValueError(f"{path}:{number}: {error}; mend the line") from None
                 if done // _PROGRESS_BYTES != (done + len(line)) // _PROGRESS_BYTES:
@@ -86,7 +92,10 @@ def train(texts: Iterator[str], vocab_size: int) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    first = next(texts, None)
+    if first is None:
+        raise ValueError("there is no text in the files of --input: a tokenizer is learned from some; add files")
+    tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
     return tokenizer
 
 
@@ -95,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, TrainTokenizerConfig)
     try:
-        config = build(TrainTokenizerConfig, parse(parser, arguments))
+        config = build(TrainTokenizerConfig, read_flags(parser, arguments))
         files = input_files(config.input, (*_JSON_ENDINGS, ".txt"))
         tokenizer = train(read_texts(files, config.json_key), config.vocab_size)
         Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)

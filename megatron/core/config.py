@@ -12,8 +12,12 @@ knob is a property, a rule within one config lives in its `__post_init__`, a rul
 import argparse
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 _REQUIRED = dataclasses.MISSING
@@ -27,13 +31,16 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def knob(default: Any, help: str, *, flags: tuple[str, ...] = (), metavar: str | None = None) -> Any:
+def knob(
+    default: Any, help: str, *, flags: tuple[str, ...] = (), metavar: str | None = None, required: bool = False
+) -> Any:
     """A dataclass field that is also a flag.
 
     `flags` replaces the spelling `--field-name` (several are aliases). A boolean whose default is True is switched off by
     `--no-field-name`, one whose default is False is switched on by `--field-name`; its help says what giving the flag does.
+    `required` is what help and documents say of it; the config, or a check across configs, refuses its absence.
     """
-    metadata = {"help": help, "flags": flags, "metavar": metavar}
+    metadata = {"help": help, "flags": flags, "metavar": metavar, "required": required}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -56,51 +63,172 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default_factory() if field.default is _REQUIRED else field.default
 
 
+def title_of(config_class: type) -> str:
+    """What a group of flags is called: the first line of the class's docstring."""
+    return (config_class.__doc__ or config_class.__name__).strip().split("\n")[0].removesuffix(".")
+
+
+def default_text(field: dataclasses.Field) -> str:
+    """The default as help and documents show it; empty for a switch and for a setting that is unset."""
+    default = default_of(field)
+    if isinstance(default, bool) or default is None:
+        return "required" if field.metadata["required"] else ""
+    return " ".join(map(str, default)) if isinstance(default, list) else str(default)
+
+
+# ---------------------------------------------------------------- reading values
+
+
+def read_whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def read_number(text: str) -> float:
+    """A finite number: no setting has a use for an infinite one, and a NaN would pass every comparison as false."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+def read_text(text: str) -> str:
+    """Any text but none: an empty one is a shell variable that was never set."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value is empty; give one, or leave the flag out")
+    return text
+
+
+_READERS = {int: read_whole_number, float: read_number, str: read_text}
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def _one_of(choices: tuple[Any, ...]) -> Any:
+    """A reader of one of `choices`, all of one type."""
+
+    def read(text: str) -> Any:
+        if text not in map(str, choices):
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(map(str, choices))}")
+        return type(choices[0])(text)
+
+    return read
+
+
+def value_kind(config_class: type, field: dataclasses.Field) -> Any:
+    """The type of a knob's value, where it has one: int | None is int."""
+    kind = typing.get_type_hints(config_class)[field.name]
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        kind = next(t for t in typing.get_args(kind) if t is not type(None))
+    return kind
+
+
+def metavar_of(config_class: type, field: dataclasses.Field) -> str:
+    """What stands for the value: N a whole number, X any number, {a,b} a choice; empty for a switch."""
+    kind = value_kind(config_class, field)
+    if kind is bool:
+        return ""
+    if typing.get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+    return field.metadata["metavar"] or _METAVARS[element]
+
+
+def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str, Any]:
+    """How argparse reads a value: bool, int, float, str, Literal[...], list[X], or X | None."""
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    kind = value_kind(config_class, field)
+    if kind is bool:
+        return options | {"action": "store_false" if field.default is True else "store_true"}
+    options["metavar"] = metavar_of(config_class, field)
+    if typing.get_origin(kind) is Literal:
+        return options | {"type": _one_of(typing.get_args(kind))}
+    if typing.get_origin(kind) is list:
+        return options | {"nargs": "+", "type": _READERS[typing.get_args(kind)[0]]}
+    return options | {"type": _READERS[kind]}
+
+
+# ---------------------------------------------------------------- the parser
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults after each flag that has one; the text at the end as it was laid out."""
+
+
 class FlagParser(argparse.ArgumentParser):
     """An argparse parser whose mistakes are raised as ConfigError, so that every rank says the same and stops."""
 
     def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(message.removeprefix("argument "))
 
     def known_flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]
 
-
-def _argparse_options(field: dataclasses.Field, kind: Any) -> dict[str, Any]:
-    """How argparse reads a value of type `kind`: bool, int, float, str, Literal[...], list[X], or X | None."""
-    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        kind = next(t for t in typing.get_args(kind) if t is not type(None))
-    if kind is bool:
-        return options | {"action": "store_false" if field.default is True else "store_true"}
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        return options | {"choices": choices, "type": type(choices[0])}
-    metavar = field.metadata["metavar"] or field.name.upper().rsplit("_", 1)[-1]
-    if typing.get_origin(kind) is list:
-        return options | {"nargs": "+", "type": typing.get_args(kind)[0], "metavar": metavar}
-    return options | {"type": kind, "metavar": metavar}
+    def actions_by_flag(self) -> dict[str, argparse.Action]:
+        return {flag: action for action in self._actions for flag in action.option_strings}
 
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add one group of flags for `config_class`; its docstring's first line is the group's title."""
-    title = (config_class.__doc__ or config_class.__name__).strip().split("\n")[0]
-    group = parser.add_argument_group(title.removesuffix("."))
-    hints = typing.get_type_hints(config_class)
+    group = parser.add_argument_group(title_of(config_class))
     for field in knobs(config_class):
-        default = default_of(field)
-        text = field.metadata["help"] if isinstance(default, bool) else f"{field.metadata['help']} (default: {default})"
-        text = text.replace("%", "%%")
-        group.add_argument(*flags_of(field), help=text, **_argparse_options(field, hints[field.name]))
+        default = default_text(field)
+        shown = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
+        text = f"{field.metadata['help']}{shown}".replace("%", "%%")
+        group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
+
+
+def read_flags(parser: FlagParser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """The values of the flags the user gave. Raises ConfigError for unknown ones, with the nearest known."""
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ConfigError(unknown_problems(unknown, parser.known_flags()))
+    return vars(given)
+
+
+def repeated_flags(parser: FlagParser, argv: Sequence[str]) -> list[str]:
+    """One line for each setting that a command line gives more than once, where the last one counts."""
+    actions, times = parser.actions_by_flag(), Counter()
+    for word in argv:
+        action = actions.get(word.split("=")[0])
+        if action is not None and not isinstance(action, argparse._AppendAction):
+            times["/".join(action.option_strings)] += 1
+    return [f"{flags} is given {count} times: the last one counts" for flags, count in times.items() if count > 1]
+
+
+def unknown_problems(words: Sequence[str], known: list[str]) -> list[str]:
+    """What is wrong with the words of a command line that no flag took. `-1` is a value, however it begins."""
+    flags = [word for word in words if re.match(r"--?[A-Za-z_]", word)]
+    if flags:
+        return [unknown_flag_message(flag, known) for flag in flags]
+    return [f"{' '.join(words)} does not belong to any flag"]
 
 
 def unknown_flag_message(flag: str, known: list[str]) -> str:
     """`unknown flag --num-layer; did you mean --num-layers?`"""
-    near = difflib.get_close_matches(flag.split("=")[0], known, 1)
-    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; --help lists the known ones")
+    near = nearest_flag(flag.split("=")[0], known)
+    return f"unknown flag {flag}" + (f"; did you mean {near}?" if near else "; --help lists the known ones")
+
+
+_CLOSE = 0.8  # share of equal letters; at 0.6, difflib's own, --xavier leads to --lr
+
+
+def nearest_flag(flag: str, known: list[str]) -> str | None:
+    """The flag that `flag` stands for, if one is close: other hyphens, with or without --no-, its beginning, a slip."""
+    plain = "--" + flag.lstrip("-").replace("_", "-")
+    opposite = f"--{plain[5:]}" if plain.startswith("--no-") else f"--no-{plain[2:]}"
+    longer = [other for other in known if other.startswith(f"{plain}-")]
+    for candidate in (plain, opposite, *(longer if len(longer) == 1 else ())):
+        if candidate in known:
+            return candidate
+    return next(iter(difflib.get_close_matches(plain, known, 1, _CLOSE)), None)
 
 
 def build(config_class: type, given: dict[str, Any]) -> Any:

@@ -85,10 +85,12 @@ MISTAKES = [
     ("--schedule interleaved --microbatches 6", "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4)"),
     ("--all --microbatches 0",    "gpipe: num_microbatches (0) must be at least 1; raise --global-batch-size; 1f1b: "),
     ("--weight-cost 5",           "--input-cost (-3) must be positive; raise it, or change the other costs of backward"),
-    ("--transfer-cost -1",        "--transfer-cost (-1) must not be negative"),
+    ("--transfer-cost -1",        "--transfer-cost (-1) must be a finite time, and not negative"),
+    ("--transfer-cost inf",       "--transfer-cost: inf is not a finite number"),
+    ("--forward-cost nan",        "--forward-cost: nan is not a finite number"),
     ("--svg a --trace a",         "--svg and --trace (a) must be two files"),
-    ("--microbatch 4",            "unrecognized arguments: --microbatch 4"),
-    ("--microbatches many",       "argument --microbatches: invalid int value: 'many'"),
+    ("--microbatch 4",            "unknown flag --microbatch; did you mean --microbatches?"),
+    ("--microbatches many",       "--microbatches: 'many' is not a whole number"),
 ]
 # fmt: on
 

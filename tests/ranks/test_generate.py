@@ -195,6 +195,7 @@ FLAG_MISTAKES = [
     ((*PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; it must be at least 1"),
     ((*PROMPT, "--num-samples", "0"), "--num-samples is 0; it must be at least 1"),
     ((*PROMPT, "--batch-size", "0"), "--batch-size is 0; it must be at least 1"),
+    ((*PROMPT, "--seed", "-1"), "--seed is -1; it must be in [0, 2^32)"),
     ((*PROMPT, "--iteration", "-1"), "--iteration is -1; it must not be negative"),
     ((*PROMPT, "--greedy", "--num-samples", "2"), "--greedy would give 2 equal texts"),
     ((*PROMPT, "--temperature", "0"), "--temperature is 0.0"),
