@@ -28,10 +28,15 @@ class DeviceConfig:
     )
 
     def __post_init__(self) -> None:
+        problems = []
         if self.distributed_timeout_minutes < 1:
-            raise ConfigError(
+            problems.append(
                 f"--distributed-timeout-minutes is {self.distributed_timeout_minutes}; it must be at least 1"
             )
+        if self.local_rank is not None and self.local_rank < 0:
+            problems.append(f"--local-rank is {self.local_rank}; it must not be negative; launchers count from 0")
+        if problems:
+            raise ConfigError(problems)
 
 
 class Device:

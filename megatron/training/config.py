@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
-from megatron.core.config import ConfigError, changes, knob, knobs
+from megatron.core.config import ConfigError, changes, flags_of, knob, knobs, title_of
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, tens
 class TrainingConfig:
     """Training."""
 
-    micro_batch_size: int | None = knob(None, "samples in one forward of one rank")
+    micro_batch_size: int | None = knob(None, "samples in one forward of one rank", required=True)
     global_batch_size: int | None = knob(
         None, "samples in one step of all ranks; micro batch x data-parallel size when unset"
     )
@@ -41,7 +41,7 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = knob(
         False, "round step sizes down to a multiple of micro batch x data-parallel size instead of refusing them"
     )
-    train_iters: int | None = knob(None, "steps in the whole run")
+    train_iters: int | None = knob(None, "steps in the whole run; this or --train-samples is required")
     train_samples: int | None = knob(
         None, "samples in the whole run, instead of --train-iters; an incomplete last step is left out"
     )
@@ -84,22 +84,32 @@ class TrainingConfig:
 class CheckpointConfig:
     """Checkpoints."""
 
-    save: str | None = knob(None, "folder to write checkpoints to")
-    load: str | None = knob(None, "folder to go on from; a run without a checkpoint in it starts anew")
-    save_interval: int | None = knob(None, "steps between checkpoints; the last step is always saved")
+    save: str | None = knob(None, "folder to write checkpoints to", metavar="DIR")
+    load: str | None = knob(None, "folder to go on from; a run without a checkpoint in it starts anew", metavar="DIR")
+    save_interval: int | None = knob(
+        None, "steps between checkpoints; the last step is always saved",
+        flags=("--save-interval", "--persistent-save-interval"),
+    )  # fmt: skip
     save_optim: bool = knob(
         True, "leave the optimizer's state out of checkpoints; --no-load-optim goes on from such a one"
     )
     pretrained_checkpoint: str | None = knob(
-        None, "folder whose weights a run starts from, as with --finetune, while --load holds no checkpoint"
+        None, "folder whose weights a run starts from, as with --finetune, while --load holds no checkpoint", metavar="DIR"
     )
     finetune: bool = knob(False, "load the weights only and start at step 0")
     load_optim: bool = knob(True, "start the optimizer anew instead of loading its state")
     exit_on_missing_checkpoint: bool = knob(False, "stop if --load holds no checkpoint")
 
     def __post_init__(self) -> None:
+        problems = [
+            f"--{name} is empty; name a folder, or leave the flag out"
+            for name, folder in (("save", self.save), ("load", self.load))
+            if folder == ""
+        ]
         if self.save_interval is not None and self.save_interval < 1:
-            raise ConfigError(f"--save-interval is {self.save_interval}; it must be at least 1")
+            problems.append(f"--save-interval is {self.save_interval}; it must be at least 1")
+        if problems:
+            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -217,10 +227,20 @@ class Config:
         }
 
     def changed_lines(self) -> list[str]:
-        """One line per setting that is not its default, for the start of the log."""
-        pairs = {name: pair for part in fields(self) for name, pair in changes(getattr(self, part.name)).items()}
-        width = max(map(len, pairs), default=0)
-        return [f"  {name:<{width}}  {value}  (default {default})" for name, (default, value) in sorted(pairs.items())]
+        """One line per setting that is not its default, under the name of its component, for the start of the log."""
+        changed = {part.name: changes(getattr(self, part.name)) for part in fields(self)}
+        width = max((len(name) for pairs in changed.values() for name in pairs), default=0)
+        lines = []
+        for part, pairs in changed.items():
+            lines += [f"  {title_of(COMPONENTS[part])}"] if pairs else []
+            lines += [f"    {name:<{width}}  {_shown(*pair)}" for name, pair in sorted(pairs.items())]
+        return lines
+
+
+def _shown(default: Any, value: Any) -> str:
+    """A value beside its default, where there is one."""
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if default is None else f"{text}  (default {default})"
 
 
 COMPONENTS: dict[str, type] = {f.name: f.type for f in fields(Config)}  # type: ignore[misc]
@@ -228,14 +248,7 @@ COMPONENTS: dict[str, type] = {f.name: f.type for f in fields(Config)}  # type: 
 
 def check(config: Config, world_size: int) -> None:
     """Rules across components; all problems at once. Every rank calls, before anything communicates."""
-    problems: list[str] = []
-    required = {
-        "--micro-batch-size": config.training.micro_batch_size,
-        "--train-iters (or --train-samples)": config.training.train_iters or config.training.train_samples,
-        "--seq-length": config.data.seq_length,
-        "--lr": config.learning_rate.lr,
-    }
-    problems += [f"{flag} is required" for flag, value in required.items() if value is None]
+    problems = _missing(config)
     problems += _data_problems(config)
     problems += _model_problems(config)
     problems += _batch_problems(config, world_size)
@@ -245,6 +258,16 @@ def check(config: Config, world_size: int) -> None:
         problems.append("--save-interval needs --save, the folder to write to")
     if problems:
         raise ConfigError(problems)
+
+
+def _missing(config: Config) -> list[str]:
+    """The settings that no run can do without, and this one lacks."""
+    parts = [getattr(config, part.name) for part in fields(config)]
+    lacks = [f for part in parts for f in knobs(type(part)) if f.metadata["required"] and getattr(part, f.name) is None]
+    problems = [f"{flags_of(f)[0]} is required" for f in lacks]
+    if config.training.train_iters is None and config.training.train_samples is None:
+        problems.append("--train-iters (or --train-samples) is required")
+    return problems
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -266,14 +289,25 @@ def _model_problems(config: Config) -> list[str]:
             f"--sequence-parallel divides --seq-length ({config.data.seq_length}) over --tensor-model-parallel-size ({tensor}), "
             "which does not divide it; change one"
         )
-    try:
-        _ = config.layer_split
-    except ValueError as error:
-        problems.append(str(error))
+    problems += _layer_problems(config)
     limit = model.max_position_embeddings
     if limit is not None and config.data.seq_length is not None and limit < config.data.seq_length:
         problems.append(f"--max-position-embeddings ({limit}) must be at least --seq-length ({config.data.seq_length})")
     return problems
+
+
+def _layer_problems(config: Config) -> list[str]:
+    """Layers that cannot be dealt out to the stages, or computed again in the groups asked for."""
+    try:
+        largest = max(map(len, config.layer_split))
+    except ValueError as error:
+        return str(error).split("\n")
+    recomputed = config.transformer.recompute_num_layers
+    if recomputed is not None and recomputed > largest:
+        return [
+            f"--recompute-num-layers is {recomputed}; it must be at most {largest}, the layers of the largest stage"
+        ]
+    return []
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:
@@ -287,9 +321,12 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             pipeline=stages,
             replicas=config.data_parallel.num_distributed_optimizer_instances,
         )
-        chunks = config.chunks_per_rank
     except ConfigError as error:
         return error.problems
+    try:
+        chunks = config.chunks_per_rank
+    except ConfigError:
+        return []  # which `_layer_problems` says
     if chunks > 1 and stages == 1:
         return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
     if config.schedule_name not in SCHEDULES:

@@ -1,9 +1,11 @@
 """From the command line to a `Runtime`: parse, check, join the other processes, agree."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -75,15 +77,62 @@ def read_settings(
 ) -> Settings:
     """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
     config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
-    check(config, parallel_state.launched_world_size())
-    local_rank = config.device.local_rank
-    device = Device.select(
-        config.device.device, parallel_state.launched_local_rank() if local_rank is None else local_rank
-    )
+    problems: list[str] = []
+    with collected(problems):
+        check(config, parallel_state.launched_world_size())
+    problems += file_problems(config)
+    device = tokenizer = None
+    with collected(problems):
+        device = select_device(config.device)
+    if config.tokenizer.tokenizer_type is not None:
+        with collected(problems):
+            tokenizer = build_tokenizer(config.tokenizer)
+    if problems:
+        raise ConfigError(problems)
     device.prepare(bf16=config.transformer.bf16)
-    with as_settings_problem():
-        tokenizer = build_tokenizer(config.tokenizer)
     return Settings(config, args, notes, device, tokenizer)
+
+
+def select_device(config: DeviceConfig) -> Device:
+    return Device.select(
+        config.device, parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
+    )
+
+
+def file_problems(config: Config) -> list[str]:
+    """Files that this rank should find and does not, and a --save folder that cannot come to be. Nothing is made yet."""
+    problems = []
+    for prefix in config.data.data_path or ():
+        missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
+        if missing:
+            problems.append(
+                f"--data-path {prefix}: {missing[0]} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without "
+                "the ending"
+            )
+    for flag, folder in (("--save", config.checkpoint.save), ("--data-cache-path", config.data.data_cache_path)):
+        if folder is not None and (obstacle := _obstacle(Path(folder))):
+            problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
+    if config.checkpoint.load is not None and os.path.isfile(config.checkpoint.load):
+        problems.append(f"--load {config.checkpoint.load} is a file; give the folder that --save wrote to")
+    return problems
+
+
+def _obstacle(folder: Path) -> str | None:
+    """Why files cannot be written into `folder`, whose parents may have to be made first."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if not there.is_dir():
+        return f"{there} is a file"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} allows this user no new files"
+
+
+@contextlib.contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """What is wrong with settings, or with files that they name, joins `problems`, so that all can be said at once."""
+    try:
+        with as_settings_problem():
+            yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.core.config import ConfigError, knob
+from megatron.core.datasets.index_map import parse_split
 
 DEFAULT_SPLIT = "969,30,1"
 MOCK_SPLIT = "1,1,1"
@@ -12,12 +13,19 @@ MOCK_SPLIT = "1,1,1"
 class DataConfig:
     """Training data."""
 
-    data_path: list[str] | None = knob(None, "prefix of PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py writes")
-    split: str | None = knob(
-        None, f"shares of train, validation and test; unset: {DEFAULT_SPLIT}, with mock data {MOCK_SPLIT}"
+    data_path: list[str] | None = knob(
+        None, "prefix of PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py writes", metavar="PREFIX"
     )
-    seq_length: int | None = knob(None, "tokens in one sample")
-    data_cache_path: str | None = knob(None, "folder for index files; unset: PREFIX/cache/GPTDataset_indices")
+    split: str | None = knob(
+        None, f"shares of train, validation and test; unset: {DEFAULT_SPLIT}, with mock data {MOCK_SPLIT}",
+        metavar="X,X,X",
+    )  # fmt: skip
+    seq_length: int | None = knob(
+        None, "tokens in one sample", flags=("--seq-length", "--encoder-seq-length"), required=True
+    )
+    data_cache_path: str | None = knob(
+        None, "folder for index files; unset: PREFIX/cache/GPTDataset_indices", metavar="DIR"
+    )
     mock_data: bool = knob(False, "train on made-up, learnable token sequences instead of files")
     eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = knob(False, "restart positions after each end-of-document token (not built yet)")
@@ -34,6 +42,11 @@ class DataConfig:
             problems.append(f"--seq-length ({self.seq_length}) must be at least 1")
         if self.mock_data and self.split is not None:
             problems.append(f"--split {self.split} has no meaning with --mock-data; leave one of them out")
+        if self.split is not None:
+            try:
+                parse_split(self.split)
+            except ValueError as error:
+                problems.append(str(error))
         if self.reset_position_ids:
             problems.append("--reset-position-ids is not built yet; leave it out")
         if self.reset_attention_mask:

@@ -65,13 +65,13 @@ class Indices(NamedTuple):
 
 def parse_split(text: str) -> list[float]:
     """Shares of train, validation and test, summing to 1. Raises ValueError on text that gives no such shares."""
-    numbers = re.findall(r"[.0-9]+", text)  # quotes and spaces are passed over, as scripts in the wild need it
-    try:
-        shares = np.array([float(number) for number in numbers])
-    except ValueError:
-        raise ValueError(f"split {text!r} holds something that is not a number; write it like 969,30,1") from None
-    if "-" in text or len(shares) > len(SPLIT_NAMES) or not shares.sum() > 0:
-        raise ValueError(f"split {text!r} must be one to three shares, none negative, not all zero; like 969,30,1")
+    # Quotes around the whole are passed over, and spaces may stand for commas: scripts in the wild have both.
+    numbers = [part for part in re.split(r"[,\s]+", text.strip("'\" \t")) if part]
+    if strange := [number for number in numbers if not re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", number, re.ASCII)]:
+        raise ValueError(f"--split {text}: {strange[0]!r} is not a number in plain digits; write it like 969,30,1")
+    shares = np.array([float(number) for number in numbers])
+    if (shares < 0).any() or len(shares) > len(SPLIT_NAMES) or not 0 < shares.sum() < math.inf:
+        raise ValueError(f"--split {text} must be one to three shares, none negative, not all zero; like 969,30,1")
     padded = np.append(shares, np.zeros(len(SPLIT_NAMES) - len(shares)))
     return (padded / padded.sum()).tolist()
 

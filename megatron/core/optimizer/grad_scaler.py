@@ -5,6 +5,7 @@ bad                              an overflow: the step is skipped, patience fall
 bad                              no patience left: scale x 1/2, and again at every further overflow until the next growth
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,14 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.loss_scale is not None and self.loss_scale < 0:
+        if self.loss_scale is not None and not 0 <= self.loss_scale < math.inf:
             problems.append(f"--loss-scale is {self.loss_scale}; it must be positive, or 0 to adapt itself")
+        for name in ("initial_loss_scale", "min_loss_scale"):
+            if not is_power_of_two(getattr(self, name)):
+                problems.append(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be a power of two, so that scaling rounds "
+                    "nothing, such as 65536"
+                )
         if not 0 < self.min_loss_scale <= self.initial_loss_scale:
             problems.append(
                 f"--min-loss-scale is {self.min_loss_scale}; it must be positive and at most --initial-loss-scale "
@@ -38,6 +45,10 @@ class LossScaleConfig:
                 problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
         if problems:
             raise ConfigError(problems)
+
+
+def is_power_of_two(number: float) -> bool:
+    return 0 < number < math.inf and math.frexp(number)[0] == 0.5
 
 
 class ConstantGradScaler:

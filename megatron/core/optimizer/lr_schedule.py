@@ -24,7 +24,7 @@ IncreaseStyle = Literal["constant", "linear", "cosine"]
 class LearningRateConfig:
     """Learning rate."""
 
-    lr: float | None = knob(None, "highest learning rate")
+    lr: float | None = knob(None, "highest learning rate", required=True)
     min_lr: float = knob(0.0, "lowest learning rate, reached at the end of the decay")
     decoupled_lr: float | None = knob(None, "highest rate of the word table and the output layer; --lr when unset")
     decoupled_min_lr: float | None = knob(
@@ -59,8 +59,8 @@ class LearningRateConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.lr is not None and self.lr <= 0:
-            problems.append(f"--lr is {self.lr}; it must be positive")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            problems.append(f"--lr is {self.lr}; it must be positive" + (" and finite" if self.lr > 0 else ""))
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             problems.append(f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})")
         problems += self._decoupled_problems()

@@ -21,9 +21,11 @@ class TokenizerConfig:
         None,
         "GPT2BPETokenizer: vocab.json and merges.txt; HuggingFaceTokenizer: tokenizer.json; NullTokenizer: numbers",
     )
-    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer")
-    tokenizer_model: str | None = knob(None, "tokenizer.json of HuggingFaceTokenizer, or the folder it is in")
+    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
+    merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
+    tokenizer_model: str | None = knob(
+        None, "tokenizer.json of HuggingFaceTokenizer, or the folder it is in", metavar="FILE"
+    )
     vocab_size: int | None = knob(None, "ids of NullTokenizer, to which one for end-of-document is added")
     null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; unset: the vocabulary size")
 

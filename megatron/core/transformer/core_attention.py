@@ -40,6 +40,9 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionDropout], Ten
 _KERNELS: dict[str, Kernel] = {"fused": fused_attention, "unfused": plain_attention}
 
 
+_PLAIN = ("unfused", "local")  # --attention-backend; the other names ask for the fused kernel
+
+
 class CoreAttention(nn.Module):
     """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d], causal when the mask is None."""
 
@@ -49,6 +52,6 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         drops = self.training and self.dropout.probability > 0
-        kernel = _KERNELS["unfused" if drops or self.backend == "unfused" else "fused"]
+        kernel = _KERNELS["unfused" if drops or self.backend in _PLAIN else "fused"]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
         return kernel(q, k, v, mask, self.dropout).permute(2, 0, 1, 3).flatten(2)  # [s, b, n * d]

@@ -13,7 +13,7 @@ from megatron.core.config import ConfigError, knob
 class TransformerConfig:
     """Model."""
 
-    num_layers: int = knob(12, "transformer layers in the whole model")
+    num_layers: int = knob(12, "transformer layers in the whole model", flags=("--num-layers", "--encoder-num-layers"))
     hidden_size: int = knob(768, "width of the residual stream")
     num_attention_heads: int = knob(12, "query heads of each layer")
     ffn_hidden_size: int | None = knob(
@@ -43,8 +43,9 @@ class TransformerConfig:
     hidden_dropout: float = knob(0.1, "dropout after the embedding and after each block")
     attention_dropout: float = knob(0.1, "dropout of attention probabilities")
     init_method_std: float = knob(0.02, "standard deviation of initial weights")
-    attention_backend: Literal["auto", "fused", "unfused"] = knob(
-        "auto", "attention kernel: torch's fused one, the plain one, or fused wherever it can do the work"
+    attention_backend: Literal["auto", "fused", "flash", "unfused", "local"] = knob(
+        "auto",
+        "auto, fused or flash: torch's fused kernel wherever it can do the work; unfused or local: the plain one",
     )
     recompute_granularity: Literal["full", "selective"] | None = knob(
         None, "what the backward computes again instead of keeping: whole layers, or attention's scores"
@@ -52,7 +53,10 @@ class TransformerConfig:
     recompute_method: Literal["uniform", "block"] | None = knob(
         None, "full: keep the input of every group of layers, or compute the first layers of each stage again"
     )
-    recompute_num_layers: int | None = knob(None, "layers in a group (uniform), or first layers of a stage (block)")
+    recompute_num_layers: int | None = knob(
+        None, "layers in a group (uniform), or first layers of a stage (block)",
+        flags=("--recompute-num-layers", "--checkpoint-num-layers"),
+    )  # fmt: skip
     label_smoothing: float = knob(
         0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
     )
