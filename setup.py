@@ -7,6 +7,7 @@ REQUIRED = [
     "numpy",  # memory-mapped token files and the order of samples
     "tokenizers",  # byte-level BPE: to learn a vocabulary, and to turn text into tokens and back
     "matplotlib",  # the loss curves of tools/plot_run.py
+    "PyYAML",  # settings from a file, --yaml-cfg; imported only then
 ]
 
 setup(

@@ -2,68 +2,15 @@
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, unknown_flag_message
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knobs, repeated_flags, unknown_problems
 from megatron.training.config import COMPONENTS, Config
-
-# Flags of Megatron's scripts that need no action here: flag -> (values it takes, why it changes nothing).
-NO_EFFECT: dict[str, tuple[str, str]] = {
-    "--accumulate-allreduce-grads-in-fp32": (
-        "0",
-        "gradients are always accumulated in float32; --grad-reduce-in-bf16 is about what travels",
-    ),
-    "--apply-query-key-layer-scaling": (
-        "0",
-        "queries are scaled before the product and the softmax is taken in float32, so float16 scores do not overflow",
-    ),
-    "--attention-softmax-in-fp32": ("0", "the softmax is always taken in float32"),
-    "--calculate-per-token-loss": ("0", "the loss is always the mean over all tokens of the step"),
-    "--cross-entropy-loss-fusion": ("0", "there is one cross entropy, and it never gathers the vocabulary"),
-    "--data-impl": ("1", "data files are always memory-mapped"),
-    "--dataloader-type": ("1", "samples are read in order; other loaders are not built yet"),
-    "--DDP-impl": ("1", "there is one data-parallel wrapper"),
-    "--fp16-lm-cross-entropy": ("0", "the cross entropy is always taken in float32"),
-    "--no-async-tensor-model-parallel-allreduce": (
-        "0",
-        "the all-reduce overlaps the weight gradient, which changes no number",
-    ),
-    "--no-bias-dropout-fusion": ("0", "kernels are chosen by what the device can do"),
-    "--no-bias-gelu-fusion": ("0", "kernels are chosen by what the device can do"),
-    "--no-create-attention-mask-in-dataloader": ("0", "no mask is ever made for causal attention"),
-    "--no-gradient-accumulation-fusion": ("0", "weight gradients are written straight into their buffer"),
-    "--no-masked-softmax-fusion": ("0", "kernels are chosen by what the device can do"),
-    "--no-mmap-bin-files": ("0", "data files are always memory-mapped"),
-    "--no-persist-layer-norm": ("0", "kernels are chosen by what the device can do"),
-    "--no-rope-fusion": ("0", "kernels are chosen by what the device can do"),
-    "--no-load-rng": ("0", "random numbers follow from --seed and the position in the run; there is no state to load"),
-    "--no-save-rng": ("0", "random numbers follow from --seed and the position in the run; there is no state to save"),
-    "--num-workers": ("1", "samples are read by the training process"),
-    "--transformer-impl": ("1", "there is one implementation"),
-    "--use-contiguous-buffers-in-ddp": ("0", "gradients always lie in contiguous buffers"),
-    "--use-cpu-initialization": ("0", "initial weights are always the same in every layout"),
-    "--use-flash-attn": ("0", "the fused attention kernel is used wherever it can do the work"),
-    "--use-mcore-models": ("0", "there is one implementation"),
-}
-
-# Flags that would change the run, and cannot yet: flag -> (values it takes, what to do instead).
-REFUSED: dict[str, tuple[str, str]] = {
-    "--batch-size": ("1", "was renamed; use --micro-batch-size"),
-    "--model-parallel-size": ("1", "was renamed; use --tensor-model-parallel-size"),
-    "--warmup": ("1", "was renamed; use --lr-warmup-fraction"),
-    "--num-experts": ("1", "mixtures of experts are not built yet; leave it out"),
-    "--tensorboard-dir": ("1", "is not built yet; tools/plot_run.py draws the log"),
-    "--wandb-project": ("1", "is not built yet; tools/plot_run.py draws the log"),
-}
-
-# Other spellings of a setting: flag -> the fields that it stands for.
-SHORTHAND: dict[str, dict[str, Any]] = {
-    "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
-    "--recompute-activations": {"recompute_granularity": "selective"},
-    "--checkpoint-activations": {"recompute_granularity": "full", "recompute_method": "uniform"},
-    "--no-position-embedding": {},  # classic scripts give it beside the rotary flag
-}
+from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, OtherFlag
+from megatron.training.yaml_settings import YAML_FLAG, read_yaml
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -93,26 +40,55 @@ class Arguments:
 
 def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     """The parser of every flag that a run accepts, refuses or passes over."""
-    parser = FlagParser(description="Pretrain a transformer.")
+    parser = FlagParser(description="Pretrain a transformer.", epilog=_help_of_others())
     for component in COMPONENTS.values():
         add_flags(parser, component)
-    shorthand = parser.add_argument_group("Other spellings")
-    for flag, fields in SHORTHAND.items():
-        text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
-        text = f"the same as {text}" if text else "the same as --position-embedding-type none, unless another is given"
+    shorthand = parser.add_argument_group("Other ways to say it")
+    yaml_help = "read flags from FILE, by name: one `key: value` a line, in groups or not; the command line wins"
+    shorthand.add_argument(YAML_FLAG, metavar="FILE", default=argparse.SUPPRESS, dest=YAML_FLAG, help=yaml_help)
+    for flag in SHORTHAND:
+        text = f"the same as {meaning_of_shorthand(flag)}"
         shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
-    _add_table(parser, "Accepted without effect", NO_EFFECT)
-    _add_table(parser, "Refused", REFUSED)
+    for other in [*NO_EFFECT.values(), *REFUSED.values()]:
+        takes = {"action": "store_true"} if other.values == "0" else {"nargs": "*" if other.values == "*" else None}
+        parser.add_argument(other.flag, dest=other.flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **takes)
     if extra_args_provider is not None:
         extra_args_provider(parser)
     return parser
 
 
-def _add_table(parser: argparse.ArgumentParser, title: str, table: Mapping[str, tuple[str, str]]) -> None:
-    group = parser.add_argument_group(title)
-    for flag, (values, why) in table.items():
-        takes = {"action": "store_true"} if values == "0" else {"nargs": int(values), "metavar": "X"}
-        group.add_argument(flag, dest=flag, default=argparse.SUPPRESS, help=why.replace("%", "%%"), **takes)
+def meaning_of_shorthand(flag: str) -> str:
+    fields = SHORTHAND[flag].items()
+    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
+    return said or "--position-embedding-type none, unless another is given"
+
+
+def by_reason(others: Mapping[str, OtherFlag]) -> dict[str, list[OtherFlag]]:
+    """The flags that share a reason, in the order of the table."""
+    grouped = defaultdict(list)
+    for other in others.values():
+        grouped[other.reason].append(other)
+    return dict(grouped)
+
+
+def _help_of_others() -> str:
+    lines = ["Accepted without effect:"]
+    for reason, others in by_reason(NO_EFFECT).items():
+        lines += ["", f"  {reason}", *(f"    {other.flag}" for other in others)]
+    lines += ["", "Refused:"]
+    for reason, others in by_reason(REFUSED).items():
+        lines += ["", f"  {reason}", *(f"    {other.flag}" for other in others)]
+    return "\n".join(lines)
+
+
+@dataclass
+class GivenFlags:
+    """What one source of flags, the command line or a file, says."""
+
+    settings: dict[str, Any]
+    problems: list[str]
+    no_effect: dict[str, str]  # flag -> why
+    hides_positions: bool  # --no-position-embedding, which counts only where no kind of position is given
 
 
 def parse_args(
@@ -120,23 +96,17 @@ def parse_args(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Config, Arguments, list[str]]:
-    """(config, view for scripts, lines about flags that have no effect) of a command line.
+    """(config, view for scripts, lines about flags that have no effect or are given twice) of a command line.
 
     args_defaults: values for settings that the command line leaves out. Raises ConfigError with all problems at once.
     """
     parser = make_parser(extra_args_provider)
-    known, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    given = vars(known)
-    problems = [unknown_flag_message(flag, parser.known_flags()) for flag in unknown if flag.startswith("--")]
-    if unknown and not problems:
-        problems = [f"{' '.join(unknown)} does not belong to any flag"]
-    problems += [f"{flag} {REFUSED[flag][1]}" for flag in given if flag in REFUSED]
-    notes = [f"{flag} has no effect: {NO_EFFECT[flag][1]}" for flag in given if flag in NO_EFFECT]
-    settings = {name: value for name, value in given.items() if not name.startswith("--")}
-    for flag in SHORTHAND.keys() & given.keys():
-        settings |= SHORTHAND[flag]
-    if "--no-position-embedding" in given and "position_embedding_type" not in settings:
-        settings["position_embedding_type"] = "none"
+    words = sys.argv[1:] if argv is None else list(argv)
+    sources = _given_in_file(parser, words) + [_given(parser, words)]
+    settings = {name: value for source in sources for name, value in source.settings.items()}
+    problems = [problem for source in sources for problem in source.problems]
+    if any(source.hides_positions for source in sources):
+        settings.setdefault("position_embedding_type", "none")
     for name, value in (args_defaults or {}).items():
         if settings.get(name) is None:
             settings[name] = value
@@ -145,7 +115,63 @@ def parse_args(
         raise ConfigError(problems + more)
     config = Config(**parts)
     flat = {name: value for part in config.as_json().values() for name, value in part.items()}
+    no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
+    notes = repeated_flags(parser, words) + _no_effect_lines(no_effect)
     return config, Arguments({**settings, **flat}), notes
+
+
+def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
+    """What the file of --yaml-cfg says, if there is one; values of the script's own flags become their defaults."""
+    path = vars(parser.parse_known_args(words)[0]).get(YAML_FLAG)
+    if path is None:
+        return []
+    file_words, problems = read_yaml(path, parser)
+    try:
+        source = _given(parser, file_words)
+    except ConfigError as error:
+        raise ConfigError([*problems, *(f"{path}: {problem}" for problem in error.problems)]) from None
+    source.problems = [*problems, *(f"{path}: {problem}" for problem in source.problems)]
+    own = {field.name for component in COMPONENTS.values() for field in knobs(component)}
+    parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in own})
+    return [source]
+
+
+def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
+    """What a line of flags says, and what is wrong with it."""
+    known, unknown = parser.parse_known_args(words)
+    given = vars(known)
+    problems = unknown_problems(unknown, parser.known_flags()) if unknown else []
+    no_effect = {flag: NO_EFFECT[flag].reason for flag in given if flag in NO_EFFECT}
+    for flag, other in REFUSED.items():
+        if flag in given and other.is_harmless(given[flag]):
+            no_effect[flag] = "the value asks for what happens anyway"
+        elif flag in given:
+            problems.append(f"{flag}: {other.reason}")
+    settings = {name: value for name, value in given.items() if not name.startswith("--")}
+    problems += _expand_shorthand(given, settings)
+    return GivenFlags(settings, problems, no_effect, "--no-position-embedding" in given)
+
+
+def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Put what the shorthands stand for into `settings`; the problems are where that contradicts what is there."""
+    problems = []
+    said_by = {name: f"--{name.replace('_', '-')} {value}" for name, value in settings.items()}
+    for flag in (flag for flag in SHORTHAND if flag in given):
+        for name, value in SHORTHAND[flag].items():
+            if settings.setdefault(name, value) != value:
+                problems.append(
+                    f"{flag} stands for --{name.replace('_', '-')} {value}, which contradicts {said_by[name]}; give one"
+                )
+            said_by.setdefault(name, flag)
+    return problems
+
+
+def _no_effect_lines(no_effect: Mapping[str, str]) -> list[str]:
+    """One line a reason: `no effect here: --a --b: reason`."""
+    flags_of_reason = defaultdict(list)
+    for flag, reason in no_effect.items():
+        flags_of_reason[reason].append(flag)
+    return [f"no effect here: {' '.join(flags)}: {reason}" for reason, flags in flags_of_reason.items()]
 
 
 def _build_all(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

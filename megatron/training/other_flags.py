@@ -1,0 +1,390 @@
+"""Megatron's flags that are no settings here: those without effect, those refused, and other spellings of a setting.
+
+The first two are tables from a reason to the flags that it holds for, written as a usage line has them:
+
+    --flag                a switch
+    --flag N              one value, of whatever kind
+    --flag N...           any number of values
+    --flag 0|1|N          refused unless the value is 0 or 1, which ask for what happens anyway
+
+No flag of Megatron's scripts may end as unknown: tests/pure/classic_flags.txt lists them, with what becomes of each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OtherFlag:
+    """A flag that is accepted without effect, or refused."""
+
+    flag: str
+    values: str  # how many, as argparse writes it: 0 (a switch), 1 or *
+    metavar: str
+    harmless: tuple[str, ...]  # values that ask for what happens anyway
+    reason: str
+
+    def is_harmless(self, given: Any) -> bool:
+        """Whether what was given asks for nothing: `0`, or `0.0`, where 0 is harmless."""
+        texts = given if isinstance(given, list) else [str(given)]
+        return bool(self.harmless) and all(_plain(text) in self.harmless for text in texts)
+
+
+def _plain(text: str) -> str:
+    """4.0 as 4, and anything else as it is."""
+    return text.rstrip("0").rstrip(".") if text.replace(".", "", 1).isdigit() and "." in text else text
+
+
+def parse_table(table: Mapping[str, str]) -> dict[str, OtherFlag]:
+    """The flags of a table by name."""
+    flags: dict[str, OtherFlag] = {}
+    for reason, line in table.items():
+        words = line.split()
+        for word, following in zip(words, [*words[1:], "--"]):
+            if not word.startswith("--"):
+                continue
+            value = "" if following.startswith("--") else following
+            *harmless, metavar = value.split("|")
+            count = "*" if value.endswith("...") else "1" if value else "0"
+            assert word not in flags, f"{word} is there twice"
+            flags[word] = OtherFlag(word, count, metavar.removesuffix("..."), tuple(harmless), reason)
+    return flags
+
+
+NO_EFFECT_BY_REASON: dict[str, str] = {
+    # ---- the model and its numbers
+    "there is one implementation": """
+        --use-mcore-models --use-legacy-models --transformer-impl NAME --spec TEXT... --enable-experimental
+    """,
+    "kernels are chosen by what the device can do": """
+        --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion
+        --no-persist-layer-norm --no-rope-fusion --use-te-activation-func --use-fused-weighted-squared-relu
+        --no-scaled-masked-softmax-fusion --scaled-masked-softmax-fusion --scaled-upper-triang-masked-softmax-fusion
+    """,
+    "the fused attention kernel is used wherever it can do the work": "--use-flash-attn",
+    "weight gradients are written straight into their buffer": "--no-gradient-accumulation-fusion",
+    "there is one cross entropy, and it never gathers the vocabulary": """
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl NAME
+    """,
+    "the cross entropy is always taken in float32": "--fp16-lm-cross-entropy",
+    "queries are scaled before the product and the softmax is taken in float32, so float16 scores do not overflow": """
+        --apply-query-key-layer-scaling --no-query-key-layer-scaling
+    """,
+    "the softmax is always taken in float32": "--attention-softmax-in-fp32",
+    "gradients are always accumulated in float32; --grad-reduce-in-bf16 is about what travels": """
+        --accumulate-allreduce-grads-in-fp32 --fp32-allreduce
+    """,
+    "the loss is always the mean over all tokens of the step": "--calculate-per-token-loss",
+    "products of bfloat16 are always summed in float32": "--disable-bf16-reduced-precision-matmul",
+    "initial weights are always the same in every layout": "--use-cpu-initialization",
+    "initial weights are always drawn; a checkpoint then takes their place": """
+        --no-initialization --init-model-with-meta-device
+    """,
+    # ---- parallelism and communication
+    "there is one data-parallel wrapper, with contiguous gradient buffers": """
+        --DDP-impl NAME --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp
+    """,
+    "buckets are cut by size: --ddp-bucket-size": "--ddp-num-buckets N --ddp-pad-buckets-for-high-nccl-busbw",
+    "gradients are summed, and divided once, by the tokens of the step": """
+        --ddp-average-in-collective --no-gradient-reduce-div-fusion
+    """,
+    "every stage starts its reduction when it is ready": """
+        --no-align-grad-reduce --no-align-param-gather --delay-grad-reduce --no-delay-grad-reduce --delay-param-gather
+    """,
+    "the all-reduce overlaps the weight gradient, which changes no number": """
+        --no-async-tensor-model-parallel-allreduce
+    """,
+    "transfers between stages are always begun early and waited for late": """
+        --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
+        --use-ring-exchange-p2p
+    """,
+    "--pipeline-schedule zb-h1 is the schedule that defers weight gradients": """
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit N
+    """,
+    "tensor-parallel communication and products are overlapped where the code can, which changes no number": """
+        --tp-comm-overlap --tp-comm-overlap-cfg FILE --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
+        --tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
+        --disable-tp-comm-split-ag --disable-tp-comm-split-rs --tp-comm-bulk-dgrad --tp-comm-bulk-wgrad
+        --tp-comm-split-ag --tp-comm-split-rs --tp-comm-bootstrap-backend NAME
+    """,
+    "every group has the back end and the timeout of --distributed-backend and --distributed-timeout-minutes": """
+        --pipeline-model-parallel-comm-backend NAME --distributed-timeout-seconds-after-init N
+        --high-priority-stream-groups NAME... --nccl-communicator-config-path FILE --use-nccl-ub --nccl-ub
+        --disable-symmetric-registration --use-sharp --sharp-enabled-group NAME --disable-gloo-process-groups
+        --enable-gloo-process-groups
+    """,
+    "context parallelism is not built yet, and without it these say nothing": """
+        --cp-comm-type NAME... --hierarchical-context-parallel-sizes N...
+    """,
+    "memory stays as it is: saved activations are not spread over ranks; --sequence-parallel divides them": """
+        --distribute-saved-activations --no-clone-scatter-output-in-embedding
+    """,
+    "Python collects its garbage as it always does": """
+        --manual-gc --manual-gc-interval N --no-manual-gc-eval
+    """,
+    "torch keeps the memory that tensors give back for the next ones": "--empty-unused-memory-level N",
+    "is not built yet, and changes no number": """
+        --check-for-spiky-loss --check-for-large-grads --train-sync-interval N --rerun-mode NAME
+        --check-weight-hash-across-dp-replicas-interval N --result-rejected-tracker-filename FILE
+        --error-injection-type NAME --disable-straggler-on-startup --straggler-ctrlr-port N --straggler-minmax-count N
+        --no-one-logger --one-logger-project TEXT --one-logger-run-name TEXT --one-logger-async
+        --app-tag-run-name TEXT --app-tag-run-version TEXT --config-logger-dir DIR --adlr-autoresume-interval N
+        --inprocess-max-iterations N --inprocess-monitor-thread-interval X --inprocess-monitor-process-interval X
+        --inprocess-progress-watchdog-interval X --inprocess-heartbeat-interval X --inprocess-soft-timeout X
+        --inprocess-hard-timeout X --inprocess-heartbeat-timeout X --inprocess-barrier-timeout X
+        --inprocess-completion-timeout X --inprocess-last-call-wait X --inprocess-termination-grace-time X
+        --inprocess-granularity NAME --inprocess-active-world-size N --inprocess-empty-cuda-cache
+        --logging-level N --disable-msc --run-workload-inspector-server --dump-param-to-param-group-map FILE
+    """,
+    # ---- data
+    "data files are always memory-mapped": "--data-impl NAME --no-mmap-bin-files",
+    "no mask is ever made for causal attention": """
+        --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
+    """,
+    "samples are read by the training process": "--num-workers N --num-dataset-builder-threads N",
+    "only blends of data files read it, and they are not built yet": "--mid-level-dataset-surplus X",
+    "no padding token is guessed: a pad that is a word of its own is never masked": "--allow-ambiguous-pad-tokens",
+    "only the data of BERT and T5 reads it, and they are not built yet": """
+        --mask-prob X --short-seq-prob X --sample-rate X --retriever-seq-length N
+    """,
+    "only tokenizers that are not built yet read it": """
+        --tiktoken-pattern NAME --tiktoken-num-special-tokens N --tiktoken-special-tokens TEXT... --legacy-tokenizer
+        --trust-remote-code --tokenizer-metadata FILE
+    """,
+    # ---- checkpoints
+    "random numbers follow from --seed and the position in the run; there is no state to save or to load": """
+        --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker
+    """,
+    "there is one format, which any layout loads and every rank writes its share of": """
+        --ckpt-format NAME --use-dist-ckpt --dist-ckpt-format NAME --auto-detect-ckpt-format
+        --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load
+        --no-ckpt-fully-parallel-load --ckpt-assume-constant-structure --dist-ckpt-save-pre-mcore-014
+        --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient
+        --ckpt-convert-update-legacy-dist-opt-format --no-strict-fsdp-dtensor-load
+        --use-mp-args-from-checkpoint-args --load-main-params-from-ckpt
+    """,
+    "what is missing or too much in a checkpoint is always an error": "--dist-ckpt-strictness NAME",
+    "training waits until a checkpoint is complete": "--async-save --use-persistent-ckpt-worker",
+    "checkpoints are never deleted": "--save-retain-interval N",
+    "only checkpoints on local disks read it, and they are not built yet": """
+        --non-persistent-global-ckpt-dir DIR --non-persistent-local-ckpt-dir DIR --non-persistent-local-ckpt-algo NAME
+        --replication-jump N --replication-factor N
+    """,
+    "the tokenizer is always the command line's": "--no-use-tokenizer-model-from-checkpoint-args",
+    # ---- companions of flags that are refused
+    "only mixtures of experts read it, and there are none without --num-experts": """
+        --moe-router-topk N --moe-router-load-balancing-type NAME... --moe-aux-loss-coeff X... --moe-grouped-gemm
+        --moe-token-dispatcher-type NAME --moe-extended-tp --moe-layer-freq TEXT --moe-ffn-hidden-size N
+        --moe-shared-expert-intermediate-size N --moe-shared-expert-overlap --moe-use-legacy-grouped-gemm
+        --moe-layer-recompute --moe-router-dtype NAME --moe-router-fusion --moe-router-score-function NAME
+        --moe-router-pre-softmax --moe-router-num-groups N --moe-router-group-topk N
+        --moe-router-topk-scaling-factor X --moe-router-enable-expert-bias --moe-router-bias-update-rate X
+        --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-z-loss-coeff X --moe-input-jitter-eps X
+        --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms N --moe-permute-fusion
+        --moe-expert-capacity-factor X --moe-pad-expert-input-to-capacity --moe-token-drop-policy NAME
+        --moe-apply-probs-on-input --moe-upcycling-granularity N --moe-pad-experts-for-cuda-graph-inference
+        --moe-token-dropping --moe-router-topk-limited-devices N --overlap-moe-expert-parallel-comm
+        --delay-wgrad-compute
+    """,
+    "only fp8 and fp4 read it, and they are not built yet": """
+        --fp8-amax-history-len N --fp8-amax-compute-algo NAME --fp8-margin N --fp8-interval N --no-fp8-wgrad
+        --fp8-recipe NAME --fp8-param-gather --fp8-param --first-last-layers-bf16 --num-layers-at-start-in-bf16 N
+        --num-layers-at-end-in-bf16 N --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --fp4-recipe NAME
+        --fp4-param
+    """,
+    "only offloading to the CPU reads it, and that is not built yet": """
+        --optimizer-offload-fraction X --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+        --no-pin-cpu-grads --no-pin-cpu-params
+    """,
+    "only fully sharded data parallelism reads it, and that is not built yet": """
+        --fsdp-double-buffer --suggested-communication-unit-size N --enable-full-sharding-in-hsdp
+        --torch-fsdp2-no-reshard-after-forward
+    """,
+    "only multi-latent attention reads it, and that is not built yet": """
+        --q-lora-rank N --kv-lora-rank N --qk-head-dim N --qk-pos-emb-head-dim N --v-head-dim N
+        --rotary-scaling-factor X --mscale X --mscale-all-dim X --cache-mla-latents
+    """,
+    "only state-space models read it, and they are not built yet": """
+        --mamba-state-dim N --mamba-head-dim N --mamba-num-groups N --mamba-num-heads N --disable-mamba-mem-eff-path
+    """,
+    "only retrieval reads it, and that is not built yet": """
+        --retro-cyclic-train-iters N --retro-encoder-layers N --retro-encoder-hidden-dropout X
+        --retro-encoder-attention-dropout X --retro-num-neighbors N --retro-num-retrieved-chunks N
+        --retro-attention-gate X --retro-no-verify-neighbor-count --biencoder-projection-dim N
+        --biencoder-shared-query-context-model --titles-data-path FILE --query-in-block-prob X --use-one-sent-docs
+        --evidence-data-path FILE --retriever-report-topk-accuracies N... --retriever-score-scaling
+        --block-data-path FILE --embedding-path FILE --indexer-batch-size N --indexer-log-interval N
+    """,
+    "only models of pictures read it, and they are not built yet": """
+        --num-classes N --img-h N --img-w N --img-dim N --num-channels N --patch-dim N --classes-fraction X
+        --data-per-class-fraction X --no-data-sharding --head-lr-mult X --vision-backbone-type NAME
+        --swin-backbone-type NAME --mask-type NAME --mask-factor X --iter-per-epoch N --dino-local-img-size N
+        --dino-local-crops-number N --dino-head-hidden-size N --dino-bottleneck-size N --dino-freeze-last-layer X
+        --dino-norm-last-layer --dino-warmup-teacher-temp X --dino-teacher-temp X --dino-warmup-teacher-temp-epochs N
+    """,
+    "only reinforcement learning reads it, and that is not built yet": """
+        --rl-prompts-per-eval N --grpo-prompts-per-step N --grpo-group-size N --grpo-iterations N
+        --grpo-clamp-eps-lower X --grpo-clamp-eps-upper X --grpo-kl-beta X --grpo-entropy-term-weight X
+        --grpo-filter-groups-with-same-reward --grpo-default-temperature X --grpo-default-top-p X
+        --langrl-inference-server-type NAME --langrl-inference-server-conversation-template NAME
+        --langrl-external-server --no-langrl-external-server --langrl-env-config FILE
+        --rl-offload-optimizer-during-inference --rl-offload-kv-cache-during-training
+        --rl-remove-kv-cache-during-training --rl-reset-cuda-graphs --rl-partial-rollouts
+        --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef X
+        --rl-calculate-intra-group-similarity --rl-use-sequence-packing --rl-sequence-packing-bin-size N
+        --rl-sequence-packing-algo NAME
+    """,
+    "only Muon reads it, and that optimizer is not built yet": """
+        --muon-momentum X --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode NAME --muon-fp32-matmul-prec NAME
+        --muon-num-ns-steps N --muon-tp-mode NAME --muon-extra-scale-factor X
+    """,
+    "only an option that is refused reads it": """
+        --relative-attention-num-buckets N --relative-attention-max-distance N --rope-scaling-factor X
+        --window-attn-skip-freq TEXT --mrope-section N... --mtp-loss-scaling-factor X
+        --activation-func-clamp-value X --cuda-graph-warmup-steps N --cuda-graph-scope NAME
+        --memory-snapshot-path FILE --sft-tokenizer-prompt-format NAME
+    """,
+    "only inference reads it; tools/generate.py has flags of its own": """
+        --inference-batch-times-seqlen-threshold N --max-tokens-to-oom N --flash-decode --inference-max-requests N
+        --inference-max-seq-length N --inference-max-batch-size N --inference-dynamic-batching
+        --inference-dynamic-batching-buffer-size-gb X --inference-dynamic-batching-block-size N
+        --inference-dynamic-batching-buffer-guaranteed-fraction X
+        --inference-dynamic-batching-buffer-overflow-factor X --inference-dynamic-batching-max-requests-override N
+        --inference-dynamic-batching-max-tokens-override N --inference-dynamic-batching-num-cuda-graphs N
+        --inference-dynamic-batching-track-paused-request-events --inference-dynamic-batching-unified-memory-level N
+        --inference-wandb-logging-step-interval N --decode-only-cuda-graphs --use-legacy-static-engine
+        --symmetric-ar-type NAME --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill N --disable-chunked-prefill
+        --bert-embedder-type NAME
+    """,
+}
+
+_TASKS = "downstream tasks are not built yet: this script pretrains; leave it out"
+_GENERATES = (
+    "pretraining writes no text; tools/generate.py has --num-samples, --max-new-tokens, --temperature and --top-p"
+)
+_BERT = "BERT is not built yet; leave it out"
+_TWO_STACKS = (
+    "models of an encoder and a decoder are not built yet; leave it out, --num-layers and --seq-length are GPT's"
+)
+
+REFUSED_BY_REASON: dict[str, str] = {
+    # ---- old names
+    "was renamed; use --micro-batch-size": "--batch-size N",
+    "was renamed; use --tensor-model-parallel-size": "--model-parallel-size N",
+    "was renamed; use --lr-warmup-fraction": "--warmup X",
+    "was renamed; use --recompute-granularity full --recompute-method": "--activations-checkpoint-method NAME",
+    "was renamed; use --recompute-num-layers": "--activations-checkpoint-num-layers N",
+    # ---- the model
+    "mixtures of experts are not built yet; leave it out": """
+        --num-experts 0|1|N --expert-tensor-parallel-size 1|N --moe-use-upcycling
+    """,
+    _BERT: "--bert-no-binary-head --output-bert-embeddings --bert-load DIR --ict-load DIR",
+    _TWO_STACKS: "--decoder-num-layers N --decoder-seq-length N",
+    "retrieval is not built yet; leave it out": "--retro-add-retriever --retro-project-dir DIR --ict-head-size N",
+    "models of pictures are not built yet; leave it out": "--vision-pretraining --vision-pretraining-type NAME",
+    "multi-latent attention is not built yet; use --group-query-attention": "--multi-latent-attention",
+    "state-space models are not built yet; leave it out": """
+        --hybrid-override-pattern TEXT --hybrid-attention-ratio 0|X --hybrid-mlp-ratio 0|X --is-hybrid-model
+    """,
+    "layers that differ from one another are not built yet; leave it out": """
+        --heterogeneous-layers-config-path FILE --heterogeneous-layers-config-encoded-json TEXT
+    """,
+    "prediction of several tokens is not built yet; leave it out": "--mtp-num-layers 0|N",
+    "is not built yet; leave it out, or use --swiglu, or GELU without it": """
+        --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X
+    """,
+    "is not built yet; leave it out: attention is causal over the whole sequence, with a plain softmax": """
+        --window-size N --softmax-type vanilla|NAME
+    """,
+    "is not built yet; leave it out, or use --position-embedding-type rope with --rotary-base and --rotary-percent": """
+        --rope-type rope|NAME --rotary-interleaved --rotary-seq-len-interpolation-factor 1|X --use-rope-scaling
+        --no-rope-freq TEXT
+    """,
+    "is not built yet; use --qk-layernorm": "--qk-l2-norm",
+    "is not built yet; leave it out: norms stand before each block and their weights are centred around one": """
+        --apply-layernorm-1p --apply-residual-connection-post-layernorm
+    """,
+    "is not built yet; weights are drawn from a normal distribution, see --init-method-std": """
+        --init-method-xavier-uniform --embedding-init-method-std X --data-parallel-random-init
+    """,
+    "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out": "--padded-vocab-size N",
+    "words for masked spans are T5's, which is not built yet; leave it out": "--vocab-extra-ids 0|N",
+    # ---- training
+    "is not built yet; leave it out: every iteration is trained": "--iterations-to-skip N...",
+    "fp8 and fp4 are not built yet; use --bf16": """
+        --fp8-format NAME --fp8-e4m3 --fp8-hybrid --fp4-format NAME --transformer-engine-precision-config FILE --te-precision-config-file FILE
+        --kitchen-config-file FILE --kitchen-recipe-number N
+    """,
+    "what is computed again is chosen by --recompute-granularity; leave it out": "--recompute-modules core_attn|NAME...",
+    "offloading to the CPU is not built yet; leave it out, at the cost of memory": """
+        --optimizer-cpu-offload --cpu-offloading-num-layers 0|N
+    """,
+    "CUDA graphs are not built yet; leave it out, the numbers are the same": """
+        --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME
+    """,
+    "moments and masters are always float32; leave it out, at the cost of memory": """
+        --use-precision-aware-optimizer --main-grads-dtype fp32|NAME --main-params-dtype fp32|NAME
+        --exp-avg-dtype fp32|NAME --exp-avg-sq-dtype fp32|NAME
+    """,
+    "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
+    "data-parallel layouts agree": "--deterministic-mode",
+    "is not built yet; leave it out": """
+        --record-memory-history --error-injection-rate 0|N --enable-ft-package --calc-ft-timeouts --inprocess-restart
+        --adlr-autoresume --test-mode --sft --perform-rl-step --lazy-mpu-init X --replication
+    """,
+    # ---- parallelism
+    "is not built yet; leave it out, or use --grad-reduce-in-bf16 without it": """
+        --ddp-reduce-scatter-with-fp32-accumulation
+    """,
+    "fully sharded data parallelism is not built yet; use --use-distributed-optimizer": """
+        --use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2
+    """,
+    "is not built yet; leave it out, the numbers are the same": """
+        --overlap-param-gather-with-optimizer-step
+        --microbatch-group-size-per-virtual-pipeline-stage N
+    """,
+    "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "
+    "--account-for-...-in-pipeline-split": "--pipeline-model-parallel-layout TEXT",
+    "a decoder on ranks of its own is not built yet; leave it out": """
+        --pipeline-model-parallel-split-rank N --standalone-embedding-stage
+        --encoder-tensor-model-parallel-size 0|N --encoder-pipeline-model-parallel-size 0|N
+    """,
+    # ---- data
+    "samples are read in an order that follows from --seed; leave it out": "--dataloader-type single|NAME",
+    "data of its own for each part is not built yet; use --data-path and --split": """
+        --train-data-path TEXT... --valid-data-path TEXT... --test-data-path TEXT... --per-split-data-args-path FILE
+        --multiple-validation-sets
+    """,
+    "is not built yet; give the path with --data-path": "--data-args-path FILE",
+    "is not built yet; use --eval-iters": "--full-validation",
+    "every sample has --seq-length tokens; leave it out": "--variable-seq-lengths",
+    "data are read from local files; copy them, and give --data-path and --data-cache-path": """
+        --s3-cache-path DIR --object-storage-cache-path DIR
+    """,
+    # ---- checkpoints
+    "is not built yet: the latest is loaded; write the number into latest_checkpointed_iteration.txt": "--ckpt-step N",
+    "settings are the command line's; give those that the checkpoint's manifest.json holds": """
+        --use-checkpoint-args
+    """,
+    "other formats are not built yet; leave it out": "--ckpt-convert-format NAME --ckpt-convert-save DIR",
+    "checkpoints on local disks are not built yet; use --save-interval": """
+        --non-persistent-save-interval N --non-persistent-ckpt-type NAME
+    """,
+    # ---- the log
+    "is not built yet; tools/plot_run.py draws the log": "--tensorboard-dir DIR --wandb-project NAME",
+    # ---- scripts other than pretraining
+    _TASKS: "--task NAME --train-data FILE... --valid-data FILE... --epochs N --strict-lambada",
+    _GENERATES: "--out-seq-length N --num-samples N --genfile FILE --temperature X --top_p X --top_k N --greedy",
+}
+
+NO_EFFECT = parse_table(NO_EFFECT_BY_REASON)
+REFUSED = parse_table(REFUSED_BY_REASON)
+
+# Other spellings of settings: flag -> the fields that it stands for. Aliases of one field stand in its knob.
+SHORTHAND: dict[str, dict[str, Any]] = {
+    "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
+    "--recompute-activations": {"recompute_granularity": "selective"},
+    "--checkpoint-activations": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    "--no-position-embedding": {},  # classic scripts give it beside the rotary flag
+}

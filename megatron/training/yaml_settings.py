@@ -1,0 +1,111 @@
+"""Flags from a YAML file: `key: value` becomes the flag of that name, so that the file is checked as the command line is.
+
+    tensor-model-parallel-size: 2     # hyphens or underscores, with or without the leading --
+    model:                            # groups may have any name, and any depth
+      num_layers: 24
+      add_bias_linear: false          # a switch: true gives the flag; where the flag says no, false for its field does too
+      data_path: [0.3, books, 0.7, web]
+
+Values are taken as they are written: 1e-4 is a number here, although YAML 1.1 reads it as text.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config import ConfigError, FlagParser, nearest_flag
+
+YAML_FLAG = "--yaml-cfg"
+_SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def read_yaml(path: str, parser: FlagParser) -> tuple[list[str], list[str]]:
+    """(the words of a command line that says the same as the file, what is wrong with the file).
+
+    Raises ConfigError for a file that cannot be read as YAML.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{YAML_FLAG} {path} needs the package PyYAML: pip install PyYAML") from None
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"{YAML_FLAG} {path} cannot be read: {error.strerror}; name a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; mend it") from None
+    if root is None:
+        return [], []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{YAML_FLAG} {path} must hold `key: value` lines; it holds something else")
+    reader = _Reader(path, parser)
+    reader.read_group(root)
+    return reader.words, reader.problems
+
+
+class _Reader:
+    """Walks the nodes of a YAML file and collects words and problems."""
+
+    def __init__(self, path: str, parser: FlagParser):
+        self.path, self.actions = path, parser.actions_by_flag()
+        self.words: list[str] = []
+        self.problems: list[str] = []
+        self.lines: dict[str, int] = {}  # setting -> where it was given
+
+    def read_group(self, group: Any) -> None:
+        """The pairs of a mapping; a key whose value is a mapping is a group, unless it is a flag."""
+        for key, value in group.value:
+            if value.id == "mapping" and self._flag(key.value) is None:
+                self.read_group(value)
+            else:
+                self._read_setting(str(key.value), value)
+
+    def _flag(self, key: str) -> str | None:
+        """The flag that a key names: `num_layers` is --num-layers, `local_rank` either of its spellings."""
+        name = "--" + key.lstrip("-")
+        hyphens = name.replace("_", "-")
+        return next(
+            (flag for flag in (name, hyphens) if flag in self.actions and flag not in (YAML_FLAG, "--help")), None
+        )
+
+    def _opposite_flag(self, key: str) -> str | None:
+        """The switch that turns the field `key` off: --disable-bias-linear for add_bias_linear."""
+        field = key.lstrip("-").replace("-", "_")
+        return next((f for f, action in self.actions.items() if action.dest == field and action.const is False), None)
+
+    def _read_setting(self, key: str, value: Any) -> None:
+        line = value.start_mark.line + 1
+        flag, off = self._flag(key), self._opposite_flag(key)
+        if flag is None and off is None:
+            near = nearest_flag(f"--{key}", list(self.actions))
+            hint = f"; did you mean {near.lstrip('-')}?" if near else "; pretraining with --help lists the known ones"
+            self.problems.append(f"{self.path}:{line}: unknown setting {key}{hint}")
+            return
+        action = self.actions[flag or off]
+        if action.dest in self.lines:
+            earlier = self.lines[action.dest]
+            self.problems.append(f"{self.path}:{line}: {key} was given in line {earlier} already; leave one out")
+            return
+        self.lines[action.dest] = line
+        if value.id == "mapping" or any(item.id != "scalar" for item in value.value if value.id == "sequence"):
+            self.problems.append(
+                f"{self.path}:{line}: {key} takes a value or a list of values, not a group of settings"
+            )
+        elif value.tag.endswith(":null"):
+            return  # left at its default
+        elif action.nargs == 0:
+            self._read_switch(key, value, action, when=flag is not None)
+        else:
+            texts = [item.value for item in value.value] if value.id == "sequence" else [value.value]
+            # A value may begin with a hyphen, which only --flag=value allows; a flag of several takes them apart.
+            several = action.nargs in ("+", "*") or isinstance(action.nargs, int)
+            self.words += [action.option_strings[0], *texts] if several else [f"{flag}={' '.join(texts)}"]
+
+    def _read_switch(self, key: str, value: Any, action: argparse.Action, *, when: bool) -> None:
+        """Give a switch's flag if the value is `when`: the field add_bias_linear gives its flag when it is false."""
+        switch = _SWITCH.get(str(value.value).lower())
+        if switch is None:
+            line = value.start_mark.line + 1
+            self.problems.append(f"{self.path}:{line}: {key} is {value.value!r}; it must be true or false")
+        elif switch is when:
+            self.words.append(action.option_strings[0])

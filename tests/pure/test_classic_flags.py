@@ -1,0 +1,100 @@
+"""No flag of Megatron's scripts ends as unknown: classic_flags.txt says what becomes of each, the real parser does it."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config import ConfigError, flags_of, knobs
+from megatron.training.arguments import make_parser, parse_args
+from megatron.training.config import COMPONENTS
+from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, parse_table
+
+ROWS = [
+    tuple(line.split(maxsplit=1))
+    for line in (Path(__file__).parent / "classic_flags.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def lines_that(outcome: str) -> list[list[str]]:
+    """The command lines with this outcome."""
+    return [shlex.split(line) for what, line in ROWS if what == outcome]
+
+
+def problems_of(words: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        parse_args(words)
+    return error.value.problems
+
+
+def test_every_line_says_what_becomes_of_it():
+    assert {outcome for outcome, _ in ROWS} <= {"works", "no-effect", "refused", "pending"}
+    assert len(ROWS) == len(set(ROWS))
+
+
+@pytest.mark.parametrize("words", lines_that("works"), ids=" ".join)
+def test_a_flag_that_works_is_a_setting(words: list[str]):
+    _, args, notes = parse_args(words)
+    assert not any(note.startswith("no effect") for note in notes)
+    flags = make_parser().actions_by_flag()
+    fields = SHORTHAND.get(words[0]) or {flags[words[0]].dest: None}
+    assert words[0] in ("--yaml-cfg", "--no-position-embedding") or all(name in args for name in fields)
+
+
+def test_flags_without_effect_are_accepted_and_listed_once_with_the_reason():
+    lines = lines_that("no-effect")
+    config, args, notes = parse_args([word for line in lines for word in line])
+    assert config == parse_args([])[0]
+    listed = [word for note in notes for word in note.split(": ")[1].split()]
+    assert sorted(listed) == sorted({line[0] for line in lines})
+    assert all(len(note.split(": ", 2)[2]) > 10 for note in notes)
+    assert not any(line[0] in args for line in lines)
+
+
+def test_refused_flags_say_why_and_what_to_do():
+    lines = lines_that("refused")
+    problems = problems_of([word for line in lines for word in line])
+    for flag in (line[0] for line in lines):
+        (problem,) = (p for p in problems if p.split()[0].rstrip(":") == flag)
+        assert "unknown flag" not in problem
+        assert "use" in problem or "leave it out" in problem or ";" in problem, f"{problem}: what should the user do?"
+    assert len(problems) == len(lines)
+
+
+@pytest.mark.parametrize("words", [line for line in lines_that("refused") if len(line) > 1], ids=" ".join)
+def test_a_refused_value_is_refused_alone(words: list[str]):
+    assert [problem.split()[0].rstrip(":") for problem in problems_of(words)] == [words[0]]
+
+
+def test_flags_that_are_pending_are_unknown_still():
+    """As soon as one works its line must say so."""
+    known = make_parser().known_flags()
+    done = [line[0] for line in lines_that("pending") if line[0] in known]
+    assert not done, f"{', '.join(done)}: no longer pending; change the line in classic_flags.txt"
+
+
+def test_the_list_holds_every_flag_without_effect_and_every_refused_one():
+    listed = {line.split()[0] for _, line in ROWS}
+    assert set(NO_EFFECT) | set(REFUSED) | set(SHORTHAND) <= listed
+
+
+def test_a_flag_has_one_meaning():
+    flags = [flag for component in COMPONENTS.values() for field in knobs(component) for flag in flags_of(field)]
+    assert not {*flags} & {*NO_EFFECT}
+    assert not {*flags} & {*REFUSED}
+    assert not {*NO_EFFECT} & {*REFUSED}
+
+
+def test_a_table_reads_like_a_usage_line():
+    flags = parse_table({"why": "--a --b N --c NAME... --d 0|1|N", "whence": "--e"})
+    assert {(f.flag, f.values, f.metavar, f.harmless, f.reason) for f in flags.values()} == {
+        ("--a", "0", "", (), "why"),
+        ("--b", "1", "N", (), "why"),
+        ("--c", "*", "NAME", (), "why"),
+        ("--d", "1", "N", ("0", "1"), "why"),
+        ("--e", "0", "", (), "whence"),
+    }
+    harmless = {text: flags["--d"].is_harmless(text) for text in ("0", "1", "1.0", "10", "2", "none")}
+    assert harmless == {"0": True, "1": True, "1.0": True, "10": False, "2": False, "none": False}
+    assert not flags["--a"].is_harmless(True)

@@ -1,0 +1,139 @@
+"""Settings from a YAML file are those of a command line: same flags, same refusals, and the command line wins."""
+
+import pytest
+
+from megatron.core.config import ConfigError
+from megatron.training.arguments import parse_args
+from megatron.training.config import Config
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(text of a file, further flags) -> (config, view, notes)"""
+
+    def parse(text: str, line: str = "", **options):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return parse_args(["--yaml-cfg", str(path), *line.split()], **options)
+
+    return parse
+
+
+FLAT = """
+# a run
+num-layers: 24
+hidden_size: 1024
+--num-attention-heads: 16
+lr: 1e-4
+min_lr: 1.0e-5
+split: 949,50,1
+bf16: true
+fp16: false
+no-load-optim: yes
+add_bias_linear: off
+local_rank: 0
+data_path: books
+save: ~
+"""
+GROUPED = """
+model: {num-layers: 24, hidden_size: 1024, num_attention_heads: 16, add-bias-linear: false}
+training:
+  precision:
+    bf16: true
+  lr: 1e-4
+  min_lr: 0.00001
+data:
+  data_path: [books]
+  split: [949, 50, 1]
+checkpoints:
+  load_optim: false
+  local-rank: 0
+"""
+LINE = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --disable-bias-linear --bf16 --lr 1e-4 --min-lr 1e-5 "
+    "--data-path books --no-load-optim --local-rank 0 --split"
+)
+
+
+@pytest.mark.parametrize(("text", "split"), [(FLAT, "949,50,1"), (GROUPED, "949 50 1")], ids=["flat", "grouped"])
+def test_a_file_says_what_a_command_line_says(read, text: str, split: str):
+    config, _, notes = read(text)
+    assert config == parse_args([*LINE.split(), split])[0]
+    assert notes == []
+
+
+def test_an_empty_file_changes_nothing(read):
+    assert read("# nothing\n")[0] == Config(**{name: type(part)() for name, part in vars(parse_args([])[0]).items()})
+
+
+def test_the_command_line_wins(read):
+    config, args, notes = read(
+        "seed: 5\nnum_layers: 4\nrecompute_granularity: full\n", "--seed 6 --recompute-activations"
+    )
+    assert (config.training.seed, config.transformer.num_layers, args.seed) == (6, 4, 6)
+    assert config.transformer.recompute_granularity == "selective"
+    assert notes == []
+
+
+def test_a_file_wins_over_the_scripts_defaults(read):
+    assert read("seed: 5", args_defaults={"seed": 7, "num_layers": 3})[0].training.seed == 5
+    assert read("seed: 5", args_defaults={"seed": 7, "num_layers": 3})[0].transformer.num_layers == 3
+
+
+def test_flags_of_the_script_stand_in_a_file_too(read):
+    def extra(parser):
+        parser.add_argument("--my-rate", type=float, default=0.5)
+        parser.add_argument("--my-names", nargs="+", default=[])
+
+    assert read("my_rate: 0.25\nmy-names: [a, b]", extra_args_provider=extra)[1].my_rate == 0.25
+    assert read("my_rate: 0.25\nmy-names: [a, b]", extra_args_provider=extra)[1].my_names == ["a", "b"]
+    assert read("my_rate: 0.25", "--my-rate 1", extra_args_provider=extra)[1].my_rate == 1.0
+
+
+def test_shorthands_and_flags_without_effect_stand_in_a_file_too(read):
+    config, _, notes = read(
+        "use_flash_attn: true\nrecompute-activations: true\nno_position_embedding: true\nnum_experts: 1\n"
+    )
+    assert config.transformer.recompute_granularity == "selective"
+    assert config.transformer.position_embedding_type == "none"
+    assert [note.split(": ")[1] for note in notes] == ["--use-flash-attn", "--num-experts"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("num_layer: 3", ["FILE:1: unknown setting num_layer; did you mean num-layers?"]),
+        ("model:\n  xyzzy: 3", ["FILE:2: unknown setting xyzzy; pretraining with --help lists the known ones"]),
+        ("seed: 1\nseed: 2", ["FILE:2: seed was given in line 1 already; leave one out"]),
+        ("a: {seed: 1}\nb: {seed: 2}", ["FILE:2: seed was given in line 1 already; leave one out"]),
+        ("bf16: perhaps", ["FILE:1: bf16 is 'perhaps'; it must be true or false"]),
+        ("seed: {a: 1}", ["FILE:1: seed takes a value or a list of values, not a group of settings"]),
+        ("data_path: [[a]]", ["FILE:1: data_path takes a value or a list of values, not a group of settings"]),
+        ("yaml-cfg: other.yaml", ["FILE:1: unknown setting yaml-cfg"]),
+        ("num_experts: 8", ["FILE: --num-experts: mixtures of experts are not built yet; leave it out"]),
+        ("hidden_size: much", ["FILE: --hidden-size: 'much' is not a whole number"]),
+        ("lr: .inf", ["FILE: --lr: '.inf' is not a number"]),
+        ("seed: -5", ["--seed is -5; it must be in [0, 2^32)"]),
+        ("- seed", ["--yaml-cfg FILE must hold `key: value` lines; it holds something else"]),
+        ("seed: [1", ["--yaml-cfg FILE is not YAML: "]),
+        ("num_layer: 3\nhidden_siz: 2\nseed: -5", [
+            "FILE:1: unknown setting num_layer; did you mean num-layers?",
+            "FILE:2: unknown setting hidden_siz; did you mean hidden-size?", "--seed is -5; it must be in [0, 2^32)",
+        ]),
+        ("!!python/object/apply:os.system ['true']", ["--yaml-cfg FILE must hold `key: value` lines"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: list[str]):
+    with pytest.raises(ConfigError) as error:
+        read(text)
+    expected = [problem.replace("FILE", str(tmp_path / "run.yaml")) for problem in problems]
+    assert len(error.value.problems) == len(expected)
+    assert all(got.startswith(problem) for got, problem in zip(error.value.problems, expected)), error.value.problems
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        parse_args(["--yaml-cfg", str(tmp_path / "no.yaml")])
+    assert (
+        str(error.value) == f"--yaml-cfg {tmp_path}/no.yaml cannot be read: No such file or directory; name a YAML file"
+    )
