@@ -18,6 +18,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NoReturn
 
 _REQUIRED = dataclasses.MISSING
@@ -119,9 +120,12 @@ def _one_of(choices: tuple[Any, ...]) -> Any:
     return read
 
 
+_types_of = cache(typing.get_type_hints)  # a class has many fields, and each is asked for several times
+
+
 def value_kind(config_class: type, field: dataclasses.Field) -> Any:
     """The type of a knob's value, where it has one: int | None is int."""
-    kind = typing.get_type_hints(config_class)[field.name]
+    kind = _types_of(config_class)[field.name]
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(t for t in typing.get_args(kind) if t is not type(None))
     return kind

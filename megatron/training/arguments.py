@@ -49,11 +49,13 @@ def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     for flag in SHORTHAND:
         text = f"the same as {meaning_of_shorthand(flag)}"
         shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
-    for other in [*NO_EFFECT.values(), *REFUSED.values()]:
-        takes = {"action": "store_true"} if other.values == "0" else {"nargs": "*" if other.values == "*" else None}
-        parser.add_argument(other.flag, dest=other.flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **takes)
     if extra_args_provider is not None:
         extra_args_provider(parser)
+    known = set(parser.known_flags())  # a script may mean something of its own by --temperature or --num-classes
+    for other in [*NO_EFFECT.values(), *REFUSED.values()]:
+        if other.flag not in known:
+            takes = {"action": "store_true"} if other.values == "0" else {"nargs": "*" if other.values == "*" else None}
+            parser.add_argument(other.flag, dest=other.flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **takes)
     return parser
 
 

@@ -241,6 +241,16 @@ def test_a_script_brings_flags_of_its_own():
     assert problems_of("--my-rate x", extra_args_provider=extra) == ["--my-rate: invalid float value: 'x'"]
 
 
+def test_a_script_may_mean_something_of_its_own_by_a_flag_that_is_refused_or_without_effect():
+    def own(parser):
+        parser.add_argument("--temperature", type=float, default=1.0)
+        parser.add_argument("--num-classes", type=int, default=2)
+
+    _, args, notes = parse_args(["--temperature", "0.5", "--num-classes", "3"], extra_args_provider=own)
+    assert (args.temperature, args.num_classes, notes) == (0.5, 3, [])
+    assert problems_of("--temperature 0.5")[0].startswith("--temperature: pretraining writes no text")
+
+
 def test_a_provider_may_return_nothing():
     _, args, _ = parse_args(["--my-switch"], extra_args_provider=lambda parser: extra(parser) and None)
     assert args.my_switch is True
