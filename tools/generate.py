@@ -46,7 +46,9 @@ class GenerateConfig:
     prompt: list[str] = field(default_factory=list)
     load: str | None = knob(None, "folder of checkpoints", metavar="DIR", required=True)
     iteration: int | None = knob(None, "which of them; the latest when unset")
-    prompt_file: str | None = knob(None, "file whose whole text is one more prompt; - is standard input", metavar="FILE")
+    prompt_file: str | None = knob(
+        None, "file whose whole text is one more prompt; - is standard input", metavar="FILE"
+    )
     sample_input_file: str | None = knob(None, "file with a prompt in each line; - is standard input", metavar="FILE")
     max_new_tokens: int = knob(
         64,
@@ -57,7 +59,9 @@ class GenerateConfig:
     batch_size: int = knob(
         1, "texts continued at once; a text is the same in a batch as alone, but for the rounding of its precision"
     )
-    genfile: str | None = knob(None, "write the texts to this file instead, as one JSON object in a line", metavar="FILE")
+    genfile: str | None = knob(
+        None, "write the texts to this file instead, as one JSON object in a line", metavar="FILE"
+    )
     seed: int = knob(1234, "of the draws")
     recompute: bool = knob(False, "keep no keys and values: each token costs a forward over all before it")
     tensor_model_parallel_size: int = knob(1, "ranks that share each layer")

@@ -94,7 +94,9 @@ class CheckpointConfig:
         True, "leave the optimizer's state out of checkpoints; --no-load-optim goes on from such a one"
     )
     pretrained_checkpoint: str | None = knob(
-        None, "folder whose weights a run starts from, as with --finetune, while --load holds no checkpoint", metavar="DIR"
+        None,
+        "folder whose weights a run starts from, as with --finetune, while --load holds no checkpoint",
+        metavar="DIR",
     )
     finetune: bool = knob(False, "load the weights only and start at step 0")
     load_optim: bool = knob(True, "start the optimizer anew instead of loading its state")
