@@ -25,6 +25,9 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
     "--dataloader-type": ("1", "samples are read in order; other loaders are not built yet"),
     "--DDP-impl": ("1", "there is one data-parallel wrapper"),
     "--fp16-lm-cross-entropy": ("0", "the cross entropy is always taken in float32"),
+    "--log-learning-rate-to-tensorboard": ("0", "the learning rate is among the curves unless the --no- form is given"),
+    "--log-loss-scale-to-tensorboard": ("0", "the loss scale is among the curves unless the --no- form is given"),
+    "--no-barrier-with-level-1-timing": ("0", "timers wait for nobody unless --barrier-with-level-1-timing is given"),
     "--no-async-tensor-model-parallel-allreduce": (
         "0",
         "the all-reduce overlaps the weight gradient, which changes no number",
@@ -53,8 +56,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--model-parallel-size": ("1", "was renamed; use --tensor-model-parallel-size"),
     "--warmup": ("1", "was renamed; use --lr-warmup-fraction"),
     "--num-experts": ("1", "mixtures of experts are not built yet; leave it out"),
-    "--tensorboard-dir": ("1", "is not built yet; tools/plot_run.py draws the log"),
-    "--wandb-project": ("1", "is not built yet; tools/plot_run.py draws the log"),
 }
 
 # Other spellings of a setting: flag -> the fields that it stands for.
