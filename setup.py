@@ -18,5 +18,8 @@ setup(
     packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
     python_requires=">=3.11",
     install_requires=REQUIRED,
-    extras_require={"test": ["pytest", "pytest-xdist"]},  # runs tests/, on every core
+    extras_require={
+        "test": ["pytest", "pytest-xdist"],  # runs tests/, on every core
+        "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
+    },
 )

@@ -54,7 +54,12 @@ class TensorBoardSink:
 
     def __init__(self, folder: str, queue_size: int):
         tensorboard = importlib.import_module("torch.utils.tensorboard")
-        self._writer = tensorboard.SummaryWriter(log_dir=folder, max_queue=queue_size)
+        try:
+            self._writer = tensorboard.SummaryWriter(log_dir=folder, max_queue=queue_size)
+        except OSError as error:
+            raise ValueError(
+                f"--tensorboard-dir {folder} cannot be written: {error.strerror}; choose another"
+            ) from error
 
     def write(self, record: Record) -> None:
         for name, value in curve_points(record).items():
@@ -97,10 +102,13 @@ class MetricsFile:
 
     def __init__(self, path: str, iteration: int):
         self.path = Path(path)
-        self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self._cut_after(iteration)
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self._cut_after(iteration)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--metrics-file {path} cannot be written: {error.strerror}; choose another") from error
 
     def _cut_after(self, iteration: int) -> None:
         text = self.path.read_text(encoding="utf-8", errors="replace")
