@@ -7,7 +7,19 @@ from pathlib import Path
 from conftest import GPT2, STEPS
 from processes import Layout, pretrain
 
-WATCHED = ["--log-throughput", "--log-params-norm", "--log-num-zeros-in-grad", "--log-progress", "--timing-log-level", "2", "--timing-log-option", "max", "--barrier-with-level-1-timing", "--inspect", "3"]
+WATCHED = [
+    "--log-throughput",
+    "--log-params-norm",
+    "--log-num-zeros-in-grad",
+    "--log-progress",
+    "--timing-log-level",
+    "2",
+    "--timing-log-option",
+    "max",
+    "--barrier-with-level-1-timing",
+    "--inspect",
+    "3",
+]
 
 
 def test_a_job_is_watched_over_a_restart(tmp_path):
