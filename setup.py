@@ -6,7 +6,7 @@ REQUIRED = [
     "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/comm.py
     "numpy",  # memory-mapped token files and the order of samples
     "tokenizers",  # byte-level BPE: to learn a vocabulary, and to turn text into tokens and back
-    "matplotlib",  # the loss curves of tools/plot_run.py
+    "matplotlib",  # the curves of tools/plot_run.py
 ]
 
 setup(

@@ -8,6 +8,7 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, SEQ, Layout, build_chunks, forward_step, microbatches, my_pieces, put_together
 
 from megatron.core import comm
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.training.profiling import StepProfiler
@@ -49,16 +50,21 @@ def watched_rank(mesh, config, layout: Layout) -> dict:
 
 
 def watched(config, layout: Layout) -> list[dict]:
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    replicas = layout.data_parallel.num_distributed_optimizer_instances
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp_outer": replicas, "dp_inner": layout.dp // replicas}
     config = layout.applied_to(config)
     sharing = config.ranks_per_kv_head(layout.tp)
     return run_ranks(sizes, lambda mesh: watched_rank(mesh, config, layout), ranks_per_kv_head=sharing)
 
 
+SHARDED = DataParallelConfig(
+    use_distributed_optimizer=True, num_distributed_optimizer_instances=2, overlap_param_gather=True
+)
 LAYOUTS = [
     Layout(tp=2, pp=2, dp=2, m=2),
     Layout(tp=2, sp=True, pp=2, dp=2, m=2, v=2, schedule="interleaved"),
     Layout(tp=8, sp=True, m=2, recompute="uniform 2"),
+    Layout(tp=2, dp=4, data_parallel=SHARDED),
 ]
 
 
