@@ -128,7 +128,7 @@ def summary(name: str, curves: Curves) -> str:
         for what, losses in ((what, curves.of[what]) for what in ("training", "validation"))
         if losses
     }
-    return f"{name}: " + "; ".join(f"{what} loss {end}" for what, end in ends.items())
+    return f"{name}: " + ("; ".join(f"{what} loss {end}" for what, end in ends.items()) or "no loss is a number")
 
 
 def draw(runs: dict[str, Curves], output: str) -> None:

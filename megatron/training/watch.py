@@ -138,7 +138,7 @@ class Watch:
         what = "test" if split == "test" else "validation"
         values = {f"{name} {what}": value for name, value in losses.items()}
         if self.config.tensorboard.log_validation_ppl_to_tensorboard:
-            values |= {f"{name} {what} ppl": math.exp(min(20.0, value)) for name, value in losses.items()}
+            values |= {f"{name} {what} ppl": math.exp(min(value, 20.0)) for name, value in losses.items()}
         self._send("validation", values, {"split": what, "at": "end" if at_end else "step"})
 
     def note_progress(self, event: str) -> None:

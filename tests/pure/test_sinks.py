@@ -11,6 +11,7 @@ import torch
 from megatron.core.config import ConfigError
 from megatron.core.device import Device, peak_flops_of
 from megatron.training import watch_config
+from megatron.training.profiling import MemoryHistory
 from megatron.training.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line
 from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig, watch_problems
 
@@ -219,6 +220,28 @@ def test_settings_that_cannot_be_are_said(make, says: str):
 def test_peaks_are_of_dense_products(name: str, dtype: torch.dtype, tflops: float | None):
     peak = peak_flops_of(name, dtype)
     assert peak is None if tflops is None else peak == pytest.approx(tflops * 1e12)
+
+
+def test_an_accelerator_counts_memory_under_megatrons_tags_and_keeps_its_history(tmp_path):
+    """With a double of torch.cuda: names of statistics as torch.cuda.memory_stats has them."""
+    calls = []
+    memory = SimpleNamespace(_record_memory_history=lambda: calls.append("record"), _dump_snapshot=calls.append)
+    stats = {
+        "reserved_bytes.all.current": 8, "allocated_bytes.all.current": 4, "allocated_bytes.all.peak": 6,
+        "allocation.all.current": 2, "num_ooms": 0,
+    }  # fmt: skip
+    device = Device("cpu")
+    device.name, device.module = "some", SimpleNamespace(memory=memory, memory_stats=lambda: stats)
+    assert device.memory_numbers() == {
+        "mem-reserved-bytes": 8, "mem-allocated-bytes": 4, "mem-max-allocated-bytes": 6, "mem-allocated-count": 2,
+    }  # fmt: skip
+    device.record_memory_history()
+    config = ProfileConfig(
+        record_memory_history=True, memory_snapshot_path=str(tmp_path / "new" / "s.pickle"), profile_ranks=[0, 3]
+    )
+    for rank in (0, 1, 3):
+        MemoryHistory(config, device, rank).save()
+    assert calls == ["record", f"{tmp_path}/new/s.pickle", f"{tmp_path}/new/s-rank-3.pickle"]
 
 
 def test_a_cpu_has_no_peak_no_memory_numbers_and_no_memory_history():
