@@ -271,9 +271,7 @@ class Trainer:
             params_norm=measured.params_norm,
         )
         self.log.pause()
-        self.watch.report(
-            result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size
-        )
+        self.watch.report(result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size)
         self.log.resume()
 
     def _validate_if_due(self) -> None:
