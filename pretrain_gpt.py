@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.data import broadcast_data
-from megatron.training import get_runtime, get_tokenizer, pretrain
+from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -60,7 +60,8 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tens
     """One microbatch through this stage. Only the ends of the pipeline need a batch."""
     if not (mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()):
         return model(None, None), None
-    tokens, labels, loss_mask, position_ids = get_batch(data_iterator)
+    with get_timers()("batch-generator", log_level=2):
+        tokens, labels, loss_mask, position_ids = get_batch(data_iterator)
     return model(tokens, position_ids, None, labels=labels), partial(loss_func, loss_mask)
 
 

@@ -6,7 +6,7 @@ REQUIRED = [
     "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/comm.py
     "numpy",  # memory-mapped token files and the order of samples
     "tokenizers",  # byte-level BPE: to learn a vocabulary, and to turn text into tokens and back
-    "matplotlib",  # the loss curves of tools/plot_run.py
+    "matplotlib",  # the curves of tools/plot_run.py
     "PyYAML",  # settings from a file, --yaml-cfg; imported only then
 ]
 
@@ -19,5 +19,8 @@ setup(
     packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
     python_requires=">=3.11",
     install_requires=REQUIRED,
-    extras_require={"test": ["pytest", "pytest-xdist"]},  # runs tests/, on every core
+    extras_require={
+        "test": ["pytest", "pytest-xdist"],  # runs tests/, on every core
+        "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
+    },
 )

@@ -45,7 +45,7 @@ MUTATIONS = [
         "reduce-scatter", "comm.py",
         "start_reduce_scatter(x, axis).wait()", "start_reduce_scatter(x, axis)._result", CALLS,
     ),
-    Mutation("broadcast", "comm.py", "broadcast(x, source).wait()", "broadcast(x, source)", CALLS),
+    Mutation("broadcast", "comm.py", "broadcast(x, source)).wait()", "broadcast(x, source))", CALLS),
     Mutation(
         "input gathered again for a weight gradient", "tensor_parallel/linear.py",
         "gathering.wait() if gathering", "gathering._result if gathering", TRAINS,

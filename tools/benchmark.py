@@ -85,8 +85,8 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
     return {
         "work": work.as_json(),
         "parameters": work.parameters,
-        "flops_per_token": work.flops_per_token(),
-        "flops_per_token_full_attention": work.flops_per_token(full_attention=True),
+        "flops_per_token": work.shape.flops_per_token(),
+        "flops_per_token_full_attention": work.shape.flops_per_token(full_attention=True),
         "ceilings": ceilings(config.device, work) if config.ceilings else {},
         "results": results,
         "not_measured": missing | failed,

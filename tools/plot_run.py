@@ -1,22 +1,30 @@
-"""Loss curves of training logs: training and validation loss against iterations, as a PNG.
+"""Curves of training runs: losses, learning rate, gradient norm and throughput against iterations, as a PNG.
 
-    python tools/plot_run.py --log run.log other.log --output loss.png
+    python tools/plot_run.py --log run.log other.jsonl --output runs.png
 
-A log is what pretrain_gpt.py prints, saved with `tee`. A resumed run may append to its log: where an iteration was trained
-twice, the later lines count.
+A log is what pretrain_gpt.py prints, saved with `tee`, or the file of its --metrics-file. A resumed run may append to its log:
+where an iteration was trained twice, the later lines count.
 """
 
+import json
+import math
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 
-# The lines of megatron/training/log.py: training_line and validation_line.
-_TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \|.*\| lm loss: ([^ |]+)")
+# The lines of megatron/training/log.py: training_line and validation_line. An interval of skipped steps has no loss.
+_TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
+_NUMBERS = {
+    "training": re.compile(r"\| lm loss: ([^ |]+)"),
+    "learning rate": re.compile(r"\| learning rate: ([^ |]+)"),
+    "gradient norm": re.compile(r"\| grad norm: ([^ |]+)"),
+}
+_PACE = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*\| global batch size: +(\d+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| lm loss value: ([^ |]+)")
 
 
@@ -25,7 +33,7 @@ class PlotRunConfig:
     """Plot of a run."""
 
     log: list[str] | None = knob(
-        None, "logs of training runs, each drawn under its file name", metavar="FILE", required=True
+        None, "logs or metrics files of training runs, each drawn under its file name", metavar="FILE", required=True
     )
     output: str | None = knob(None, "PNG to write", metavar="FILE", required=True)
 
@@ -35,32 +43,81 @@ class PlotRunConfig:
             raise ConfigError(problems)
 
 
-@dataclass
-class Curves:
-    """The losses of one log by iteration."""
+# What is drawn, a panel each: title, label of the axis, the curves in it.
+PANELS = [
+    ("loss", "nats per token", ("training", "validation")),
+    ("learning rate", "learning rate", ("learning rate",)),
+    ("gradient norm", "L2 norm before clipping", ("gradient norm",)),
+    ("throughput", "samples per second", ("throughput",)),
+]
 
-    training: dict[int, float] = field(default_factory=dict)
-    validation: dict[int, float] = field(default_factory=dict)
+
+class Curves:
+    """The numbers of one run: name of a curve -> iteration -> value. Those that are not finite are left out."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, dict[int, float]] = {name: {} for _, _, names in PANELS for name in names}
+
+    def add(self, name: str, iteration: int, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            self.of[name][iteration] = value
 
 
 def read_curves(text: str) -> Curves:
-    """The losses in a log; lines of any other kind are passed over, and so is the loss on the test set."""
+    """The numbers in a log; lines of any other kind are passed over, and so is the loss on the test set."""
     curves = Curves()
     for line in text.splitlines():
         if match := _TRAINING.search(line):
-            curves.training[int(match[1])] = float(match[2])
+            iteration = int(match[1])
+            for name, pattern in _NUMBERS.items():
+                if found := pattern.search(line):
+                    curves.add(name, iteration, _number(found[1]))
+            if (pace := _PACE.search(line)) and float(pace[1]):
+                curves.add("throughput", iteration, 1000 * int(pace[2]) / float(pace[1]))
         elif (match := _VALIDATION.search(line)) and match[2] != " on test set":
-            curves.validation[int(match[1])] = float(match[3])
+            curves.add("validation", int(match[1]), _number(match[3]))
+    return curves
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None  # a line cut short
+
+
+def read_metrics(text: str) -> Curves:
+    """The numbers in a file of --metrics-file (megatron/training/sinks.py)."""
+    curves, names = Curves(), {"training": "lm loss", "learning rate": "learning-rate", "gradient norm": "grad-norm"}
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed
+        iteration = entry["iteration"]
+        if entry["kind"] == "interval":
+            for name, tag in names.items():
+                curves.add(name, iteration, entry.get(tag))
+            if entry.get("iteration-time"):
+                curves.add("throughput", iteration, entry["batch-size"] / entry["iteration-time"])
+        elif entry["kind"] == "validation":
+            curves.add("validation", iteration, entry.get("lm loss validation"))
     return curves
 
 
 def read_log(path: str) -> Curves:
-    """The losses in the log at `path`. Raises ValueError if it has none."""
-    curves = read_curves(Path(path).read_text(encoding="utf-8", errors="replace"))
-    if not curves.training and not curves.validation:
+    """The numbers in the log or metrics file at `path`. Raises ValueError if it has none."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    if not text.strip():
+        raise ValueError(f"{path} is empty; a run writes its first line after --log-interval steps")
+    try:
+        curves = read_metrics(text) if text.lstrip().startswith("{") else read_curves(text)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds JSON, but not that of --metrics-file: {error} is missing or odd") from None
+    if not any(curves.of.values()):
         raise ValueError(
-            f"{path} has no line with a loss; give the output of a training run, which has lines such as "
-            "'iteration 10/ 100 | ... | lm loss: 7.1E+00 | ...' every --log-interval steps"
+            f"{path} has no line of a run; give what pretrain_gpt.py printed, which has lines such as "
+            "'iteration 10/ 100 | ... | lm loss: 7.1E+00 | ...' every --log-interval steps, or the file of its --metrics-file"
         )
     return curves
 
@@ -69,14 +126,14 @@ def summary(name: str, curves: Curves) -> str:
     """`train: training loss 7.31 at iteration 10 to 4.12 at iteration 300; validation loss 4.30 at iteration 300`"""
     ends = {
         what: " to ".join(f"{losses[i]:.2f} at iteration {i}" for i in sorted({min(losses), max(losses)}))
-        for what, losses in (("training", curves.training), ("validation", curves.validation))
+        for what, losses in ((what, curves.of[what]) for what in ("training", "validation"))
         if losses
     }
-    return f"{name}: " + "; ".join(f"{what} loss {end}" for what, end in ends.items())
+    return f"{name}: " + ("; ".join(f"{what} loss {end}" for what, end in ends.items()) or "no loss is a number")
 
 
 def draw(runs: dict[str, Curves], output: str) -> None:
-    """One line and one row of markers a run, training and validation, in the same colour."""
+    """A panel for each quantity that some run has; a run has one colour in all of them."""
     try:
         import matplotlib
     except ImportError:
@@ -84,15 +141,25 @@ def draw(runs: dict[str, Curves], output: str) -> None:
     matplotlib.use("Agg")  # no screen is needed
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for number, (name, curves) in enumerate(runs.items()):
-        for losses, style, what in ((curves.training, "-", "training"), (curves.validation, "o--", "validation")):
-            if losses:
-                steps = sorted(losses)
-                axes.plot(steps, [losses[i] for i in steps], style, color=f"C{number}", label=f"{name}, {what}")
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    panels = [panel for panel in PANELS if any(run.of[name] for run in runs.values() for name in panel[2])]
+    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(7 * columns, 4 * rows), layout="constrained", squeeze=False, sharex=True
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, unit, names) in zip(grid.flat, panels):
+        for number, (run, curves) in enumerate(runs.items()):
+            for name in names:
+                points = sorted(curves.of[name].items())
+                label = f"{run}, {name}" if len(names) > 1 else run
+                style = "o--" if name == "validation" else "-" if len(points) > 1 else "o"
+                if points:
+                    axes.plot(*zip(*points), style, markersize=4, color=f"C{number}", label=label)
+        axes.set(title=title, xlabel="iteration", ylabel=unit)
+        axes.tick_params(labelbottom=True)
+        axes.grid(alpha=0.3)
+        axes.legend()
     Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120, format="png")
     pyplot.close(figure)

@@ -12,12 +12,13 @@ the tensors of a call may not be touched before that.
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron.core.grid import Axis
 
@@ -34,10 +35,14 @@ class Call(NamedTuple):
 
 
 class Ledger:
-    """The calls of one mesh: always the last few hundred (for a hang report), all of them while a recording is open."""
+    """The calls of one mesh: always the last few hundred (for a hang report), all of them while a recording is open.
+
+    While `profiled` is set, each call and each wait for one is a range of that name in torch's profiler.
+    """
 
     def __init__(self, keep: int = 256):
         self.recent: deque[Call] = deque(maxlen=keep)
+        self.profiled = False
         self._open: list[list[Call]] = []
 
     def note(self, call: Call) -> None:
@@ -134,8 +139,25 @@ class Pending:
         return self._result
 
 
-def _note(op: str, axis: Axis, x: Tensor) -> None:
-    axis.ledger.note(Call(op, axis.name, x.numel() * x.element_size(), axis.size))
+class _RangedWork:
+    """A work whose wait is a range in torch's profiler."""
+
+    def __init__(self, name: str, work: Work):
+        self._name, self._work_inside = name, work
+
+    def wait(self) -> Any:
+        with record_function(self._name):
+            return self._work_inside.wait()
+
+
+def _issue(op: str, axis: Axis, x: Tensor, start: Callable[[], Work]) -> Work:
+    """Enter the call in the ledger, and start it."""
+    call = Call(op, axis.name, x.numel() * x.element_size(), axis.size)
+    axis.ledger.note(call)
+    if not axis.ledger.profiled:
+        return start()
+    with record_function(f"{op} {axis.name} ({call.bytes} bytes)"):
+        return _RangedWork(f"wait for {op} {axis.name}", start())
 
 
 # ---------------------------------------------------------------- collectives: every rank of the axis must call
@@ -145,8 +167,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin the sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
     if axis.size == 1:
         return Pending(x)
-    _note("all_reduce", axis, x)
-    return Pending(x, axis.group.all_reduce(x, op))
+    return Pending(x, _issue("all_reduce", axis, x, lambda: axis.group.all_reduce(x, op)))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -162,9 +183,8 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    _note("all_gather", axis, x)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
-    return Pending(out, axis.group.all_gather(out, x), x)
+    return Pending(out, _issue("all_gather", axis, x, lambda: axis.group.all_gather(out, x)), x)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -181,9 +201,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    _note("reduce_scatter", axis, x)
     out = x.new_empty((my_part(x.shape[0], axis).stop - my_part(x.shape[0], axis).start, *x.shape[1:]))
-    return Pending(out, axis.group.reduce_scatter(out, x), x)
+    return Pending(out, _issue("reduce_scatter", axis, x, lambda: axis.group.reduce_scatter(out, x)), x)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -195,8 +214,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """`x` of the rank at position `source`, in place on the others."""
     if axis.size == 1:
         return x
-    _note("broadcast", axis, x)
-    axis.group.broadcast(x, source).wait()
+    _issue("broadcast", axis, x, lambda: axis.group.broadcast(x, source)).wait()
     return x
 
 
@@ -216,14 +234,12 @@ def my_part(size: int, axis: Axis) -> slice:
 def start_send(x: Tensor, axis: Axis, to: int) -> Pending:
     """Begin to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order they were sent."""
     x = x.contiguous()
-    _note("send", axis, x)
-    return Pending(x, axis.group.send(x, to))
+    return Pending(x, _issue("send", axis, x, lambda: axis.group.send(x, to)))
 
 
 def start_recv(x: Tensor, axis: Axis, source: int) -> Pending:
     """Begin to fill `x` with what the rank at position `source` sends. The shape and dtype must be the sender's."""
-    _note("recv", axis, x)
-    return Pending(x, axis.group.recv(x, source))
+    return Pending(x, _issue("recv", axis, x, lambda: axis.group.recv(x, source)))
 
 
 # ---------------------------------------------------------------- agreement
@@ -261,6 +277,15 @@ def together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
 def broadcast_text(text: str | None, axis: Axis, device: torch.device | str = "cpu", source: int = 0) -> str:
     """The text of the rank at position `source`, on every rank of the axis."""
     return _broadcast_bytes((text or "").encode(), axis, source, device).decode()
+
+
+def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
+    """The texts of all ranks of the axis, in their order, on each of them. Padded to the longest; every rank must call."""
+    data = text.encode()
+    length = all_reduce(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, "max")
+    padded = torch.zeros(1, int(length.item()), dtype=torch.uint8, device=device)
+    padded[0, : len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[0, :0])
+    return [bytes(row.numpy().tobytes()).rstrip(b"\0").decode() for row in all_gather(padded, axis).cpu()]
 
 
 def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:

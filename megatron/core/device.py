@@ -86,6 +86,51 @@ class Device:
         """The most memory that tensors have taken since the start; None where the device does not count."""
         return None if self.module is None else self.module.max_memory_allocated()
 
+    def memory_numbers(self) -> dict[str, float]:
+        """What tensors take now, by Megatron's names; nothing where the device does not count."""
+        if self.module is None:
+            return {}
+        stats = self.module.memory_stats()
+        return {name: stats[key] for name, key in _MEMORY.items() if key in stats}
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """Dense matrix products a second that the maker promises; None where it is not known."""
+        return None if self.module is None else peak_flops_of(self.module.get_device_name(), dtype)
+
+    def record_memory_history(self) -> None:
+        """Keep a record of every allocation from here on. Raises ConfigError where the device has no such record."""
+        record = getattr(getattr(self.module, "memory", None), "_record_memory_history", None)
+        if record is None:
+            raise ConfigError(
+                f"--record-memory-history is about an accelerator's allocator, and {self.name} keeps no such record; leave it out"
+            )
+        record()
+
+    def save_memory_history(self, path: str) -> None:
+        """Write the record, for pytorch.org/memory_viz."""
+        self.module.memory._dump_snapshot(path)
+
+
+_MEMORY = {
+    "mem-reserved-bytes": "reserved_bytes.all.current",
+    "mem-allocated-bytes": "allocated_bytes.all.current",
+    "mem-max-allocated-bytes": "allocated_bytes.all.peak",
+    "mem-allocated-count": "allocation.all.current",
+}
+# Dense, from the makers' data sheets, whose larger figures are for matrices half of which is zero. float32 without TF32.
+_PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
+    "H200": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12},
+    "H100": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12},
+    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12},
+}
+
+
+def peak_flops_of(device_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a device by the name that its driver gives; None for one that we have no figure of."""
+    model = next((model for model in _PEAK_FLOPS if model in device_name), None)
+    slower = model in ("H100", "H200") and ("PCIe" in device_name or "NVL" in device_name)  # of the same name
+    return None if model is None or slower else _PEAK_FLOPS[model].get(dtype)
+
 
 def has_fused_adam(device: torch.device) -> bool:
     """Whether torch updates all of a parameter's Adam state in one pass on this device."""

@@ -7,6 +7,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "get_args": "runtime",
         "get_runtime": "runtime",
+        "get_timers": "runtime",
         "get_tokenizer": "runtime",
         "initialize_megatron": "initialize",
         "pretrain": "training",

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig, tensor_parallel_problems
+from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig, watch_problems
 
 
 @dataclass(frozen=True)
@@ -115,17 +116,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class LogConfig:
-    """Logging."""
-
-    log_interval: int = knob(100, "steps between log lines")
-
-    def __post_init__(self) -> None:
-        if self.log_interval < 1:
-            raise ConfigError(f"--log-interval is {self.log_interval}; it must be at least 1")
-
-
-@dataclass(frozen=True)
 class Config:
     """Everything that is known before the first process group exists."""
 
@@ -140,6 +130,8 @@ class Config:
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
     log: LogConfig
+    tensorboard: TensorBoardConfig
+    profile: ProfileConfig
     device: DeviceConfig
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -258,6 +250,9 @@ def check(config: Config, world_size: int) -> None:
     problems += _schedule_problems(config)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         problems.append("--save-interval needs --save, the folder to write to")
+    problems += watch_problems(
+        config.log, config.tensorboard, config.profile, save=config.checkpoint.save, world_size=world_size
+    )
     if problems:
         raise ConfigError(problems)
 

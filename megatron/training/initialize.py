@@ -19,7 +19,8 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ExtraArgs, parse_args
 from megatron.training.config import Config, check
-from megatron.training.runtime import Runtime, print_rank_0, set_runtime
+from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
+from megatron.training.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,15 @@ def initialize_megatron(
         order=config.parallel.order,
     )
     keys = DropoutKeys(config.training.seed)
-    runtime = Runtime(config, settings.args, mesh, device, settings.tokenizer, keys, WeightGradStore())
+    timers = Timers(
+        config.log.timing_log_level,
+        config.log.timing_log_option,
+        device=device,
+        world=mesh["world"],
+        barrier=config.log.barrier_with_L1_time,
+        say=print_rank_last,
+    )
+    runtime = Runtime(config, settings.args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers)
     set_runtime(runtime)
     announce(runtime, settings.notes)
     return runtime
@@ -90,6 +99,8 @@ def read_settings(
     if problems:
         raise ConfigError(problems)
     device.prepare(bf16=config.transformer.bf16)
+    if config.profile.record_memory_history:
+        device.record_memory_history()
     return Settings(config, args, notes, device, tokenizer)
 
 

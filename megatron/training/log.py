@@ -3,17 +3,50 @@
 import math
 import time
 from collections.abc import Mapping
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from megatron.training.runtime import print_rank_last
 
 
-class TrainingLog:
-    """Averages over a log interval. Its `state` goes into checkpoints, so that an interval survives a restart."""
+@dataclass(frozen=True)
+class Interval:
+    """What a log line says of the steps since the line before it."""
 
-    def __init__(self, train_iters: int, global_batch_size: int, log_interval: int):
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    milliseconds: float  # of one step
+    lr: float
+    global_batch_size: int
+    losses: Mapping[str, float]
+    grad_norm: float | None  # a skipped step has none
+    decoupled_lr: float | None = None
+    loss_scale: float = 1.0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    tflops: float | None = None  # TFLOP/s of one device
+    num_zeros: int | None = None  # in the gradient
+    params_norm: float | None = None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks."""
+        return self.global_batch_size / (self.milliseconds / 1000)
+
+
+class TrainingLog:
+    """Averages over a log interval. Its `state` goes into checkpoints, so that an interval survives a restart.
+
+    device_flops_per_sample: FLOPs of a sample divided by the number of devices; None leaves the throughput out.
+    """
+
+    def __init__(
+        self, train_iters: int, global_batch_size: int, log_interval: int, device_flops_per_sample: float | None = None
+    ):
         self.train_iters, self.global_batch_size, self.log_interval = train_iters, global_batch_size, log_interval
+        self.device_flops_per_sample = device_flops_per_sample
         self.sums: dict[str, float] = {}
         self.steps = self.nan_steps = self.skipped_steps = 0
         self._restart_clock()
@@ -61,63 +94,72 @@ class TrainingLog:
         decoupled_lr: float | None = None,
         loss_scale: float = 1.0,
         global_batch_size: int | None = None,
-    ) -> None:
-        """Print the line of this interval if it ends here. Rates and loss scale are the next step's, as Megatron's are;
-        `global_batch_size` is that of this step, where steps differ."""
+        num_zeros: int | None = None,
+        params_norm: float | None = None,
+    ) -> Interval | None:
+        """Print the line of this interval, and return what it says, if it ends here. Rates and loss scale are the next step's, as
+        Megatron's are; `global_batch_size` is that of this step, where steps differ, and the throughput goes by it."""
         if iteration % self.log_interval:
-            return
+            return None
         milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
         losses = {name: total / (self.steps - self.skipped_steps) for name, total in self.sums.items()}
-        print_rank_last(
-            training_line(
-                iteration,
-                self.train_iters,
-                consumed_samples,
-                milliseconds,
-                lr,
-                global_batch_size or self.global_batch_size,
-                losses,
-                grad_norm,
-                decoupled_lr=decoupled_lr,
-                loss_scale=loss_scale,
-                skipped_iterations=self.skipped_steps,
-                nan_iterations=self.nan_steps,
-            )
+        batch_size = global_batch_size or self.global_batch_size
+        flops = self.device_flops_per_sample
+        interval = Interval(
+            iteration,
+            self.train_iters,
+            consumed_samples,
+            milliseconds,
+            lr,
+            batch_size,
+            losses,
+            grad_norm,
+            decoupled_lr,
+            loss_scale,
+            self.skipped_steps,
+            self.nan_steps,
+            tflops=None if flops is None else flops * batch_size / (milliseconds * 1e9),
+            num_zeros=num_zeros,
+            params_norm=params_norm,
         )
+        print_rank_last(training_line(interval))
         self.sums, self.steps, self.nan_steps, self.skipped_steps = {}, 0, 0, 0
         self._restart_clock()
+        return interval
 
 
-def training_line(
-    iteration: int,
-    train_iters: int,
-    consumed_samples: int,
-    milliseconds: float,
-    lr: float,
-    global_batch_size: int,
-    losses: Mapping[str, float],
-    grad_norm: float | None,
-    *,
-    decoupled_lr: float | None = None,
-    loss_scale: float = 1.0,
-    skipped_iterations: int = 0,
-    nan_iterations: int = 0,
-) -> str:
-    """The line that scripts parse. A skipped step has no norm, and an interval of nothing else no losses."""
+def training_line(of: Interval) -> str:
+    """The line that scripts parse. An interval of nothing but skipped steps has no losses."""
     parts = [
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iters:8d}",
-        f"consumed samples: {consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {milliseconds:.1f}",
-        f"learning rate: {lr:.6E}",
-        *([] if decoupled_lr is None else [f"decoupled learning rate: {decoupled_lr:.6E}"]),
-        f"global batch size: {global_batch_size:5d}",
-        *(f"{name}: {value:.6E}" for name, value in losses.items()),
-        f"loss scale: {loss_scale:.1f}",
-        *([] if grad_norm is None else [f"grad norm: {grad_norm:.3f}"]),
-        f"number of skipped iterations: {skipped_iterations:3d}",
-        f"number of nan iterations: {nan_iterations:3d}",
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {of.iteration:8d}/{of.train_iters:8d}",
+        f"consumed samples: {of.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {of.milliseconds:.1f}",
+        *([] if of.tflops is None else [f"throughput per GPU (TFLOP/s/GPU): {of.tflops:.1f}"]),
+        f"learning rate: {of.lr:.6E}",
+        *([] if of.decoupled_lr is None else [f"decoupled learning rate: {of.decoupled_lr:.6E}"]),
+        f"global batch size: {of.global_batch_size:5d}",
+        *(f"{name}: {value:.6E}" for name, value in of.losses.items()),
+        f"loss scale: {of.loss_scale:.1f}",
+        *([] if of.grad_norm is None else [f"grad norm: {of.grad_norm:.3f}"]),
+        *([] if of.num_zeros is None else [f"num zeros: {of.num_zeros:.1f}"]),
+        *([] if of.params_norm is None else [f"params norm: {of.params_norm:.3f}"]),
+        f"number of skipped iterations: {of.skipped_iterations:3d}",
+        f"number of nan iterations: {of.nan_iterations:3d}",
     ]
     return " | ".join(parts) + " |"
+
+
+def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
+    """For people, not scripts: how far, how long yet at this pace (without validations and checkpoints), how fast."""
+    left = timedelta(seconds=round((of.train_iters - of.iteration) * of.milliseconds / 1000))
+    parts = [
+        f"{of.iteration / of.train_iters:.1%} done",
+        f"{left} left",
+        f"{of.samples_per_second * seq_length:,.0f} tokens/s",
+        *([] if of.tflops is None else [f"{of.tflops:.4g} TFLOP/s per device"]),
+        *([] if mfu is None else [f"MFU {mfu:.1%}"]),
+    ]
+    return "   progress: " + ", ".join(parts)
 
 
 def validation_line(where: str, losses: Mapping[str, float]) -> str:

@@ -243,7 +243,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --relative-attention-num-buckets N --relative-attention-max-distance N --rope-scaling-factor X
         --window-attn-skip-freq TEXT --mrope-section N... --mtp-loss-scaling-factor X
         --activation-func-clamp-value X --cuda-graph-warmup-steps N --cuda-graph-scope NAME
-        --memory-snapshot-path FILE --sft-tokenizer-prompt-format NAME
+        --sft-tokenizer-prompt-format NAME
     """,
     "only inference reads it; tools/generate.py has flags of its own": """
         --inference-batch-times-seqlen-threshold N --max-tokens-to-oom N --flash-decode --inference-max-requests N
@@ -257,6 +257,12 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --symmetric-ar-type NAME --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill N --disable-chunked-prefill
         --bert-embedder-type NAME
     """,
+    # ---- watching a run
+    "it is among the curves unless the --no- form is given": """
+        --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard
+    """,
+    "timers wait for nobody unless --barrier-with-level-1-timing is given": "--no-barrier-with-level-1-timing",
+    "it is not measured; --timing-log-level 2 --timing-log-option all shows which rank is slow": "--log-energy --log-straggler",
 }
 
 _TASKS = "downstream tasks are not built yet: this script pretrains; leave it out"
@@ -330,7 +336,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
     "data-parallel layouts agree": "--deterministic-mode",
     "is not built yet; leave it out": """
-        --record-memory-history --error-injection-rate 0|N --enable-ft-package --calc-ft-timeouts --inprocess-restart
+        --error-injection-rate 0|N --enable-ft-package --calc-ft-timeouts --inprocess-restart
         --adlr-autoresume --test-mode --sft --perform-rl-step --lazy-mpu-init X --replication
     """,
     # ---- parallelism
@@ -371,8 +377,6 @@ REFUSED_BY_REASON: dict[str, str] = {
     "checkpoints on local disks are not built yet; use --save-interval": """
         --non-persistent-save-interval N --non-persistent-ckpt-type NAME
     """,
-    # ---- the log
-    "is not built yet; tools/plot_run.py draws the log": "--tensorboard-dir DIR --wandb-project NAME",
     # ---- scripts other than pretraining
     _TASKS: "--task NAME --train-data FILE... --valid-data FILE... --epochs N --strict-lambada",
     _GENERATES: "--out-seq-length N --num-samples N --genfile FILE --temperature X --top_p X --top_k N --greedy",

@@ -1,7 +1,7 @@
 """The parts that a run is made of once its processes have met, and the read-only view that users' scripts have of them."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments
 from megatron.training.config import Config
+from megatron.training.flops import ModelShape
+from megatron.training.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Runtime:
     tokenizer: Tokenizer
     dropout_keys: DropoutKeys
     weight_grads: WeightGradStore
+    timers: Timers = field(default_factory=Timers)
 
     @property
     def world_size(self) -> int:
@@ -52,6 +55,12 @@ class Runtime:
     @property
     def run_length(self) -> RunLength:
         return self.config.run_length(self.world_size)
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """What a token costs."""
+        config = self.config
+        return ModelShape.of(config.transformer, self.tokenizer.vocab_size, config.data.seq_length)
 
     @property
     def tensor_parallel(self) -> TensorParallel:
@@ -110,6 +119,11 @@ def get_args() -> Arguments:
 
 def get_tokenizer() -> Tokenizer:
     return get_runtime().tokenizer
+
+
+def get_timers() -> Timers:
+    """The timers of the run: `with get_timers()("name", log_level=2): ...`. For users' scripts."""
+    return get_runtime().timers
 
 
 def is_last_rank() -> bool:

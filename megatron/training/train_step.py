@@ -1,7 +1,8 @@
 """One step: forwards and backwards by the schedule, gradients made whole, one update."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Sche
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
+from megatron.training.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Pipeline:
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over)
         self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
         self.schedule_name = schedule_name
+        self.around: Callable[[Action], AbstractContextManager] | None = None  # what watches each action
         self._schedules: dict[str, tuple[int, Schedule]] = {}
 
     def train(
@@ -109,6 +112,7 @@ class Pipeline:
             reduce=lambda stage: self.chunks[stage].start_grad_reduce(),
             weight_grads=self.weight_grads,
             nominal_tokens=self.batch.nominal_tokens,
+            around=self.around,
         )
         schedule = self.schedule(purpose, num_microbatches)
         return executor.run(schedule, pp.rank, training=purpose == "train", loss_scale=loss_scale)
@@ -146,6 +150,9 @@ class StepResult:
         return not math.isfinite(self.grad_norm)
 
 
+_NO_TIMERS = Timers()
+
+
 def train_step(
     pipeline: Pipeline,
     optimizer: FlatOptimizer,
@@ -157,6 +164,7 @@ def train_step(
     weight_decay: float | None = None,
     num_microbatches: int | None = None,
     check_finite: bool = True,
+    timers: Timers = _NO_TIMERS,
 ) -> StepResult:
     """One update of the parameters. Every rank must call; all raise FloatingPointError if the gradient is not finite.
 
@@ -178,11 +186,14 @@ def train_step(
     num_microbatches = num_microbatches or batch.num_microbatches
     step_tokens = batch.nominal_tokens * num_microbatches * pipeline.mesh["dp"].size
     loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
-    totals = pipeline.train(data_iterators, first_sample, loss_scale, num_microbatches)
+    with timers("forward-backward"):
+        totals = pipeline.train(data_iterators, first_sample, loss_scale, num_microbatches)
     tokens, losses = share_totals(totals, pipeline.mesh, pipeline.device)
-    for chunk in chunks:
-        chunk.finish_grad_reduce()
-    norm = optimizer.clip_grad_norm(max(tokens, 1.0) * loss_scale)
+    with timers("all-grads-sync"):
+        for chunk in chunks:
+            chunk.finish_grad_reduce()
+    with timers("optimizer-clip-main-grad"):
+        norm = optimizer.clip_grad_norm(max(tokens, 1.0) * loss_scale)
     overflow = not math.isfinite(norm)
     if overflow and check_finite and not (scaler is not None and scaler.adapts):
         raise FloatingPointError(
@@ -192,9 +203,11 @@ def train_step(
     if scaler is not None:
         scaler.update(overflow)
     if scaler is None or not overflow:
-        optimizer.step(lr, decoupled_lr, weight_decay=weight_decay)
-        for chunk in chunks:
-            chunk.gather_params()
+        with timers("optimizer"):
+            optimizer.step(lr, decoupled_lr, weight_decay=weight_decay)
+        with timers("params-all-gather"):
+            for chunk in chunks:
+                chunk.gather_params()
     if scaler is None:
         return StepResult(losses, norm)
     return StepResult(losses, norm, scaler.scale, skipped=overflow)

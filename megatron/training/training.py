@@ -39,6 +39,7 @@ from megatron.training.initialize import as_settings_problem, initialize_megatro
 from megatron.training.log import TrainingLog, validation_line
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
 from megatron.training.train_step import BatchShape, Pipeline, train_step
+from megatron.training.watch import Watch
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 ModelProvider = Callable[..., nn.Module]
@@ -74,6 +75,7 @@ def pretrain(
     try:
         trainer.run()
     finally:
+        trainer.watch.close()
         set_runtime(None)
     del trainer, runtime
     parallel_state.stop_distributed()
@@ -137,11 +139,14 @@ class Trainer:
         self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
             self.state.consumed_train_samples, training.train_samples
         )
-        self.log = TrainingLog(self.train_iters, self.batch_size, self.config.log.log_interval)
+        flops = runtime.model_shape.flops_per_sample / runtime.world_size if self.config.log.log_throughput else None
+        self.log = TrainingLog(self.train_iters, self.batch_size, self.config.log.log_interval, flops)
         if log_state is not None:
             self.log.load_state(log_state)
         self.datasets = dict(zip(("train", "valid", "test"), self._build_datasets(datasets_provider)))
         self._leave_out_small_sets()
+        with comm.together(self.mesh["world"], device), as_settings_problem():
+            self.watch = Watch(runtime, self.pipeline, list(self.chunks.values()), self.state)
 
     def _set_schedules(self) -> None:
         """Learning rate and weight decay by this run's settings, or by the checkpoint's where a flag asks for that."""
@@ -232,30 +237,42 @@ class Trainer:
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
         state = self.state
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
-        result = train_step(
-            self.pipeline,
-            self.optimizer,
-            data,
-            first_sample=state.consumed_train_samples,
-            lr=self.schedule.at(state.scheduled_train_samples),
-            decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
-            weight_decay=self.weight_decay.at(state.scheduled_train_samples),
-            num_microbatches=batch_size // self.runtime.samples_at_once,
-            check_finite=self.config.training.check_for_nan_in_loss_and_grad,
-        )
+        with self.watch.step(state.iteration + 1):
+            result = train_step(
+                self.pipeline,
+                self.optimizer,
+                data,
+                first_sample=state.consumed_train_samples,
+                lr=self.schedule.at(state.scheduled_train_samples),
+                decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
+                weight_decay=self.weight_decay.at(state.scheduled_train_samples),
+                num_microbatches=batch_size // self.runtime.samples_at_once,
+                check_finite=self.config.training.check_for_nan_in_loss_and_grad,
+                timers=self.runtime.timers,
+            )
         state.iteration += 1
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else batch_size
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
-        self.log.line_if_due(
+        self.log.pause()
+        measured = self.watch.measure()
+        self.log.resume()
+        lr = self.schedule.at(state.scheduled_train_samples)
+        decoupled_lr = self.schedule.decoupled_at(state.scheduled_train_samples)
+        interval = self.log.line_if_due(
             state.iteration,
             state.consumed_train_samples,
-            self.schedule.at(state.scheduled_train_samples),
+            lr,
             None if result.skipped else result.grad_norm,
-            decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
+            decoupled_lr=decoupled_lr,
             loss_scale=result.loss_scale,
             global_batch_size=batch_size,
+            num_zeros=measured.num_zeros,
+            params_norm=measured.params_norm,
         )
+        self.log.pause()
+        self.watch.report(result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size)
+        self.log.resume()
 
     def _validate_if_due(self) -> None:
         interval = self.config.training.eval_interval
@@ -279,6 +296,7 @@ class Trainer:
             global_batch_size=self.batch_size,
         )
         print_rank_last(validation_line(where, losses))
+        self.watch.report_validation(split, losses, at_end=" on " in where)
         self.log.resume()
 
     def _save_if_due(self, *, last: bool) -> None:
@@ -288,6 +306,7 @@ class Trainer:
             return
         self.log.pause()
         checkpointing.save(self.runtime, list(self.chunks.values()), self.optimizer, self.state, self.log.state())
+        self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")
         self.log.resume()
 
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:

@@ -17,10 +17,10 @@ def test_flops_of_a_token_equal_a_count_by_hand():
     qkv, out, up, down, head = 8 * 24, 8 * 8, 8 * 32, 32 * 8, 8 * 10
     matrices = 2 * (qkv + out + up + down) + head
     scores_and_values = 2 * 2 * (4 / 2) * 8  # layers x two products x the half of 4 keys x width
-    assert work.multiplied_parameters == matrices
-    assert work.flops_per_token() == 3 * 2 * (matrices + scores_and_values)
-    assert work.flops_per_token(full_attention=True) == 3 * 2 * (matrices + 2 * scores_and_values)
-    assert work.flops == work.flops_per_token() * 4 * 4
+    assert work.shape.multiplied_parameters == matrices
+    assert work.shape.flops_per_token() == 3 * 2 * (matrices + scores_and_values)
+    assert work.shape.flops_per_token(full_attention=True) == 3 * 2 * (matrices + 2 * scores_and_values)
+    assert work.flops == work.shape.flops_per_token() * 4 * 4
 
 
 def test_gpt2_small_has_the_parameters_of_gpt2():

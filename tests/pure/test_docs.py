@@ -21,6 +21,8 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
 
 GENERATES = "tests/gloo/test_generate.py::test_four_ranks_write_what_one_process_writes"
+DRAWS = "tests/pure/test_plot_run.py::test_several_runs_are_drawn_in_one_picture"
+WATCHES = "tests/gloo/test_watched_job.py::test_a_job_is_watched_over_a_restart"
 # document: command, or its beginning before " ..." -> the test that runs its program, or "not run: why".
 COMMANDS = {
     "README.md": {
@@ -31,12 +33,20 @@ COMMANDS = {
         "python tools/train_tokenizer.py ...": "tests/pure/test_preprocess.py::test_a_trained_tokenizer_is_the_same_every_time_and_writes_any_text",
         "python tools/preprocess_data.py ...": "tests/pure/test_preprocess.py::test_workers_write_the_same_bytes_from_any_directory",
         "torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/gloo/test_scripts.py::test_runs_under_torchrun",
-        "python tools/plot_run.py ...": "not run: it draws a picture of a log, and the log's format has tests of its own",
+        "python tools/plot_run.py ...": DRAWS,
         "python tools/generate.py ...": GENERATES,
     },
     "docs/generation.md": {
         "python tools/generate.py ...": GENERATES,
         "torchrun --nproc-per-node 4 tools/generate.py ...": "tests/gloo/test_generate.py::test_runs_under_torchrun",
+    },
+    "docs/watching.md": {
+        'SMALL="--num-layers ...': "not run: flags of the commands that follow",
+        "torchrun --nproc-per-node 2 pretrain_gpt.py ...": WATCHES,
+        "python pretrain_gpt.py ...": WATCHES,
+        "python tools/plot_run.py ...": DRAWS,
+        "tensorboard --logdir runs/tb": "not run: it shows a page until it is stopped",
+        "grep ...": "not run: it shows lines of a file that a test reads",
     },
     "docs/adding_a_model.md": {
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_examples.py::test_a_fork_elsewhere_trains_alike_in_one_process_and_over_a_pipeline",

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from megatron.training import log as log_module
-from megatron.training.log import TrainingLog, training_line, validation_line
+from megatron.training.log import Interval, TrainingLog, progress_line, training_line, validation_line
 
 LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration [ \d]{7}\d/[ \d]{7}\d"
@@ -29,7 +29,7 @@ def without_time(line: str) -> str:
 
 
 def test_a_training_line_is_megatrons():
-    line = training_line(7, 500_000, 3584, 123.456, 1.5e-4, 512, {"lm loss": 10.8765432}, 1.23456)
+    line = training_line(Interval(7, 500_000, 3584, 123.456, 1.5e-4, 512, {"lm loss": 10.8765432}, 1.23456))
     assert LINE.fullmatch(line)
     assert without_time(line) == (
         " iteration        7/  500000 | consumed samples:         3584 | elapsed time per iteration (ms): 123.5 | "
@@ -41,15 +41,49 @@ def test_a_training_line_is_megatrons():
 
 
 def test_a_line_holds_every_loss_and_every_count():
-    line = training_line(
+    of = Interval(
         12345678, 99999999, 123456789012, 0.04, 0.0, 4, {"lm loss": 0.5, "sop loss": 1e-9}, 1234.5,
         loss_scale=4096.0, skipped_iterations=12, nan_iterations=345,
     )  # fmt: skip
+    line = training_line(of)
     assert without_time(line) == (
         " iteration 12345678/99999999 | consumed samples: 123456789012 | elapsed time per iteration (ms): 0.0 | "
         "learning rate: 0.000000E+00 | global batch size:     4 | lm loss: 5.000000E-01 | sop loss: 1.000000E-09 | "
         "loss scale: 4096.0 | grad norm: 1234.500 | number of skipped iterations:  12 | number of nan iterations: 345 |"
     )
+
+
+def test_throughput_zeros_and_norm_have_megatrons_places():
+    of = Interval(
+        20, 100, 160, 250.0, 1e-3, 8, {"lm loss": 2.0}, 1.0, tflops=412.345, num_zeros=1234, params_norm=98.76543
+    )
+    assert without_time(training_line(of)) == (
+        " iteration       20/     100 | consumed samples:          160 | elapsed time per iteration (ms): 250.0 | "
+        "throughput per GPU (TFLOP/s/GPU): 412.3 | learning rate: 1.000000E-03 | global batch size:     8 | "
+        "lm loss: 2.000000E+00 | loss scale: 1.0 | grad norm: 1.000 | num zeros: 1234.0 | params norm: 98.765 | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_a_progress_line_is_for_people_and_never_taken_for_a_log_line():
+    of = Interval(20, 100, 160, 45_000.0, 1e-3, 8, {"lm loss": 2.0}, 1.0, tflops=412.345)
+    line = progress_line(of, seq_length=2048, mfu=0.4167)
+    assert line == (  # 80 steps of 45 s; 8 x 2048 tokens in each
+        "   progress: 20.0% done, 1:00:00 left, 364 tokens/s, 412.3 TFLOP/s per device, MFU 41.7%"
+    )
+    assert "MFU" not in progress_line(of, 2048, None)
+    for word in ("iteration ", "consumed samples", "grad norm:", "loss", "|"):
+        assert word not in line
+
+
+def test_throughput_is_flops_by_the_time_of_a_step(clock, capsys):
+    log = TrainingLog(4, 8, 2, device_flops_per_sample=3e12)
+    for iteration in (1, 2):
+        clock.now += 2.0
+        log.add({"lm loss": 1.0})
+        interval = log.line_if_due(iteration, 8 * iteration, 1e-3, 1.0)
+    assert interval.tflops == pytest.approx(3 * 8 / 2)
+    assert "| throughput per GPU (TFLOP/s/GPU): 12.0 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

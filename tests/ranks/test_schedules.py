@@ -64,7 +64,7 @@ class Recorder:
     def add(self, losses, is_nan=False, *, skipped=False) -> None:
         self.losses = dict(losses)
 
-    def line_if_due(self, iteration, consumed, lr, norm, *, decoupled_lr, loss_scale, global_batch_size) -> None:
+    def line_if_due(self, iteration, consumed, lr, norm, *, global_batch_size, **more) -> None:
         self.steps.append(Step(iteration, consumed, global_batch_size, lr, norm, self.losses))
 
     def pause(self) -> None: ...

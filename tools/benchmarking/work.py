@@ -1,18 +1,12 @@
-"""What a benchmark computes: the sizes of a model and of a batch, and the FLOPs that follow from them. Pure integers.
+"""What a benchmark computes: the sizes of a model and of a batch. Pure integers.
 
-Model FLOPs of a token, those of the mathematics and not of an implementation (nothing recomputed, no padded words):
-
-    6 N + 6 L s a      6 = 2 for multiply and add, x 3 for the forward and the backward's two products
-        N              elements of the matrices that activations are multiplied with: per layer q/k/v h x 3a, out a x h, MLP
-                       2 h f, and once the output layer h x V. Not tables that are looked up, biases, norms
-        6 L s a        scores and their sum over values, in L layers of width a = heads x head width, sequences of s: full
-                       attention would be 12 L s a; a causal query sees half of the keys (exactly (s + 1) / 2, we say s / 2)
-
-nanoGPT, llm.c and PaLM count 6 N + 12 L s a, that is full attention; `full_attention=True` gives that for comparison.
+`megatron/training/flops.py` says what its FLOPs are, and how others count them.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from megatron.training.flops import ModelShape
 
 
 @dataclass(frozen=True)
@@ -43,25 +37,20 @@ class Work:
         return self.global_batch_size * self.seq_length
 
     @property
-    def multiplied_parameters(self) -> int:
-        """N above."""
+    def shape(self) -> ModelShape:
         h = self.hidden_size
-        return 12 * self.num_layers * h * h + h * self.vocab_size
+        return ModelShape(self.num_layers, h, h, h, 4 * h, self.vocab_size, self.seq_length)
 
     @property
     def parameters(self) -> int:
         """All of them, without padding: matrices (the tied table once), positions, biases and norms."""
         h, layers = self.hidden_size, self.num_layers
-        return self.multiplied_parameters + self.seq_length * h + layers * 13 * h + 2 * h
-
-    def flops_per_token(self, *, full_attention: bool = False) -> int:
-        attention = (12 if full_attention else 6) * self.num_layers * self.seq_length * self.hidden_size
-        return 6 * self.multiplied_parameters + attention
+        return self.shape.multiplied_parameters + self.seq_length * h + layers * 13 * h + 2 * h
 
     @property
     def flops(self) -> int:
         """Model FLOPs of a step, with causal attention."""
-        return self.flops_per_token() * self.tokens
+        return self.shape.flops_per_token() * self.tokens
 
     def problems(self) -> list[str]:
         """Why this cannot be run, in the words of the command line."""

@@ -4,6 +4,7 @@ There is no separate path without pipelining: one rank runs F0.0 B0.0 F0.1 B0.1 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Executor:
 
     chunks: the model chunks of this rank by stage; data_iterators: likewise (None where a stage reads nothing).
     forward_step(data_iterator, model) -> (output, loss_func), as Megatron's.
-    begin(action) is called before each compute action, reduce(stage) once a stage's gradients are complete.
+    begin(action) is called before each compute action, reduce(stage) once a stage's gradients are complete; each action runs
+    inside around(action), if that is given: a timer, a profiler's range.
     weight_grads: the store of the chunks' linear layers, for schedules that put weight gradients off.
     nominal_tokens: those of a full microbatch, the weight of a loss that is a mean.
     """
@@ -48,10 +50,12 @@ class Executor:
         reduce: Callable[[int], None] = lambda stage: None,
         weight_grads: WeightGradStore | None = None,
         nominal_tokens: float = 1.0,
+        around: Callable[[Action], AbstractContextManager] | None = None,
     ):
         self.chunks, self.last_stage, self.placement, self.transport = chunks, num_stages - 1, placement, transport
         self.forward_step, self.data_iterators, self.nominal_tokens = forward_step, data_iterators, nominal_tokens
         self.begin, self.reduce, self.weight_grads = begin, reduce, weight_grads or WeightGradStore()
+        self.around = around
         self.inputs: dict[Key, tuple[Tensor, ...]] = {}
         self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until they are sent
         self.roots: dict[Key, tuple[Tensor | GradientEdge, ...]] = {}  # where a backward starts
@@ -71,7 +75,7 @@ class Executor:
         with torch.set_grad_enabled(training):
             for index, action in enumerate(schedule[rank]):
                 try:
-                    _HANDLERS[action.op](self, action)
+                    self._do(action)
                 except Exception as error:
                     error.add_note(f"while running pipeline action {action}:\n{show(schedule, rank, index)}")
                     raise
@@ -79,6 +83,13 @@ class Executor:
         left = {name: list(getattr(self, name)) for name in held if getattr(self, name)}
         assert not left, f"the schedule is not complete, it leaves {left}"
         return self.totals
+
+    def _do(self, action: Action) -> None:
+        if self.around is None:
+            _HANDLERS[action.op](self, action)
+            return
+        with self.around(action):
+            _HANDLERS[action.op](self, action)
 
     # ---------------------------------------------------------------- compute
 

@@ -1,0 +1,81 @@
+"""A Chrome trace of some steps, with pipeline actions and collectives by name, and the record of a device's allocations."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from megatron.core.device import Device
+from megatron.core.parallel_state import Mesh
+from megatron.training.watch_config import ProfileConfig
+
+
+class StepProfiler:
+    """torch's profiler over the steps after `profile_step_start` up to `profile_step_end`, on the ranks that are named.
+
+    The trace is `<folder>/profile/steps-11-12-rank-0.json`, for chrome://tracing or ui.perfetto.dev.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: str | None, mesh: Mesh):
+        rank = mesh["world"].rank
+        self.config, self._mesh, self._rank = config, mesh, rank
+        self.wanted = config.profile and rank in config.profile_ranks
+        self._folder = Path(folder or ".") / "profile"
+        self._profile: torch.profiler.profile | None = None
+        self._first = self._last = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._profile is not None
+
+    @contextlib.contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Training step number `iteration`, counted from 1, runs inside."""
+        if not self.wanted or not self.config.profile_step_start < iteration <= self.config.profile_step_end:
+            yield
+            return
+        if self._profile is None:
+            self._profile, self._first = torch.profiler.profile(record_shapes=True), iteration
+            self._profile.start()
+            self._mesh.ledger.profiled = True
+        self._last = iteration
+        with torch.profiler.record_function(f"step {iteration}"):
+            yield
+
+    @contextlib.contextmanager
+    def range_of(self, name: str, inside: AbstractContextManager) -> Iterator[None]:
+        """What runs inside has a name in the trace."""
+        with torch.profiler.record_function(name), inside:
+            yield
+
+    def write_if_done(self, iteration: int) -> None:
+        if iteration >= self.config.profile_step_end:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what there is, if anything has been recorded."""
+        if self._profile is None:
+            return
+        self._mesh.ledger.profiled = False
+        self._profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps-{self._first}-{self._last}-rank-{self._rank}.json"
+        self._profile.export_chrome_trace(str(path))
+        self._profile = None
+        print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank} to {path}", flush=True)
+
+
+class MemoryHistory:
+    """The device's record of allocations, begun when the run started, written by the ranks of --profile-ranks."""
+
+    def __init__(self, config: ProfileConfig, device: Device, rank: int):
+        self._wanted, self._device = config.record_memory_history and rank in config.profile_ranks, device
+        path = Path(config.memory_snapshot_path)
+        self.path = path if rank == 0 else path.with_name(f"{path.stem}-rank-{rank}{path.suffix}")
+
+    def save(self) -> None:
+        if self._wanted:
+            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            self._device.save_memory_history(str(self.path))

@@ -1,0 +1,158 @@
+"""Where a run's numbers go, beside the log: TensorBoard, wandb, a file of JSON lines. A new place is one more class.
+
+The loop makes `Record`s; a sink takes those it has a use for. Sinks live on the last rank alone, where losses are known.
+
+    step         one training step, every --tensorboard-log-interval: curves
+    interval     what a log line says, every --log-interval
+    validation   one validation or test
+    inspect      statistics of one tensor, every --inspect steps
+"""
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+Kind = Literal["step", "interval", "validation", "inspect"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Some numbers of one moment of a run, by Megatron's names. labels: what they are of."""
+
+    kind: Kind
+    iteration: int
+    samples: int  # consumed so far
+    values: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+def curve_points(record: Record) -> dict[str, float]:
+    """What a record adds to curves. Of an interval that is only what a step does not know."""
+    if record.kind == "interval":
+        return {name: value for name, value in record.values.items() if name.endswith("-time") or name in _OF_INTERVALS}
+    if record.kind == "inspect":
+        of = " ".join(record.labels.values())
+        return {f"{of}/{name}": value for name, value in record.values.items()}
+    return dict(record.values)
+
+
+_OF_INTERVALS = ("throughput", "tokens-per-second", "mfu")
+
+
+class TensorBoardSink:
+    """Event files in a folder. Every curve is there twice: by iterations, and as "X vs samples"."""
+
+    def __init__(self, folder: str, queue_size: int):
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        try:
+            self._writer = tensorboard.SummaryWriter(log_dir=folder, max_queue=queue_size)
+        except OSError as error:
+            raise ValueError(
+                f"--tensorboard-dir {folder} cannot be written: {error.strerror}; choose another"
+            ) from error
+
+    def write(self, record: Record) -> None:
+        for name, value in curve_points(record).items():
+            self._writer.add_scalar(name, value, record.iteration)
+            if record.kind != "inspect":
+                self._writer.add_scalar(f"{name} vs samples", value, record.samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run at Weights & Biases, with the settings beside the curves."""
+
+    def __init__(
+        self, project: str, name: str | None, entity: str | None, folder: str | None, settings: dict[str, Any]
+    ):
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(project=project, name=name, entity=entity, dir=folder, config=settings)
+
+    def write(self, record: Record) -> None:
+        points = curve_points(record)
+        if record.kind == "step":
+            points["samples vs steps"] = record.samples
+        if points:
+            self._run.log(points, step=record.iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsFile:
+    """One JSON object a line: {"kind": "interval", "iteration": 10, "consumed_samples": 80, "lm loss": 6.9, ...}.
+
+    A number that is not finite is null, and `not_finite` says what it was. A run that goes on from `iteration` first cuts what
+    comes after it, since it will write that again. Raises ValueError for a file that holds anything else.
+    """
+
+    def __init__(self, path: str, iteration: int):
+        self.path = Path(path)
+        try:
+            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self._cut_after(iteration)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--metrics-file {path} cannot be written: {error.strerror}; choose another") from error
+
+    def _cut_after(self, iteration: int) -> None:
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        kept = lines_until(text, iteration, str(self.path))
+        if kept != text:
+            beside = self.path.with_name(self.path.name + ".cut")
+            beside.write_text(kept, encoding="utf-8")
+            os.replace(beside, self.path)  # a run that is killed here has lost nothing
+
+    def write(self, record: Record) -> None:
+        if record.kind != "step":
+            self._file.write(json_line(record) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def json_line(record: Record) -> str:
+    """The record as a JSON object, without the NaN and Infinity that JSON does not have."""
+    start = {"kind": record.kind, "iteration": record.iteration, "consumed_samples": record.samples, **record.labels}
+    values = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
+    odd = {name: str(float(value)) for name, value in record.values.items() if not math.isfinite(value)}
+    return json.dumps({**start, **values, **({"not_finite": odd} if odd else {})}, allow_nan=False)
+
+
+def lines_until(text: str, iteration: int, name: str) -> str:
+    """The lines of a metrics file that a run going on from `iteration` does not write again.
+
+    The validations after the last step belong to the end of a run, which is yet to come. A last line without its end was
+    being written when the run was killed.
+    """
+    kept = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            entry = json.loads(line)
+            at, is_end = entry["iteration"], entry.get("at") == "end"
+            _ = entry["kind"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if line.endswith("\n") or number == 1:
+                raise ValueError(
+                    f"--metrics-file {name} holds something else in line {number}; give another name, or move it away"
+                ) from None
+            break
+        if line.endswith("\n") and (at < iteration or (at == iteration and not is_end)):
+            kept.append(line)
+    return "".join(kept)

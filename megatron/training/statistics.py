@@ -1,0 +1,168 @@
+"""Numbers of whole tensors, counted once over any layout: norms, zeros, and the statistics of --inspect.
+
+A rank contributes the elements that it speaks for: of those that `placement.owned_pieces` says, the shard that it updates, or all
+of them on the first of the data-parallel ranks where these hold copies. Activations are divided over data-parallel ranks and microbatches; the tensor-parallel ranks hold copies of a
+layer's output, or with sequence parallelism parts of it.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.core import comm
+from megatron.core.boxes import flat_run, slices
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.plan import overlaps
+from megatron.core.models.embedding import Embedding
+from megatron.core.parallel_state import Mesh
+from megatron.core.placement import owned_pieces
+from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.mlp import ParallelMLP
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
+
+_HIDDEN = (Embedding, ParallelTransformerLayer, ParallelAttention, ParallelMLP)  # what gives hidden states [s, b, h]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of some elements: those that are finite have a mean, a sum of squared distances from it, a largest magnitude."""
+
+    finite: int = 0
+    mean: float = 0.0
+    distances: float = 0.0
+    largest: float = 0.0
+    zeros: int = 0
+    not_finite: int = 0
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        """Of the elements of both (Chan, Golub, LeVeque 1979, which a large mean does not spoil)."""
+        finite = self.finite + other.finite
+        between = other.mean - self.mean
+        share = other.finite / max(finite, 1)
+        return Statistics(
+            finite,
+            self.mean + between * share,
+            self.distances + other.distances + between * between * self.finite * share,
+            max(self.largest, other.largest),
+            self.zeros + other.zeros,
+            self.not_finite + other.not_finite,
+        )
+
+    def values(self) -> dict[str, float]:
+        """What is reported: mean, std, max (of magnitudes), zeros and not-finite as shares of all elements."""
+        elements = max(self.finite + self.not_finite, 1)
+        return {
+            "mean": self.mean,
+            "std": math.sqrt(self.distances / max(self.finite, 1)),
+            "max": self.largest,
+            "zeros": self.zeros / elements,
+            "not-finite": self.not_finite / elements,
+        }
+
+
+@torch.no_grad()
+def statistics_of(x: Tensor) -> Statistics:
+    """In float64, whatever the dtype."""
+    wide = x.detach().double().reshape(-1)
+    finite = wide[wide.isfinite()]
+    if finite.numel() == 0:
+        return Statistics(not_finite=wide.numel())
+    mean = finite.mean()
+    numbers = torch.stack([mean, (finite - mean).square().sum(), finite.abs().max(), (finite == 0).sum()]).tolist()
+    return Statistics(finite.numel(), *numbers[:3], int(numbers[3]), wide.numel() - finite.numel())
+
+
+# ---------------------------------------------------------------- parameters and gradients
+
+
+def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name, values) of the parameters, or of their gradients in the buffers, for which this rank speaks, flat and in parts.
+
+    Over all ranks every element comes once. Only what the rank itself has updated is read, so that a gathering of parameters
+    may be under way.
+    """
+    for chunk in chunks:
+        for buffer in (b for b in chunk.buffers if b.replica_axis.is_first):
+            flat = buffer.grads.data if grads else buffer.params.data
+            for slot in buffer.plan.slots:
+                parameter = buffer.parameters[slot.name]
+                shape = tuple(parameter.shape)
+                for _, local in owned_pieces(parameter.placement, shape, mesh):
+                    first, last = (slot.start + at for at in flat_run(local, shape))
+                    for start, stop in overlaps(buffer.owned, first, last):
+                        yield slot.name, flat[start:stop]
+        if not grads and mesh["dp"].is_first:
+            for name, parameter in chunk.module.named_parameters():
+                if not parameter.requires_grad:  # it has no place in a buffer
+                    for _, local in owned_pieces(parameter.placement, tuple(parameter.shape), mesh):
+                        yield name, parameter.data[slices(local)]
+
+
+@torch.no_grad()
+def params_norm(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> float:
+    """The L2 norm of all parameters of the model. One all-reduce of a number; every rank must call."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for _, part in my_elements(chunks, mesh, grads=False):
+        total += part.double().square().sum()
+    return comm.all_reduce(total, mesh["world"]).sqrt().item()
+
+
+@torch.no_grad()
+def num_zeros_in_grad(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> int:
+    """Zeros in the gradient of the whole model, after a step. One all-reduce of a number; every rank must call."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for _, part in my_elements(chunks, mesh, grads=True):
+        total += (part == 0).sum()
+    return int(comm.all_reduce(total, mesh["world"]).item())
+
+
+# ---------------------------------------------------------------- what --inspect writes
+
+Key = tuple[str, str]  # ("parameter" | "gradient" | "activation", name in the model)
+
+
+class Inspector:
+    """Statistics of one step. Between steps that are inspected it does not exist: no hook, no memory.
+
+    Made before the step; `finish` afterwards gives the statistics of the whole model on every rank.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, sequence_parallel: bool):
+        self._chunks, self._mesh = chunks, mesh
+        self._found: dict[Key, Statistics] = {}
+        self._handles: list[RemovableHandle] = []
+        if sequence_parallel or mesh["tp"].is_first:  # else another rank has the same
+            for chunk in chunks:
+                self._watch_outputs(chunk.module)
+
+    def _watch_outputs(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, _HIDDEN) or name.endswith("final_layernorm"):
+
+                def note(module: nn.Module, inputs: object, output: Tensor, name: str = name) -> None:
+                    # A layer that the backward computes again comes by twice, as do all its elements: means stay as they are.
+                    self._add(("activation", name), output)
+
+                self._handles.append(module.register_forward_hook(note))
+
+    def _add(self, key: Key, x: Tensor) -> None:
+        self._found[key] = self._found.get(key, Statistics()) + statistics_of(x)
+
+    def finish(self, device: torch.device | str) -> dict[Key, Statistics]:
+        """The statistics by (what, name). Gradients are those that the optimizer was given: clipped. Every rank must call."""
+        for handle in self._handles:
+            handle.remove()
+        for what, grads in (("parameter", False), ("gradient", True)):
+            for name, part in my_elements(self._chunks, self._mesh, grads=grads):
+                self._add((what, name), part)
+        mine = [[*key, asdict(statistics)] for key, statistics in self._found.items()]
+        whole: dict[Key, Statistics] = {}
+        for text in comm.all_gather_texts(json.dumps(mine), self._mesh["world"], device):
+            for what, name, numbers in json.loads(text):
+                whole[what, name] = whole.get((what, name), Statistics()) + Statistics(**numbers)
+        return whole

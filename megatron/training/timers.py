@@ -1,0 +1,172 @@
+"""How long the parts of a step take, under Megatron's names, and the table of them over all ranks.
+
+    timers = get_timers()
+    with timers("batch-generator", log_level=2):        or  timers("batch-generator", log_level=2).start() ... .stop()
+        ...
+
+level 1    forward-backward, all-grads-sync, optimizer-clip-main-grad, optimizer, params-all-gather
+level 2    also batch-generator, forward-compute, backward-compute, forward-send, forward-recv, backward-send, backward-recv
+
+A timer above --timing-log-level does nothing. One that runs waits for the device before it reads the clock.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from megatron.core import comm
+from megatron.core.device import Device
+from megatron.core.grid import Axis
+
+Option = Literal["max", "minmax", "all"]
+
+
+class Timer:
+    """The sum of the times between `start` and `stop`, which may not be nested. barrier: `with` waits for all ranks."""
+
+    def __init__(self, name: str, owner: "Timers", barrier: bool):
+        self.name, self._owner, self._barrier = name, owner, barrier
+        self._total, self._began = 0.0, None
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin to count. With `barrier` every rank must call, and waits for the last one."""
+        assert self._began is None, f"timer {self.name} has been started already"
+        if barrier:
+            self._owner.wait_for_all()
+        self._began = self._owner.now()
+
+    def stop(self, barrier: bool = False) -> None:
+        assert self._began is not None, f"timer {self.name} is not started"
+        if barrier:
+            self._owner.wait_for_all()
+        self._total += self._owner.now() - self._began
+        self._began = None
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds so far, those of a timer that is running included."""
+        running = self._began is not None
+        if running:
+            self.stop(barrier)
+        total = self._total
+        self._total = 0.0 if reset else total
+        if running:
+            self.start(barrier)
+        return total
+
+    def __enter__(self) -> "Timer":
+        self.start(self._barrier)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop(self._barrier)
+
+
+class _Off:
+    """A timer that nobody wants to know of."""
+
+    name = "off"
+
+    def start(self, barrier: bool = False) -> None: ...
+    def stop(self, barrier: bool = False) -> None: ...
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        return 0.0
+
+    def __enter__(self) -> "_Off":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+_OFF = _Off()
+
+
+class Timers:
+    """This rank's timers by name.
+
+    barrier: timers of level 1 used by `with` wait for all ranks of `world` at both ends; every rank must enter them. say(text)
+    prints a table once per run, whichever ranks call it.
+    """
+
+    def __init__(
+        self,
+        level: int = 0,
+        option: Option = "minmax",
+        *,
+        device: Device | None = None,
+        world: Axis | None = None,
+        barrier: bool = False,
+        say: Callable[[str], None] = print,
+    ):
+        self.level, self.option, self._barrier = level, option, barrier
+        self._device, self._world, self._say = device, world, say
+        self._timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str, log_level: int = 1) -> Any:
+        """The timer of this name, made when first asked for; one that does nothing if its level is above --timing-log-level."""
+        if log_level > self.level:
+            return _OFF
+        if name not in self._timers:
+            self._timers[name] = Timer(name, self, self._barrier and log_level == 1)
+        return self._timers[name]
+
+    def now(self) -> float:
+        if self._device is not None:
+            self._device.synchronize()
+        return time.perf_counter()
+
+    def wait_for_all(self) -> None:
+        if self._world is not None:
+            comm.barrier(self._world, "cpu" if self._device is None else self._device.torch_device)
+
+    def seconds_of_ranks(
+        self, names: Iterable[str] | None = None, *, reset: bool = True
+    ) -> dict[str, dict[int, float]]:
+        """name -> rank -> seconds, of the ranks that have such a timer. Every rank must call."""
+        wanted = self._timers.keys() if names is None else names
+        mine = {name: self._timers[name].elapsed(reset) for name in wanted if name in self._timers}
+        if self._world is None:
+            return {name: {0: seconds} for name, seconds in mine.items()}
+        device = "cpu" if self._device is None else self._device.torch_device
+        texts = comm.all_gather_texts(json.dumps(mine), self._world, device)
+        table: dict[str, dict[int, float]] = {}
+        for rank, text in enumerate(texts):
+            for name, seconds in json.loads(text).items():
+                table.setdefault(name, {})[rank] = seconds
+        return table
+
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> dict[str, dict[int, float]]:
+        """Print the table of the timers once, in ms per `normalizer` steps, and start them anew; returns their seconds by rank.
+        Every rank must call."""
+        del rank  # it is always the last rank that prints
+        if self.level == 0:
+            return {}
+        if barrier:
+            self.wait_for_all()
+        if table := self.seconds_of_ranks(names, reset=reset):
+            self._say(time_table(table, self.option, normalizer))
+        return table
+
+
+def time_table(seconds: Mapping[str, Mapping[int, float]], option: Option, normalizer: float = 1.0) -> str:
+    """Megatron's table: milliseconds per step, over the ranks that have such a timer."""
+    ms = {name: {rank: 1000 * s / normalizer for rank, s in of.items()} for name, of in seconds.items()}
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, of in ms.items():
+            lines += [f"  {name}:", *(f"     rank {rank:2d}: {value:.2f}" for rank, value in of.items())]
+        return "\n".join(lines)
+    lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
+    for name, of in ms.items():
+        low, high = min(of.values()), max(of.values())
+        shown = f"{high:.2f}" if option == "max" else f"({low:.2f}, {high:.2f})"
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: {shown}")
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""Everything that looks at a run and changes nothing in it: sinks, norms, timers, profiles, statistics, progress.txt.
+
+The loop calls it around a step:
+
+    with watch.step(number):        profile, hooks of --inspect
+        train_step(...)
+    measured = watch.measure(...)   what all ranks must compute together, where it is due
+    watch.report(...)               records for the sinks, the table of timers, the progress line
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedule import Action, Op
+from megatron.training.log import Interval, progress_line
+from megatron.training.profiling import MemoryHistory, StepProfiler
+from megatron.training.runtime import Runtime, print_rank_last
+from megatron.training.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
+from megatron.training.state import TrainState
+from megatron.training.statistics import Inspector, Key, Statistics, num_zeros_in_grad, params_norm
+from megatron.training.train_step import Pipeline, StepResult
+
+# The timer of --timing-log-level 2 that an action counts for.
+_TIMER_OF = {
+    Op.F: "forward-compute", Op.B: "backward-compute", Op.I: "backward-compute", Op.W: "backward-compute",
+    Op.SEND_F: "forward-send", Op.SENT_F: "forward-send", Op.POST_F: "forward-recv", Op.RECV_F: "forward-recv",
+    Op.SEND_B: "backward-send", Op.SENT_B: "backward-send", Op.POST_B: "backward-recv", Op.RECV_B: "backward-recv",
+}  # fmt: skip
+
+
+@dataclass
+class Measured:
+    """What all ranks have computed together after a step."""
+
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    tensors: dict[Key, Statistics] = field(default_factory=dict)  # where --inspect is due
+
+
+class Watch:
+    """What watches one run. Every rank has one and calls it alike; sinks are on the last rank."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pipeline: Pipeline,
+        chunks: Sequence[DistributedDataParallel],
+        state: TrainState,
+    ):
+        config, mesh = runtime.config, runtime.mesh
+        self.runtime, self.config, self.chunks, self.state, self._mesh = runtime, config, chunks, state, mesh
+        self.timers = runtime.timers
+        folder = config.tensorboard.tensorboard_dir or config.checkpoint.save
+        self.profiler = StepProfiler(config.profile, folder, mesh)
+        self.memory = MemoryHistory(config.profile, runtime.device, mesh["world"].rank)
+        self._inspector: Inspector | None = None
+        self._steps = 0  # that the timers have seen since they were read
+        self.sinks: list[Sink] = make_sinks(runtime, state.iteration) if mesh["world"].is_last else []
+        if self.timers.level >= 2 or self.profiler.wanted:
+            pipeline.around = self._around
+        self.note_progress("Starting job")
+
+    def _around(self, action: Action) -> AbstractContextManager:
+        """A timer of level 2 and, within the profiled steps, a range."""
+        name = _TIMER_OF.get(action.op)
+        timer = contextlib.nullcontext() if name is None else self.timers(name, log_level=2)
+        return self.profiler.range_of(str(action), timer) if self.profiler.is_on else timer
+
+    # ---------------------------------------------------------------- around a step
+
+    @contextlib.contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Training step number `iteration`, counted from 1, runs inside."""
+        if self.config.log.inspect is not None and iteration % self.config.log.inspect == 0:
+            parallel = self.config.parallel.sequence_parallel_on
+            self._inspector = Inspector(self.chunks, self._mesh, sequence_parallel=parallel)
+        with self.profiler.step(iteration):
+            yield
+
+    def measure(self) -> Measured:
+        """What is due after the step that was taken last. Every rank must call."""
+        measured, log, device = Measured(), self.config.log, self.runtime.device.torch_device
+        self._steps += 1
+        self.profiler.write_if_done(self.state.iteration)
+        if self._line_is_due or self._curves_are_due:
+            if log.log_num_zeros_in_grad:
+                measured.num_zeros = num_zeros_in_grad(self.chunks, self._mesh, device)
+            if log.log_params_norm:
+                measured.params_norm = params_norm(self.chunks, self._mesh, device)
+        if self._inspector is not None:
+            measured.tensors = self._inspector.finish(device)
+            self._inspector = None
+        return measured
+
+    @property
+    def _line_is_due(self) -> bool:
+        return self.state.iteration % self.config.log.log_interval == 0
+
+    @property
+    def _curves_are_due(self) -> bool:
+        curves = self.config.tensorboard
+        return curves.is_on and self.state.iteration % curves.tensorboard_log_interval == 0
+
+    def report(
+        self,
+        result: StepResult,
+        interval: Interval | None,
+        measured: Measured,
+        *,
+        lr: float,
+        decoupled_lr: float | None,
+        global_batch_size: int,
+    ) -> None:
+        """Send on what is known of the step that was taken last; `interval` where a log line was due. Every rank must call."""
+        rates = {"learning-rate": lr} | ({} if decoupled_lr is None else {"decoupled-learning-rate": decoupled_lr})
+        if self._curves_are_due and self.sinks:
+            self._send("step", self._curve_values(result, measured, rates, global_batch_size))
+        if interval is not None:
+            times = self._times()
+            if self.config.log.log_throughput:
+                print_rank_last(progress_line(interval, self.config.data.seq_length, self._mfu(interval)))
+            if self.sinks:
+                self._send("interval", self._interval_values(interval, rates) | times)
+            self.memory.save()
+        for (what, name), statistics in measured.tensors.items():
+            self._send("inspect", statistics.values(), {"what": what, "name": name})
+
+    def report_validation(self, split: str, losses: Mapping[str, float], *, at_end: bool) -> None:
+        """The losses of a validation, or of the test; `at_end`: after the last step."""
+        what = "test" if split == "test" else "validation"
+        values = {f"{name} {what}": value for name, value in losses.items()}
+        if self.config.tensorboard.log_validation_ppl_to_tensorboard:
+            values |= {f"{name} {what} ppl": math.exp(min(value, 20.0)) for name, value in losses.items()}
+        self._send("validation", values, {"split": what, "at": "end" if at_end else "step"})
+
+    def note_progress(self, event: str) -> None:
+        """A line in progress.txt, with --log-progress."""
+        if not self.config.log.log_progress or not self._mesh["world"].is_first:
+            return
+        job = os.environ.get("SLURM_JOB_ID", "")
+        line = f"{datetime.now():%Y-%m-%d %H:%M:%S}\tJob ID: {job}\t# GPUs: {self.runtime.world_size}\t{event}\n"
+        with (Path(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def close(self) -> None:
+        """Write what is held back. Any rank may call, at any time."""
+        self.profiler.finish()
+        self.memory.save()
+        for sink in self.sinks:
+            sink.close()
+
+    # ---------------------------------------------------------------- what is sent
+
+    def _send(self, kind: Any, values: Mapping[str, float], labels: Mapping[str, str] | None = None) -> None:
+        record = Record(kind, self.state.iteration, self.state.consumed_train_samples, values, labels or {})
+        for sink in self.sinks:
+            sink.write(record)
+
+    def _curve_values(
+        self, result: StepResult, measured: Measured, rates: Mapping[str, float], global_batch_size: int
+    ) -> dict[str, float]:
+        curves, values = self.config.tensorboard, {}
+        if curves.log_learning_rate_to_tensorboard:
+            values |= rates
+        if curves.log_batch_size_to_tensorboard:
+            values["batch-size"] = global_batch_size
+        if not result.skipped:
+            values |= {**result.losses, "grad-norm": result.grad_norm}
+        if curves.log_loss_scale_to_tensorboard:
+            values["loss-scale"] = result.loss_scale
+        if curves.log_world_size_to_tensorboard:
+            values["world-size"] = self.runtime.world_size
+        if curves.log_memory_to_tensorboard:
+            values |= self.runtime.device.memory_numbers()
+        return values | _measured_values(measured.num_zeros, measured.params_norm)
+
+    def _interval_values(self, interval: Interval, rates: Mapping[str, float]) -> dict[str, float]:
+        values = {**interval.losses, **rates, "loss-scale": interval.loss_scale}
+        values |= {} if interval.grad_norm is None else {"grad-norm": interval.grad_norm}
+        values |= _measured_values(interval.num_zeros, interval.params_norm)
+        values |= {
+            "batch-size": interval.global_batch_size,
+            "iteration-time": interval.milliseconds / 1000,
+            "tokens-per-second": interval.samples_per_second * self.config.data.seq_length,
+            "skipped-iterations": interval.skipped_iterations,
+            "nan-iterations": interval.nan_iterations,
+        }
+        if interval.tflops is not None:
+            values["throughput"] = interval.tflops
+            mfu = self._mfu(interval)
+            values |= {} if mfu is None else {"mfu": mfu}
+        return values
+
+    def _mfu(self, interval: Interval) -> float | None:
+        """Share of the device's peak; None where that is not known."""
+        peak = self.runtime.device.peak_flops(self.config.transformer.params_dtype)
+        return None if peak is None or interval.tflops is None else interval.tflops * 1e12 / peak
+
+    def _times(self) -> dict[str, float]:
+        """Print the table of timers; the longest of each over the ranks in seconds per step, for curves."""
+        steps, self._steps = self._steps, 0
+        table = self.timers.log(normalizer=steps)
+        if not self.config.tensorboard.log_timers_to_tensorboard:
+            return {}
+        return {f"{name}-time": max(of.values()) / steps for name, of in table.items()}
+
+
+def _measured_values(num_zeros: int | None, params_norm: float | None) -> dict[str, float]:
+    numbers = {"num-zeros": num_zeros, "params-norm": params_norm}
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def make_sinks(runtime: Runtime, iteration: int) -> list[Sink]:
+    """The places that the settings name, for a run that goes on from `iteration`. Raises ValueError or OSError."""
+    config, sinks = runtime.config, []
+    curves = config.tensorboard
+    if config.log.metrics_file is not None:
+        sinks.append(MetricsFile(config.log.metrics_file, iteration))
+    if curves.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(curves.tensorboard_dir, curves.tensorboard_queue_size))
+    if curves.wandb_project is not None:
+        settings = config.as_json()
+        names = (curves.wandb_project, curves.wandb_exp_name, curves.wandb_entity, curves.wandb_save_dir)
+        sinks.append(WandbSink(*names, settings))
+    return sinks

@@ -1,0 +1,106 @@
+"""tools/plot_run.py reads what the product writes, as a log and as a metrics file, and says what is wrong with other files."""
+
+import pytest
+
+from megatron.training.log import Interval, training_line, validation_line
+from megatron.training.sinks import Record, json_line
+from tools import plot_run
+
+LOSSES = {10: 4.0, 20: 3.0, 30: float("nan"), 40: 2.0}
+
+
+def log_of_run() -> str:
+    """20 is trained twice, as after a restart; at 30 every step was skipped."""
+    lines = ["settings that are not the default:", "  lr   0.001", training_line(interval(20, 9.0))]
+    for iteration, loss in LOSSES.items():
+        lines += [training_line(interval(iteration, loss)), "   progress: 10.0% done, 0:01:00 left, 300 tokens/s"]
+        lines += [validation_line(f"iteration {iteration}", {"lm loss": loss + 1})]
+    lines += [validation_line("iteration 40 on validation set", {"lm loss": 2.5})]
+    return "\n".join([*lines, validation_line("iteration 40 on test set", {"lm loss": 99.0})]) + "\n"
+
+
+def interval(iteration: int, loss: float) -> Interval:
+    losses = {} if iteration == 30 else {"lm loss": loss}
+    norm = None if iteration == 30 else loss / 2
+    return Interval(iteration, 40, 8 * iteration, 250.0, 1e-3 * iteration, 8, losses, norm, tflops=1.0)
+
+
+def metrics_of_run() -> str:
+    lines = []
+    for iteration, loss in LOSSES.items():
+        values = {
+            "lm loss": loss,
+            "learning-rate": 1e-3 * iteration,
+            "grad-norm": loss / 2,
+            "iteration-time": 0.25,
+            "batch-size": 8,
+        }
+        lines.append(json_line(Record("interval", iteration, 8 * iteration, values)))
+        lines.append(json_line(Record("inspect", iteration, 8 * iteration, {"mean": 0.0}, {"what": "gradient"})))
+        lines.append(json_line(Record("validation", iteration, 0, {"lm loss validation": loss + 1})))
+    lines.append(json_line(Record("validation", 40, 320, {"lm loss validation": 2.5}, {"at": "end"})))
+    lines.append(json_line(Record("validation", 40, 320, {"lm loss test": 99.0}, {"at": "end"})))
+    return "\n".join(lines) + '\n{"kind": "inter'  # killed while writing
+
+
+EXPECTED = {
+    "training": {10: 4.0, 20: 3.0, 40: 2.0},
+    "validation": {10: 5.0, 20: 4.0, 40: 2.5},
+    "learning rate": {10: 0.01, 20: 0.02, 30: 0.03, 40: 0.04},
+    "gradient norm": {10: 2.0, 20: 1.5, 40: 1.0},
+    "throughput": dict.fromkeys(LOSSES, 32.0),
+}
+
+
+@pytest.mark.parametrize("text", [log_of_run(), metrics_of_run()], ids=["log", "metrics file"])
+def test_curves_are_what_was_written(tmp_path, text: str):
+    (tmp_path / "run").write_text(text)
+    assert plot_run.read_log(str(tmp_path / "run")).of == EXPECTED
+
+
+def test_several_runs_are_drawn_in_one_picture(tmp_path, capsys, monkeypatch):
+    figures = []
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    (tmp_path / "a.log").write_text(log_of_run())
+    (tmp_path / "b.jsonl").write_text(metrics_of_run())
+    output = tmp_path / "new" / "runs.png"
+    assert plot_run.main(["--log", f"{tmp_path}/a.log", f"{tmp_path}/b.jsonl", "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    panels = {axes.get_title(): axes for axes in figures[0].axes}
+    assert list(panels) == ["loss", "learning rate", "gradient norm", "throughput"]
+    assert [line.get_label() for line in panels["loss"].lines] == [
+        "a, training", "a, validation", "b, training", "b, validation",
+    ]  # fmt: skip
+    assert all(axes.get_xlabel() == "iteration" and axes.get_ylabel() for axes in panels.values())
+    assert list(panels["gradient norm"].lines[1].get_ydata()) == [2.0, 1.5, 1.0]
+    monkeypatch.undo()
+    pyplot.close(figures[0])
+    assert (
+        "a: training loss 4.00 at iteration 10 to 2.00 at iteration 40; validation loss 5.00" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty; a run writes its first line after --log-interval steps"),
+        ("\n \n", "is empty"),
+        ("Traceback (most recent call last):\n", "has no line of a run; give what pretrain_gpt.py printed"),
+        ('{"model": "gpt", "layers": 4}\n', "holds JSON, but not that of --metrics-file: 'iteration' is missing"),
+    ],
+)
+def test_files_of_no_run_are_refused_in_a_line(tmp_path, capsys, text: str, says: str):
+    (tmp_path / "odd").write_text(text)
+    assert plot_run.main(["--log", str(tmp_path / "odd"), "--output", str(tmp_path / "x.png")]) == 1
+    error = capsys.readouterr().err
+    assert says in error and str(tmp_path / "odd") in error and error.count("\n") == 1
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_missing_files_and_flags_are_said(tmp_path, capsys):
+    assert plot_run.main(["--log", str(tmp_path / "none"), "--output", "x.png"]) == 1
+    assert plot_run.main([]) == 2
+    error = capsys.readouterr().err
+    assert "No such file" in error and "--log is needed; --output is needed" in error
