@@ -10,8 +10,8 @@ from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers

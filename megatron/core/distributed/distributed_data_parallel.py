@@ -32,7 +32,7 @@ from megatron.core.distributed.fixed_order import MicrobatchGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import BucketPlan, BufferPlan, Cut, Item, lay_out, overlaps
 from megatron.core.grid import ALONE
-from megatron.core.parallel_state import Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.placement import Placement, partial_grads
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
