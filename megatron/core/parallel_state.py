@@ -20,6 +20,7 @@ import torch.distributed.nn.functional  # noqa: F401
 from megatron.core.comm import Group, Ledger, TorchGroup
 from megatron.core.config import ConfigError, knob
 from megatron.core.grid import Axis, Grid, grid_of
+from megatron.core.launch import Launch, discover
 from megatron.core.mesh import Mesh, build_mesh
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -99,19 +100,23 @@ _joined = False  # whether start_distributed has initialised torch.distributed, 
 
 
 def start_distributed(backend: str, timeout_minutes: int) -> None:
-    """Join the job: adopt torch.distributed if the caller has initialised it, else read the launcher's variables.
+    """Join the job: adopt torch.distributed if the caller has initialised it, else go by what the launcher says (`launch.py`).
 
-    A process that no launcher started is a job of one, and needs no torch.distributed at all.
+    A process that no launcher started is a job of one, and needs no torch.distributed at all. Raises ConfigError.
     """
     global _joined
-    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
+    if dist.is_initialized():
         return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE is set but {', '.join(missing)} is not; start with torchrun, or unset WORLD_SIZE"
-        )
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+    launch = discover(os.environ)
+    if launch.address is None or (launch.world_size == 1 and launch.launcher != "torchrun"):
+        return
+    dist.init_process_group(
+        backend,
+        init_method=launch.meeting_point,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
     _joined = True
 
 
@@ -132,6 +137,11 @@ def stop_distributed() -> None:
         _joined = False
 
 
+def has_joined() -> bool:
+    """Whether torch.distributed is initialised, by us or by the caller."""
+    return dist.is_initialized()
+
+
 def world_axis() -> Axis:
     """All ranks of the job, before there is a mesh: for agreeing on how to make one."""
     ranks = tuple(range(launched_world_size()))
@@ -139,18 +149,27 @@ def world_axis() -> Axis:
     return Axis("world", ranks, launched_rank(), group, Ledger())
 
 
+def launched() -> Launch:
+    """What the launcher says of this process; of variables that cannot be (`start_distributed` refuses them), nothing."""
+    try:
+        return discover(os.environ)
+    except ConfigError:
+        return Launch()
+
+
 def launched_rank() -> int:
     """The global rank of this process, before or after the job is joined."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else launched().rank
 
 
 def launched_world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else launched().world_size
 
 
 def launched_local_rank() -> int:
-    """The rank within this node: it picks the device."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """The rank within this node, which picks the device. A caller who has joined by himself need not have told anybody."""
+    launch = launched()
+    return launched_rank() if launch.launcher == "none" else launch.local_rank
 
 
 # ---------------------------------------------------------------- the registry

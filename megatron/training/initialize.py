@@ -1,6 +1,7 @@
 """From the command line to a `Runtime`: parse, check, join the other processes, agree."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
+from megatron.core.launch import Launch, discover, threads_per_rank
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
@@ -75,7 +77,9 @@ def read_settings(
 ) -> Settings:
     """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
     config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
+    launch = Launch() if parallel_state.has_joined() else discover(os.environ)
     check(config, parallel_state.launched_world_size())
+    notes += share_cores(launch)
     local_rank = config.device.local_rank
     device = Device.select(
         config.device.device, parallel_state.launched_local_rank() if local_rank is None else local_rank
@@ -84,6 +88,29 @@ def read_settings(
     with as_settings_problem():
         tokenizer = build_tokenizer(config.tokenizer)
     return Settings(config, args, notes, device, tokenizer)
+
+
+def share_cores(launch: Launch) -> list[str]:
+    """Give this process its part of the cores that the ranks of a node share, and say so. Where it runs is left alone."""
+    cores, bound = available_cores()
+    threads = threads_per_rank(os.environ, launch, cores, bound=bound)
+    if threads is None:
+        return []
+    torch.set_num_threads(threads)
+    return [
+        f"{threads} thread(s) per rank: {cores} cores for {launch.local_size} ranks of a node; OMP_NUM_THREADS sets another number"
+    ]
+
+
+def available_cores() -> tuple[int, bool]:
+    """(cores that this process may run on, whether whoever started it has taken others away from it)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1, False
+    mine = os.sched_getaffinity(0)
+    try:
+        return len(mine), mine < os.sched_getaffinity(os.getppid())
+    except OSError:  # the parent has ended, or is another user's
+        return len(mine), False
 
 
 @contextlib.contextmanager
