@@ -9,7 +9,9 @@
     kv            the neighbours in tp that share one       the gradient of shared key/value heads
                   key/value head
     mp            tp and pp: one whole model                sums over all parameters
-    embd          first and last stage                      the gradient of a tied embedding
+    embd          first and last stage, or those that a     the gradient of a tied embedding
+                  script names
+    pos_embd      the first stage, likewise                 a position table that stages share
     world         anything                                  agreement
 
 `parallel_state.py` makes the communicators of a job; a test makes its own. Code below the composition root is handed the
@@ -17,6 +19,9 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
 
 from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
@@ -26,10 +31,17 @@ from megatron.core.grid import Axis, Grid
 class Mesh(Mapping[str, Axis]):
     """Every axis of this rank by name: `mesh["tp"]`. Also the home of the ledger."""
 
-    def __init__(self, axes: dict[str, Axis], ledger: Ledger):
+    def __init__(self, axes: dict[str, Axis], ledger: Ledger, sharing: Mapping[str, tuple[int, ...]]):
         self._axes, self.ledger = axes, ledger
+        # of this pipeline, the global ranks that share a table; a rank that does not is alone on that axis
+        self.embedding_ranks, self.position_embedding_ranks = sharing["embd"], sharing["pos_embd"]
         self.virtual_size: int | None = None  # model chunks of each pipeline rank, None without interleaving
         self.virtual_rank: int | None = None  # the chunk that is running, for scripts that ask
+        self.device: torch.device | str = (
+            "cpu"  # where this rank computes, and how: for Megatron's functions, which are not told
+        )
+        self.sequence_parallel = False
+        self.kept: dict[str, Any] = {}  # what Megatron's global accessors hand out again, by their names
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
@@ -63,9 +75,22 @@ _OWN_COMMUNICATOR = ("pp_forward", "pp_backward")
 _SPANS = {("dp_outer", "dp_inner"): "dp", ("dp_inner",): "dp_inner", ("dp_outer",): "dp_outer"}
 
 MakeGroup = Callable[[str, tuple[int, ...]], Group]
+StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # some of the ranks of one pipeline
 
 
-def build_mesh(grid: Grid, rank: int, make_group: MakeGroup, ranks_per_kv_head: int = 1) -> Mesh:
+def first_and_last(stages: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((stages[0], stages[-1])))
+
+
+def build_mesh(
+    grid: Grid,
+    rank: int,
+    make_group: MakeGroup,
+    ranks_per_kv_head: int = 1,
+    *,
+    embedding_ranks: StageRanks = first_and_last,
+    position_embedding_ranks: StageRanks = lambda stages: stages[:1],
+) -> Mesh:
     """The axes of `rank`. `make_group(axis name, global ranks)` is called in the same order by all members of a group.
 
     `ranks_per_kv_head`: so many neighbours on "tp" are an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
@@ -84,9 +109,12 @@ def build_mesh(grid: Grid, rank: int, make_group: MakeGroup, ranks_per_kv_head: 
 
     for name, varying in _AXES.items():
         add(name, next(ranks for ranks in grid.groups(*varying) if rank in ranks))
-    stages = axes["pp"].ranks
-    ends = tuple(dict.fromkeys((stages[0], stages[-1])))
-    add("embd", ends if rank in ends else (rank,))
+    sharing: dict[str, tuple[int, ...]] = {}
+    for name, ranks_of in (("embd", embedding_ranks), ("pos_embd", position_embedding_ranks)):
+        members = sharing[name] = tuple(ranks_of(axes["pp"].ranks))
+        if strangers := set(members) - set(axes["pp"].ranks):
+            raise ConfigError(f"ranks {sorted(strangers)} of {name} are not in the pipeline {axes['pp'].ranks}")
+        add(name, members if rank in members else (rank,))
     first = axes["tp"].rank // ranks_per_kv_head * ranks_per_kv_head
     add("kv", axes["tp"].ranks[first : first + ranks_per_kv_head])
-    return Mesh(axes, ledger)
+    return Mesh(axes, ledger, sharing)

@@ -1,11 +1,17 @@
 """The command line: flags from the components' dataclasses, Megatron's other flags by table, the user's own by function."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, unknown_flag_message
+from megatron.core.placement import Normal
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import COMPONENTS, Config
 
 # Flags of Megatron's scripts that need no action here: flag -> (values it takes, why it changes nothing).
@@ -90,6 +96,10 @@ class Arguments:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def and_also(self, more: Mapping[str, Any]) -> "Arguments":
+        """A view that has these too, where nothing else was given."""
+        return Arguments({**self._values, **{n: v for n, v in more.items() if self._values.get(n) is None}})
+
 
 def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     """The parser of every flag that a run accepts, refuses or passes over."""
@@ -104,7 +114,10 @@ def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     _add_table(parser, "Accepted without effect", NO_EFFECT)
     _add_table(parser, "Refused", REFUSED)
     if extra_args_provider is not None:
-        extra_args_provider(parser)
+        try:
+            extra_args_provider(parser)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
     return parser
 
 
@@ -157,3 +170,39 @@ def _build_all(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         except ConfigError as error:
             problems += error.problems
     return parts, problems
+
+
+@dataclass(frozen=True)
+class CoreTransformerConfig(TransformerConfig):
+    """The model's settings, and of the others those that Megatron's layers read from the same object."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def init_method(self) -> Normal:
+        return Normal(self.init_method_std)
+
+    @property
+    def output_layer_init_method(self) -> Normal:
+        return Normal(self.output_init_std)
+
+    @property
+    def layernorm_epsilon(self) -> float:
+        return self.norm_epsilon
+
+    @property
+    def pipeline_dtype(self) -> torch.dtype:
+        return self.residual_dtype
+
+
+def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
+    """The settings of the model as one config: of `config_class`, a dataclass of a fork's own, if one is given."""
+    config_class = config_class or CoreTransformerConfig
+    return build(
+        config_class, {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}
+    )

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from megatron.core import comm, parallel_state
@@ -14,7 +16,9 @@ from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.launch import Launch, discover, threads_per_rank
+from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ExtraArgs, parse_args
@@ -37,6 +41,9 @@ def initialize_megatron(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
+    *,
+    get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
 ) -> Runtime:
     """Everything that precedes the model. Every rank must call.
 
@@ -64,9 +71,14 @@ def initialize_megatron(
         ranks_per_kv_head=config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size),
         distributed_timeout_minutes=config.device.distributed_timeout_minutes,
         order=config.parallel.order,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
     )
+    mesh.device, mesh.sequence_parallel = device.torch_device, config.parallel.sequence_parallel_on
+    seed_generators(config.training.seed, mesh)
     keys = DropoutKeys(config.training.seed)
-    runtime = Runtime(config, settings.args, mesh, device, settings.tokenizer, keys, WeightGradStore())
+    args = settings.args.and_also(derived_settings(config, mesh, settings.tokenizer))
+    runtime = Runtime(config, args, mesh, device, settings.tokenizer, keys, WeightGradStore())
     set_runtime(runtime)
     announce(runtime, settings.notes)
     return runtime
@@ -138,6 +150,32 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None, de
         raise ConfigError(
             "the ranks were started with different settings or vocabularies; start all with the same ones"
         )
+
+
+def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What Megatron's `args` hold beside the flags, and scripts ask for."""
+    tensor = config.parallel.tensor_model_parallel_size
+    return {
+        "rank": parallel_state.launched_rank(),
+        "world_size": mesh["world"].size,
+        "data_parallel_size": mesh["dp"].size,
+        "params_dtype": config.transformer.params_dtype,
+        "padded_vocab_size": config.transformer.padded_vocab_size(tokenizer.vocab_size, tensor),
+        "virtual_pipeline_model_parallel_size": mesh.virtual_size,
+        "global_batch_size": config.global_batch_size(mesh["world"].size),
+        "max_position_embeddings": config.positions,
+        "ffn_hidden_size": config.transformer.ffn_size,
+        "kv_channels": config.transformer.head_width,
+    }
+
+
+def seed_generators(seed: int, mesh: Mesh) -> None:
+    """For a fork's own random numbers: python's, numpy's and torch's generators, by stage as Megatron's, and the tracked ones."""
+    seed += 100 * mesh["pp"].rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
 
 
 def announce(runtime: Runtime, notes: Sequence[str]) -> None:
