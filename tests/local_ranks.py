@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.grid import grid_of
-from megatron.core.parallel_state import ORDER, Mesh, build_mesh
+from megatron.core.mesh import Mesh, build_mesh
+from megatron.core.parallel_state import ORDER
 
 TIMEOUT = 30.0
 

@@ -26,7 +26,23 @@ ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT = str(ROOT / "pretrain_gpt.py")
 
 _GRACE = 40.0  # seconds that the other ranks have to end once one has failed
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(SLURM|OMPI|PMIX?|MPI|PALS)_.*"
+)
+
+# launcher -> what it calls (rank, ranks, rank on the node, ranks of the node), and what else it sets
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {}),
+    "srun": (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        {"SLURM_STEP_ID": "0"},
+    ),
+    "Open MPI": (*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), {}),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {}),
+}
 
 
 # ---------------------------------------------------------------- what is run
@@ -66,16 +82,23 @@ def run(
     ranks: int = 1,
     *,
     more: Mapping[int, Sequence[str]] | None = None,
+    launcher: str = "torchrun",
     timeout: float = 120.0,
 ) -> "Outcome":
     """`python ARGUMENTS` as `ranks` processes until all have ended, however they end. `more`: rank -> arguments it alone has."""
-    with start(arguments, ranks, more=more) as job:
+    with start(arguments, ranks, more=more, launcher=launcher) as job:
         return job.wait(timeout)
 
 
-def start(arguments: Sequence[str], ranks: int = 1, *, more: Mapping[int, Sequence[str]] | None = None) -> "Job":
+def start(
+    arguments: Sequence[str],
+    ranks: int = 1,
+    *,
+    more: Mapping[int, Sequence[str]] | None = None,
+    launcher: str = "torchrun",
+) -> "Job":
     """`python ARGUMENTS` as `ranks` processes in the background; a single one is told of no launcher."""
-    return Job([[*arguments, *(more or {}).get(rank, ())] for rank in range(ranks)])
+    return Job([[*arguments, *(more or {}).get(rank, ())] for rank in range(ranks)], launcher)
 
 
 def free_port() -> int:
@@ -88,14 +111,14 @@ def free_port() -> int:
 class Job:
     """Processes that were told of one another, one a rank. Only these are ever waited for or killed."""
 
-    def __init__(self, commands: Sequence[Sequence[str]]):
-        """commands: of each rank, what follows `python`."""
+    def __init__(self, commands: Sequence[Sequence[str]], launcher: str = "torchrun"):
+        """commands: of each rank, what follows `python`. launcher: whose variables they are given."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._began = time.monotonic()
         self.processes: list[subprocess.Popen] = []
         port = free_port()
         for rank, command in enumerate(commands):
-            self.processes.append(self._start(rank, command, _environment(rank, len(commands), port)))
+            self.processes.append(self._start(rank, command, _environment(rank, len(commands), port, launcher)))
 
     def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
         with open(self._path(rank, "out"), "wb") as out, open(self._path(rank, "err"), "wb") as err:
@@ -181,13 +204,15 @@ class Job:
         return Path(self._folder.name) / f"rank{rank}.{stream}"
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, port: int, launcher: str) -> dict[str, str]:
     """This process' environment without its launcher's variables, and with those of a launcher of `ranks` processes."""
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.fullmatch(name)}
     environment["OMP_NUM_THREADS"] = "1"
     if ranks > 1:
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        *names, others = LAUNCHERS[launcher]
+        environment |= dict(zip(names, map(str, (rank, ranks, rank, ranks)))) | others | {"MASTER_PORT": str(port)}
+        if launcher == "torchrun":
+            environment["MASTER_ADDR"] = "127.0.0.1"
     return environment
 
 

@@ -13,9 +13,9 @@ from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import overlaps
+from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
-from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import owned_pieces

@@ -31,7 +31,7 @@ from megatron.core.device import Device
 from megatron.core.grid import Axis
 from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt
 from megatron.core.inference.generate import generate_batch
-from megatron.core.parallel_state import Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.training.config import COMPONENTS, Config

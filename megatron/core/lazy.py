@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 
 def lazy_names(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -17,3 +17,19 @@ def lazy_names(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], A
         return getattr(import_module(f"{package}.{home[name]}"), name)
 
     return get, lambda: sorted(home)
+
+
+def not_built(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` for names of Megatron that cannot do their work here: importing one is fine, calling it raises
+    NotImplementedError. reasons: name -> why, and what to do instead."""
+
+    def get(name: str) -> Any:
+        if name not in reasons:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise NotImplementedError(f"{name}: {reasons[name]}")
+
+        return refuse
+
+    return get

@@ -1,16 +1,4 @@
-"""The process-group registry (`mpu`): one `Mesh` of named axes, and Megatron's accessors over it, a line each.
-
-    axis          ranks that differ in                      used for
-    tp            the part of each layer                    activations inside a layer
-    pp            the pipeline stage                        scalars of a step
-    pp_forward    the same ranks, own communicators         activations to the next stage,
-    pp_backward                                             gradients to the previous one
-    dp            the samples: dp_outer x dp_inner          gradients
-    kv            the neighbours in tp that share one       the gradient of shared key/value heads
-                  key/value head
-    mp            tp and pp: one whole model                sums over all parameters
-    embd          first and last stage                      the gradient of a tied embedding
-    world         anything                                  agreement
+"""The process-group registry (`mpu`): the one `Mesh` of this process (`mesh.py`), and Megatron's accessors over it, a line each.
 
 `mpu.initialize_model_parallel` is called once by every rank. Code below the composition root never reads the registry: it is
 handed the `Axis` objects that it uses.
@@ -18,21 +6,26 @@ handed the `Axis` objects that it uses.
 
 import datetime
 import gc
+import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # Imported later (torch.optim does), its functions would take the job's group as a default value and keep it, and its threads,
 # alive after destroy_process_group. Seen in torch 2.13.
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional
 
 from megatron.core.comm import Group, Ledger, TorchGroup
 from megatron.core.config import ConfigError, knob
 from megatron.core.grid import Axis, Grid, grid_of
+from megatron.core.launch import Launch, discover
+from megatron.core.lazy import not_built
+from megatron.core.mesh import Mesh, StageRanks, build_mesh, first_and_last
 
 ORDER = "tp-cp-ep-dp-pp"
 
@@ -105,94 +98,29 @@ class ParallelConfig:
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else ORDER
 
 
-class Mesh(Mapping[str, Axis]):
-    """Every axis of this rank by name: `mesh["tp"]`. Also the home of the ledger."""
-
-    def __init__(self, axes: dict[str, Axis], ledger: Ledger):
-        self._axes, self.ledger = axes, ledger
-        self.virtual_size: int | None = None  # model chunks of each pipeline rank, None without interleaving
-        self.virtual_rank: int | None = None  # the chunk that is running, for scripts that ask
-
-    def __getitem__(self, name: str) -> Axis:
-        return self._axes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
-
-    def over(self, names: tuple[str, ...]) -> Axis:
-        """The one axis that spans several: ("dp_outer", "dp_inner") is "dp"."""
-        return self._axes[_SPANS[names]]
-
-
-# What each axis of the mesh varies in, and which communicator it has: axes with equal ranks share one, except that
-# the two directions of the pipeline have their own, since NCCL runs the transfers of one communicator in order.
-_AXES: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "pp": ("pp",),
-    "cp": ("cp",),
-    "dp": ("dp_outer", "dp_inner"),
-    "dp_outer": ("dp_outer",),
-    "dp_inner": ("dp_inner",),
-    "mp": ("pp", "tp"),
-    "world": ("pp", "dp_outer", "dp_inner", "cp", "tp"),
-    "pp_forward": ("pp",),
-    "pp_backward": ("pp",),
-}
-_OWN_COMMUNICATOR = ("pp_forward", "pp_backward")
-_SPANS = {("dp_outer", "dp_inner"): "dp", ("dp_inner",): "dp_inner", ("dp_outer",): "dp_outer"}
-
-MakeGroup = Callable[[str, tuple[int, ...]], Group]
-
-
-def build_mesh(grid: Grid, rank: int, make_group: MakeGroup, ranks_per_kv_head: int = 1) -> Mesh:
-    """The axes of `rank`. `make_group(axis name, global ranks)` is called in the same order by all members of a group.
-
-    `ranks_per_kv_head`: so many neighbours on "tp" are an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
-    """
-    if (tensor := grid.sizes["tp"]) % ranks_per_kv_head:
-        raise ConfigError(
-            f"{ranks_per_kv_head} ranks per key/value head do not divide {tensor} tensor-parallel ranks; "
-            "give tensor-parallel size / query groups"
-        )
-    ledger, axes = Ledger(), {}
-
-    def add(name: str, ranks: tuple[int, ...]) -> None:
-        shared = next((a for a in axes.values() if a.ranks == ranks and name not in _OWN_COMMUNICATOR), None)
-        group = None if len(ranks) == 1 else shared.group if shared else make_group(name, ranks)
-        axes[name] = Axis(name, ranks, ranks.index(rank), group, ledger)
-
-    for name, varying in _AXES.items():
-        add(name, next(ranks for ranks in grid.groups(*varying) if rank in ranks))
-    stages = axes["pp"].ranks
-    ends = tuple(dict.fromkeys((stages[0], stages[-1])))
-    add("embd", ends if rank in ends else (rank,))
-    first = axes["tp"].rank // ranks_per_kv_head * ranks_per_kv_head
-    add("kv", axes["tp"].ranks[first : first + ranks_per_kv_head])
-    return Mesh(axes, ledger)
-
-
 # ---------------------------------------------------------------- joining the other processes
 
 _joined = False  # whether start_distributed has initialised torch.distributed, and not the caller
 
 
 def start_distributed(backend: str, timeout_minutes: int) -> None:
-    """Join the job: adopt torch.distributed if the caller has initialised it, else read the launcher's variables.
+    """Join the job: adopt torch.distributed if the caller has initialised it, else go by what the launcher says (`launch.py`).
 
-    A process that no launcher started is a job of one, and needs no torch.distributed at all.
+    A process that no launcher started is a job of one, and needs no torch.distributed at all. Raises ConfigError.
     """
     global _joined
-    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
+    if dist.is_initialized():
         return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE is set but {', '.join(missing)} is not; start with torchrun, or unset WORLD_SIZE"
-        )
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+    launch = discover(os.environ)
+    if launch.address is None or (launch.world_size == 1 and launch.launcher != "torchrun"):
+        return
+    dist.init_process_group(
+        backend,
+        init_method=launch.meeting_point,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
     _joined = True
 
 
@@ -206,11 +134,28 @@ def stop_distributed() -> None:
         for axis in _mesh.values():
             if isinstance(axis.group, TorchGroup):
                 axis.group.process_group = None
+        _mesh.kept.clear()
     destroy_model_parallel()
     if _joined:
         gc.collect()  # graphs of the last step hold axes in circles
         dist.destroy_process_group()
         _joined = False
+
+
+def available_backends() -> list[str]:
+    """The back ends that this torch was built with."""
+    if not dist.is_available():
+        return []
+    return [
+        name
+        for name in dist.Backend.backend_list
+        if name not in ("undefined", "fake") and dist.is_backend_available(name)
+    ]
+
+
+def has_joined() -> bool:
+    """Whether torch.distributed is initialised, by us or by the caller."""
+    return dist.is_initialized()
 
 
 def world_axis() -> Axis:
@@ -220,18 +165,27 @@ def world_axis() -> Axis:
     return Axis("world", ranks, launched_rank(), group, Ledger())
 
 
+def launched() -> Launch:
+    """What the launcher says of this process; of variables that cannot be (`start_distributed` refuses them), nothing."""
+    try:
+        return discover(os.environ)
+    except ConfigError:
+        return Launch()
+
+
 def launched_rank() -> int:
     """The global rank of this process, before or after the job is joined."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else launched().rank
 
 
 def launched_world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else launched().world_size
 
 
 def launched_local_rank() -> int:
-    """The rank within this node: it picks the device."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """The rank within this node, which picks the device. A caller who has joined by himself need not have told anybody."""
+    launch = launched()
+    return launched_rank() if launch.launcher == "none" else launch.local_rank
 
 
 # ---------------------------------------------------------------- the registry
@@ -247,10 +201,14 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     num_distributed_optimizer_instances: int = 1,
     ranks_per_kv_head: int = 1,
     distributed_timeout_minutes: int = 30,
     order: str = ORDER,
+    get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    **of_back_ends: Any,
 ) -> Mesh:
     """Create the groups of this job. Every rank must call, once, after torch.distributed is initialised (or without it,
     as a job of one rank).
@@ -260,13 +218,20 @@ def initialize_model_parallel(
         dp   [0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]
         pp   [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]
     Neighbouring ranks share a node, so the chattiest axis varies fastest.
+
+    get_embedding_ranks(ranks of a pipeline) -> those of them that share the word table, if not the first and the last;
+    get_position_embedding_ranks likewise, if not the first. `of_back_ends`: Megatron's settings of communicators (use_sharp, ...);
+    those that ask for nothing are passed over, others raise ConfigError.
     """
     global _mesh
     if _mesh is not None:
         raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")
-    built = {"context": context_parallel_size, "expert": expert_model_parallel_size}
-    if unbuilt := [f"{name} parallelism of size {size}" for name, size in built.items() if size != 1]:
-        raise ConfigError(f"{' and '.join(unbuilt)}: not built yet; use 1")
+    _refuse_unbuilt(context_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size, of_back_ends)
+    if not dist.is_initialized() and launched_world_size() > 1:
+        raise RuntimeError(
+            f"{launched().launcher} started {launched_world_size()} processes, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() first, or initialize_megatron(), which does both"
+        )
     grid = grid_for(
         launched_world_size(),
         tensor=tensor_model_parallel_size,
@@ -280,9 +245,41 @@ def initialize_model_parallel(
         # Only the members meet, so start-up does not cost a collective of everyone for every group of the job.
         return TorchGroup(dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name))
 
-    _mesh = build_mesh(grid, launched_rank(), make_group, ranks_per_kv_head)
+    chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
+    chosen = {name: _stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
+    _mesh = build_mesh(grid, launched_rank(), make_group, ranks_per_kv_head, **chosen)
     _mesh.virtual_size = virtual_pipeline_model_parallel_size
     return _mesh
+
+
+_OF_BACK_ENDS = {  # Megatron's arguments about communicators, and the values that change nothing here
+    "pipeline_model_parallel_split_rank": (None,),
+    "pipeline_model_parallel_comm_backend": (None,),
+    "hierarchical_context_parallel_sizes": (None,),
+    "nccl_communicator_config_path": (None,),
+    "high_priority_stream_groups": (None, []),
+    "use_sharp": (False,),
+    "create_gloo_process_groups": (True, False),
+}
+
+
+def _refuse_unbuilt(context: int, expert: int, expert_tensor: int | None, of_back_ends: Mapping[str, Any]) -> None:
+    sizes = {"context": context, "expert": expert}
+    problems = [f"{name} parallelism of size {n} is not built yet; use 1" for name, n in sizes.items() if n != 1]
+    if expert_tensor is not None:
+        problems.append(f"an expert tensor-parallel size ({expert_tensor}) is not built yet; leave it out")
+    if strange := of_back_ends.keys() - _OF_BACK_ENDS.keys():
+        raise TypeError(f"initialize_model_parallel() has no arguments {sorted(strange)}")
+    asked = {name: value for name, value in of_back_ends.items() if value not in _OF_BACK_ENDS[name]}
+    problems += [f"{name}={value!r} is not built yet; leave it out" for name, value in asked.items()]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _stage_ranks(choose: Callable[..., Sequence[int]]) -> StageRanks:
+    """A script's choice of pipeline ranks; up to Megatron core 0.12 it is also told the split of an encoder and a decoder."""
+    takes_split = len(inspect.signature(choose).parameters) > 1
+    return lambda stages: tuple(choose(list(stages), None) if takes_split else choose(list(stages)))
 
 
 def grid_for(world_size: int, *, tensor: int, pipeline: int, replicas: int = 1, order: str = ORDER) -> Grid:
@@ -325,8 +322,15 @@ def destroy_model_parallel() -> None:
 
 
 def _group(name: str) -> Any:
-    group = get_mesh()[name].group
-    return group.process_group if isinstance(group, TorchGroup) else group
+    """The torch.distributed group of an axis. One of a single rank is made when first asked for, by that rank alone: None, which
+    an axis of one rank has inside, would mean all ranks of the job to torch."""
+    mesh = get_mesh()
+    axis = mesh[name]
+    if axis.group is None and dist.is_initialized():
+        if "group of one" not in mesh.kept:
+            mesh.kept["group of one"] = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
+        return mesh.kept["group of one"]
+    return axis.group.process_group if isinstance(axis.group, TorchGroup) else axis.group
 
 
 def get_tensor_model_parallel_group() -> Any:
@@ -410,19 +414,28 @@ def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = 
     return get_mesh()["pp"].is_last and _is_chunk(-1, ignore_virtual, vp_stage)
 
 
-def get_data_parallel_group() -> Any:
-    return _group("dp")
+# Context parallelism has one rank so far, so that the data-parallel axis is the same with and without it.
+def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+    return _group("dp_inner" if partial_data_parallel else "dp")
 
 
-def get_data_parallel_rank() -> int:
-    return get_mesh()["dp"].rank
+def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+    """The data-parallel group over gloo, where that is what the job runs on."""
+    group = get_data_parallel_group(with_context_parallel, partial_data_parallel)
+    if group is not None and (backend := dist.get_backend(group)) != "gloo":
+        raise NotImplementedError(f"there are no gloo groups beside those of {backend}; use get_data_parallel_group()")
+    return group
 
 
-def get_data_parallel_world_size() -> int:
-    return get_mesh()["dp"].size
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return get_mesh()["dp_inner" if partial_data_parallel else "dp"].rank
 
 
-def get_data_parallel_src_rank() -> int:
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return get_mesh()["dp_inner" if partial_data_parallel else "dp"].size
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return get_mesh()["dp"].ranks[0]
 
 
@@ -438,23 +451,123 @@ def get_context_parallel_world_size() -> int:
     return get_mesh()["cp"].size
 
 
+def get_context_parallel_global_ranks() -> list[int]:
+    return list(get_mesh()["cp"].ranks)
+
+
+# Expert parallelism has one rank so far, hence the experts' tensor and data axes are the dense ones. "cp" is an axis of one rank.
+def get_expert_model_parallel_group() -> Any:
+    return _group("cp")
+
+
 def get_expert_model_parallel_rank() -> int:
-    return 0
+    return get_mesh()["cp"].rank
 
 
 def get_expert_model_parallel_world_size() -> int:
-    return 1
+    return get_mesh()["cp"].size
+
+
+def get_expert_tensor_parallel_group() -> Any:
+    return _group("tp")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    return get_mesh()["tp"].rank
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    return get_mesh()["tp"].size
+
+
+def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
+    return get_data_parallel_group(partial_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    return get_data_parallel_rank(partial_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    return get_data_parallel_world_size(partial_data_parallel=partial_expert_data_parallel)
 
 
 def get_model_parallel_group() -> Any:
     return _group("mp")
 
 
+def get_model_parallel_src_rank() -> int:
+    return get_mesh()["mp"].ranks[0]
+
+
 def get_embedding_group() -> Any:
     return _group("embd")
 
 
-def is_rank_in_embedding_group() -> bool:
-    """Whether this rank's stage holds the word embedding: the first stage does, and the last one's output layer."""
-    pp = get_mesh()["pp"]
-    return pp.is_first or pp.is_last
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank's stage (or its running chunk, or `vp_stage`) holds the word table: the first one, and the last for its
+    output layer, if a script has not chosen others."""
+    mesh = get_mesh()
+    ends = first_and_last(mesh["pp"].ranks)
+    mine = mesh["pp"].ranks[mesh["pp"].rank]
+    if ignore_virtual or mine not in ends:
+        return mine in mesh.embedding_ranks
+    return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
+
+
+def get_position_embedding_group() -> Any:
+    return _group("pos_embd")
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    mesh = get_mesh()
+    return mesh["pp"].ranks[mesh["pp"].rank] in mesh.position_embedding_ranks
+
+
+def is_initialized() -> bool:
+    """An old name of `model_parallel_is_initialized`."""
+    return model_parallel_is_initialized()
+
+
+def is_unitialized() -> bool:
+    """Megatron's spelling."""
+    return not model_parallel_is_initialized()
+
+
+class GlobalMemoryBuffer:
+    """Tensors that are handed out again under the same name, so that a transient of every layer is allocated once."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """Uninitialised; the one handed out under this name before must be done with."""
+        numel = torch.Size(tensor_shape).numel()
+        kept = self.buffer.get((name, dtype))
+        if kept is None or kept.numel() < numel:
+            kept = self.buffer[name, dtype] = torch.empty(numel, dtype=dtype, device=get_mesh().device)
+        return kept[:numel].view(tuple(tensor_shape))
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    return get_mesh().kept.setdefault("global memory buffer", GlobalMemoryBuffer())
+
+
+_SET = "ranks and sizes follow from the groups; checkpoints load into any layout without pretending another"
+_NOT_BUILT = {
+    "set_tensor_model_parallel_rank": _SET,
+    "set_tensor_model_parallel_world_size": _SET,
+    "set_pipeline_model_parallel_rank": _SET,
+    "set_pipeline_model_parallel_world_size": _SET,
+    "get_tensor_and_data_parallel_group": "use the tensor- and data-parallel groups one after the other",
+    "get_tensor_and_context_parallel_group": "context parallelism is not built yet; use the tensor-parallel group",
+    "get_hierarchical_context_parallel_groups": "context parallelism is not built yet",
+    "get_expert_tensor_and_model_parallel_group": "expert parallelism is not built yet; use the tensor-parallel group",
+    "get_expert_tensor_model_pipeline_parallel_group": "expert parallelism is not built yet; use the model-parallel group",
+    "get_amax_reduction_group": "8-bit numbers are not built yet",
+    "get_pipeline_model_parallel_split_rank": "models of an encoder and a decoder are not built yet",
+    "is_pipeline_stage_before_split": "models of an encoder and a decoder are not built yet",
+    "is_pipeline_stage_after_split": "models of an encoder and a decoder are not built yet",
+}
+
+__getattr__ = not_built(__name__, _NOT_BUILT)

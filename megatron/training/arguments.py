@@ -1,13 +1,18 @@
 """The command line: flags from the components' dataclasses, Megatron's other flags by table, the user's own by function."""
 
 import argparse
+import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knobs, repeated_flags, unknown_problems
+from megatron.core.placement import Normal
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import COMPONENTS, Config
 from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, OtherFlag
 from megatron.training.yaml_settings import YAML_FLAG, read_yaml
@@ -37,6 +42,10 @@ class Arguments:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def and_also(self, more: Mapping[str, Any]) -> "Arguments":
+        """A view that has these too, where nothing else was given."""
+        return Arguments({**self._values, **{n: v for n, v in more.items() if self._values.get(n) is None}})
+
 
 def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     """The parser of every flag that a run accepts, refuses or passes over."""
@@ -50,7 +59,10 @@ def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
         text = f"the same as {meaning_of_shorthand(flag)}"
         shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
     if extra_args_provider is not None:
-        extra_args_provider(parser)
+        try:
+            extra_args_provider(parser)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
     known = set(parser.known_flags())  # a script may mean something of its own by --temperature or --num-classes
     for other in [*NO_EFFECT.values(), *REFUSED.values()]:
         if other.flag not in known:
@@ -185,3 +197,39 @@ def _build_all(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         except ConfigError as error:
             problems += error.problems
     return parts, problems
+
+
+@dataclass(frozen=True)
+class CoreTransformerConfig(TransformerConfig):
+    """The model's settings, and of the others those that Megatron's layers read from the same object."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def init_method(self) -> Normal:
+        return Normal(self.init_method_std)
+
+    @property
+    def output_layer_init_method(self) -> Normal:
+        return Normal(self.output_init_std)
+
+    @property
+    def layernorm_epsilon(self) -> float:
+        return self.norm_epsilon
+
+    @property
+    def pipeline_dtype(self) -> torch.dtype:
+        return self.residual_dtype
+
+
+def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
+    """The settings of the model as one config: of `config_class`, a dataclass of a fork's own, if one is given."""
+    config_class = config_class or CoreTransformerConfig
+    return build(
+        config_class, {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}
+    )

@@ -26,8 +26,8 @@ from megatron.core.checkpoint.format import LATEST
 from megatron.core.config import ConfigError, default_of, knobs
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.parallel_state import Mesh
 from megatron.core.placement import owned_pieces, pieces
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.runtime import Runtime, print_rank_0

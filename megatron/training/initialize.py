@@ -2,19 +2,24 @@
 
 import contextlib
 import os
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
+from megatron.core.launch import Launch, discover, threads_per_rank
+from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ExtraArgs, parse_args
@@ -38,6 +43,9 @@ def initialize_megatron(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
+    *,
+    get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
 ) -> Runtime:
     """Everything that precedes the model. Every rank must call.
 
@@ -65,7 +73,11 @@ def initialize_megatron(
         ranks_per_kv_head=config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size),
         distributed_timeout_minutes=config.device.distributed_timeout_minutes,
         order=config.parallel.order,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
     )
+    mesh.device, mesh.sequence_parallel = device.torch_device, config.parallel.sequence_parallel_on
+    seed_generators(config.training.seed, mesh)
     keys = DropoutKeys(config.training.seed)
     timers = Timers(
         config.log.timing_log_level,
@@ -75,7 +87,8 @@ def initialize_megatron(
         barrier=config.log.barrier_with_L1_time,
         say=print_rank_last,
     )
-    runtime = Runtime(config, settings.args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers)
+    args = settings.args.and_also(derived_settings(config, mesh, settings.tokenizer))
+    runtime = Runtime(config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers)
     set_runtime(runtime)
     announce(runtime, settings.notes)
     return runtime
@@ -98,6 +111,7 @@ def read_settings(
             tokenizer = build_tokenizer(config.tokenizer)
     if problems:
         raise ConfigError(problems)
+    notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
     device.prepare(bf16=config.transformer.bf16)
     if config.profile.record_memory_history:
         device.record_memory_history()
@@ -146,6 +160,29 @@ def collected(problems: list[str]) -> Iterator[None]:
         problems += error.problems
 
 
+def share_cores(launch: Launch) -> list[str]:
+    """Give this process its part of the cores that the ranks of a node share, and say so. Where it runs is left alone."""
+    cores, bound = available_cores()
+    threads = threads_per_rank(os.environ, launch, cores, bound=bound)
+    if threads is None:
+        return []
+    torch.set_num_threads(threads)
+    return [
+        f"{threads} thread(s) per rank: {cores} cores for {launch.local_size} ranks of a node; OMP_NUM_THREADS sets another number"
+    ]
+
+
+def available_cores() -> tuple[int, bool]:
+    """(cores that this process may run on, whether whoever started it has taken others away from it)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1, False
+    mine = os.sched_getaffinity(0)
+    try:
+        return len(mine), mine < os.sched_getaffinity(os.getppid())
+    except OSError:  # the parent has ended, or is another user's
+        return len(mine), False
+
+
 @contextlib.contextmanager
 def as_settings_problem() -> Iterator[None]:
     """What a file that the user named makes fail is a problem with the settings: said once, without a traceback."""
@@ -171,6 +208,32 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None, de
         raise ConfigError(
             "the ranks were started with different settings or vocabularies; start all with the same ones"
         )
+
+
+def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What Megatron's `args` hold beside the flags, and scripts ask for."""
+    tensor = config.parallel.tensor_model_parallel_size
+    return {
+        "rank": parallel_state.launched_rank(),
+        "world_size": mesh["world"].size,
+        "data_parallel_size": mesh["dp"].size,
+        "params_dtype": config.transformer.params_dtype,
+        "padded_vocab_size": config.transformer.padded_vocab_size(tokenizer.vocab_size, tensor),
+        "virtual_pipeline_model_parallel_size": mesh.virtual_size,
+        "global_batch_size": config.global_batch_size(mesh["world"].size),
+        "max_position_embeddings": config.positions,
+        "ffn_hidden_size": config.transformer.ffn_size,
+        "kv_channels": config.transformer.head_width,
+    }
+
+
+def seed_generators(seed: int, mesh: Mesh) -> None:
+    """For a fork's own random numbers: python's, numpy's and torch's generators, by stage as Megatron's, and the tracked ones."""
+    seed += 100 * mesh["pp"].rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
 
 
 def announce(runtime: Runtime, notes: Sequence[str]) -> None:

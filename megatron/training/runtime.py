@@ -8,8 +8,8 @@ from megatron.core import parallel_state
 from megatron.core.batch_size import BatchSizes
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.lr_schedule import RunLength
-from megatron.core.parallel_state import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tokenizers.tokenizers import Tokenizer

@@ -11,8 +11,8 @@ from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
@@ -81,9 +81,11 @@ class Pipeline:
         """Forwards, backwards and the start of the gradient reduction of one step."""
         return self._run("train", data_iterators, first_sample, num_microbatches, loss_scale)
 
-    def evaluate(self, data_iterators: Mapping[int, object], first_sample: int) -> LossTotals:
-        """The forwards of one global batch."""
-        return self._run("evaluate", data_iterators, first_sample)
+    def evaluate(
+        self, data_iterators: Mapping[int, object], first_sample: int, forward_step: ForwardStep | None = None
+    ) -> LossTotals:
+        """The forwards of one global batch; by another `forward_step` than that of training, if one is given."""
+        return self._run("evaluate", data_iterators, first_sample, forward_step=forward_step)
 
     def _run(
         self,
@@ -92,6 +94,7 @@ class Pipeline:
         first_sample: int,
         num_microbatches: int | None = None,
         loss_scale: float = 1.0,
+        forward_step: ForwardStep | None = None,
     ) -> LossTotals:
         pp, dp = self.mesh["pp"], self.mesh["dp"]
 
@@ -106,7 +109,7 @@ class Pipeline:
             len(self.chunks) * pp.size,
             placement=self.placement,
             transport=self.transport,
-            forward_step=self.forward_step,
+            forward_step=forward_step or self.forward_step,
             data_iterators=data_iterators,
             begin=begin,
             reduce=lambda stage: self.chunks[stage].start_grad_reduce(),

@@ -9,10 +9,9 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
     at the end      validation and test losses
 """
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,54 +20,89 @@ from torch import nn
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.datasets.batches import batches
-from megatron.core.datasets.index_map import requested_samples
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
-from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule, schedule_in_force
-from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
+from megatron.core.pipeline_parallel.schedules import keep_reports
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.random import initialize_parameters
 from megatron.training import checkpointing
 from megatron.training.arguments import ExtraArgs
+from megatron.training.build import (
+    DatasetsProvider,
+    ModelProvider,
+    build_datasets,
+    build_model_and_optimizer,
+    build_train_valid_test_data_iterators,
+    get_model,
+    setup_model_and_optimizer,
+)
 from megatron.training.evaluate import evaluate, window
 from megatron.training.exits import Exits
 from megatron.training.initialize import as_settings_problem, initialize_megatron, stop_with
 from megatron.training.log import TrainingLog, validation_line
-from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
+from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last, set_runtime
 from megatron.training.train_step import BatchShape, Pipeline, train_step
 from megatron.training.watch import Watch
 
-DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
-ModelProvider = Callable[..., nn.Module]
+__all__ = [
+    "Trainer",
+    "build_train_valid_test_data_iterators",
+    "get_model",
+    "pretrain",
+    "setup_model_and_optimizer",
+    "train_step",
+]
 
 
 def pretrain(
     train_valid_test_datasets_provider: DatasetsProvider,
     model_provider: ModelProvider,
-    model_type: ModelType,
-    forward_step: ForwardStep,
-    *,
-    group_of: GroupRule = default_group,
+    model_type: ModelType | ForwardStep,
+    forward_step: ForwardStep | None = None,
+    process_non_loss_data_func: Callable[[Any, int, Any], None] | None = None,
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    non_loss_data_func: Callable[[list[nn.Module]], Any] | None = None,
+    *,
+    group_of: GroupRule = default_group,
     argv: Sequence[str] | None = None,
 ) -> None:
     """Train a model from the command line's settings. Every process of the job calls it.
 
+    The order of the arguments is Megatron's; that of 2.5, which has no model_type, is understood too.
+
     train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each
         with a length and items that are dictionaries of arrays
-    model_provider(pre_process, post_process) -> this stage's part of the model
+        Every rank calls it, whether or not it has Megatron's attribute `is_distributed`.
+    model_provider(pre_process, post_process[, vp_stage]) -> this stage's part of the model
     forward_step(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
+    extra_args_provider(parser) adds flags of the script's own; args_defaults: settings by name, where the command line says nothing
+    process_non_loss_data_func(data, iteration, writer), on the last rank after a validation: data is what non_loss_data_func(model
+        chunks) returned, or else loss_func(output, non_loss_data=True) of each microbatch of one more batch; writer is None
+    get_embedding_ranks, get_position_embedding_ranks: as `initialize_model_parallel` is given
     group_of(name, placement) -> how that parameter is updated
     """
-    del model_type  # every model so far passes one tensor between stages
+    if forward_step is None or not isinstance(model_type, ModelType):
+        forward_step, extra_args_provider, args_defaults = _without_model_type(
+            model_type, forward_step or extra_args_provider, process_non_loss_data_func or args_defaults
+        )
+        process_non_loss_data_func = None
     began = time.monotonic()
+    non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
     try:
-        runtime = initialize_megatron(extra_args_provider, args_defaults, argv)
-        trainer = Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of, began)
+        runtime = initialize_megatron(
+            extra_args_provider,
+            args_defaults,
+            argv,
+            get_embedding_ranks=get_embedding_ranks,
+            get_position_embedding_ranks=get_position_embedding_ranks,
+        )
+        trainer = Trainer(
+            runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of, began, non_loss
+        )
     except (ConfigError, comm.PeerError) as error:
         set_runtime(None)
         stop_with(error)
@@ -81,25 +115,23 @@ def pretrain(
     parallel_state.stop_distributed()
 
 
-def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, DistributedDataParallel]:
-    """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers.
+def _without_model_type(
+    forward_step: Any, extra_args_provider: Any, args_defaults: Any
+) -> tuple[ForwardStep, ExtraArgs | None, Mapping[str, Any] | None]:
+    """The arguments of Megatron 2.5: pretrain(datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults)."""
+    if isinstance(forward_step, ModelType) or not callable(forward_step):
+        raise TypeError(
+            "pretrain() needs forward_step(data_iterator, model) -> (output, loss_func), after the model type"
+        )
+    return forward_step, extra_args_provider, args_defaults
 
-    A provider with a parameter `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
-    """
-    mesh, pp, chunks = runtime.mesh, runtime.mesh["pp"], {}
-    last_stage = runtime.config.chunks_per_rank * pp.size - 1
-    takes_chunk = "vp_stage" in inspect.signature(model_provider).parameters
-    for chunk_number in range(runtime.config.chunks_per_rank):
-        stage = chunk_number * pp.size + pp.rank
-        mesh.virtual_rank = chunk_number
-        chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
-        chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
-        lost = [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]
-        if lost:
-            raise ConfigError(f"parameters without a placement: {', '.join(lost)}; set one where each is created")
-        initialize_parameters(chunk, runtime.config.training.seed, mesh)
-        chunks[stage] = DistributedDataParallel(chunk, mesh, runtime.config.data_parallel)
-    return chunks
+
+@dataclass(frozen=True)
+class NonLossData:
+    """What a script wants to see of its model beside losses, after each validation."""
+
+    process: Callable[[Any, int, Any], None] | None = None
+    collect: Callable[[list[nn.Module]], Any] | None = None
 
 
 class Trainer:
@@ -113,24 +145,16 @@ class Trainer:
         forward_step: ForwardStep,
         group_of: GroupRule = default_group,
         began: float | None = None,
+        non_loss: NonLossData = NonLossData(),
     ):
         """began: `time.monotonic()` of the start of the run; now when unset."""
+        self.non_loss = non_loss
         self.runtime, self.config, self.mesh = runtime, runtime.config, runtime.mesh
         self.batch_sizes, training = runtime.batch_sizes, runtime.config.training
         self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
         device = runtime.device.torch_device
         self.exits = Exits(training, self.mesh["world"], device, time.monotonic() if began is None else began)
-        self.chunks = get_model(model_provider, runtime)
-        buffers = [buffer for chunk in self.chunks.values() for buffer in chunk.buffers]
-        self.optimizer = FlatOptimizer(
-            buffers,
-            self.config.optimizer,
-            self.mesh,
-            group_of=group_of,
-            scaler=make_grad_scaler(self.config.loss_scaling, fp16=self.config.transformer.fp16),
-            fixed_order=self.config.data_parallel.fixed_order_grad_reduce,
-            device=device,
-        )
+        self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
         self.pipeline = self._build_pipeline(forward_step)
         with as_settings_problem():
             checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device)
@@ -143,7 +167,7 @@ class Trainer:
         self.log = TrainingLog(self.train_iters, self.batch_size, self.config.log.log_interval, flops)
         if log_state is not None:
             self.log.load_state(log_state)
-        self.datasets = dict(zip(("train", "valid", "test"), self._build_datasets(datasets_provider)))
+        self.datasets = dict(zip(("train", "valid", "test"), build_datasets(datasets_provider, runtime)))
         self._leave_out_small_sets()
         with comm.together(self.mesh["world"], device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, list(self.chunks.values()), self.state)
@@ -189,15 +213,6 @@ class Trainer:
         """Whether the tensor-parallel ranks hold copies of what passes between stages, to be sent in parts."""
         parallel = self.config.parallel
         return parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel_on
-
-    def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
-        training = self.config.training
-        # By the settings alone, whatever the run goes on from: what a data set holds may depend on how much is asked for.
-        train_iters = self.config.train_iters(self.mesh["world"].size)
-        sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, self.batch_size)
-        sizes[0] = training.train_samples or sizes[0]
-        with comm.together(self.mesh["world"], self.runtime.device.torch_device), as_settings_problem():
-            return provider(sizes)
 
     def _leave_out_small_sets(self) -> None:
         for split in ("valid", "test"):
@@ -297,7 +312,21 @@ class Trainer:
         )
         print_rank_last(validation_line(where, losses))
         self.watch.report_validation(split, losses, at_end=" on " in where)
+        if self.non_loss.process is not None:
+            self._show_non_loss_data(split, first_sample)
         self.log.resume()
+
+    def _show_non_loss_data(self, split: str, first_sample: int) -> None:
+        """Hand the script what it wants to see, on the last rank. All ranks take part in one more batch for it."""
+        chunks, data = list(self.chunks.values()), []
+        with torch.no_grad():
+            if self.non_loss.collect is not None:
+                data = self.non_loss.collect(chunks)
+            else:
+                step = keep_reports(self.pipeline.forward_step, data, non_loss=True)
+                self.pipeline.evaluate(self._iterators(split, first_sample), first_sample, step)
+        if is_last_rank():
+            self.non_loss.process(data, self.state.iteration, None)
 
     def _save_if_due(self, *, last: bool) -> None:
         config = self.config.checkpoint
@@ -310,12 +339,12 @@ class Trainer:
         self.log.resume()
 
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
-        """Batches for each chunk, on the ranks that read: the first of each tensor-parallel group, at both ends."""
-        dp, ends = self.mesh["dp"], (0, len(self.chunks) * self.mesh["pp"].size - 1)
-        micro_batch_size = self.config.training.micro_batch_size
+        """Batches for each chunk, on the ranks that may read: the first of each tensor-parallel group. A stage between the ends
+        has them too, for scripts that ask before they look where they are; nothing is read before it is asked for."""
+        dp, micro_batch_size = self.mesh["dp"], self.config.training.micro_batch_size
         return {
             stage: batches(self.datasets[split], first_sample, micro_batch_size, dp.rank, dp.size)
-            if self.mesh["tp"].is_first and stage in ends
+            if self.mesh["tp"].is_first
             else None
             for stage in self.chunks
         }

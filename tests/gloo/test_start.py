@@ -55,6 +55,16 @@ def test_a_rank_that_alone_has_a_bad_setting_is_heard():
     assert outcome.codes[0] not in (0, None)
 
 
+def test_partial_variables_of_a_launcher_are_refused():
+    """A rank that was not told how many there are would train alone, on all the data."""
+    started = (
+        "import os, runpy, sys; os.environ['RANK'] = '1'; del sys.argv[0]; sys.path.insert(0, os.path.dirname(sys.argv[0]));"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    outcome = run(["-c", started, PRETRAIN_GPT, *MOCK], timeout=20)
+    assert_refused(outcome, ["RANK is set but WORLD_SIZE is not"])
+
+
 def assert_refused(outcome: Outcome, said: list[str]) -> None:
     """Every rank ended by itself with code 2, soon, and one of them said why, once, without a traceback."""
     assert set(outcome.codes) == {2}, outcome

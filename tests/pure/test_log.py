@@ -229,7 +229,8 @@ def test_validation_and_saving_take_no_time_from_the_steps(clock, capsys):
 
 
 def test_only_the_last_rank_prints(clock, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in (("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
     for rank, lines in (("0", 0), ("2", 0), ("3", 1)):
         monkeypatch.setenv("RANK", rank)
         clock.step(TrainingLog(2, 8, 1), 1, 1.0)

@@ -138,7 +138,10 @@ def launched(tmp_path, monkeypatch):
 
     def start(ranks: int, flags: str) -> list[str]:
         (tmp_path / "file").write_text("not a folder")
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that the threads of this process stay as they are
         monkeypatch.setattr(parallel_state, "start_distributed", lambda *_: pytest.fail("the processes meet"))
         return shlex.split((BASE + flags).replace("{tmp}", str(tmp_path)))
 
@@ -155,7 +158,7 @@ def test_what_cannot_work_is_refused_in_words(launched, tmp_path, capsys, ranks,
     assert len(error.value.problems) <= 2, "one mistake, or two that go together"
     if ranks == 1:
         with pytest.raises(SystemExit) as stop:
-            pretrain(None, None, ModelType.encoder_or_decoder, None, argv=words)
+            pretrain(None, None, ModelType.encoder_or_decoder, lambda data, model: None, argv=words)
         assert stop.value.code == 2
         printed = capsys.readouterr().err
         assert printed.startswith(f"cannot start, {len(error.value.problems)} problem(s):\n  - ")

@@ -10,7 +10,7 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load import lone_mesh
-from megatron.core.parallel_state import Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.transformer.kv_cache import KeyValueCache
 
 MODELS = {

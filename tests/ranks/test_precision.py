@@ -23,11 +23,11 @@ from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.grad_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
-from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec

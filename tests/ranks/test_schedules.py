@@ -17,7 +17,7 @@ from local_ranks import run_ranks
 import pretrain_gpt
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
-from megatron.core.parallel_state import Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args

@@ -26,8 +26,8 @@ from tiny_run import (
 from megatron.core.config import ConfigError
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
-from megatron.core.parallel_state import Mesh
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing

@@ -18,6 +18,7 @@ alike on the first and the last stage. What is whole and what is in shards:
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from megatron.core.distributed.fixed_order import MicrobatchGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import BucketPlan, BufferPlan, Cut, Item, lay_out, overlaps
 from megatron.core.grid import ALONE
-from megatron.core.parallel_state import Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.placement import Placement, partial_grads
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
@@ -223,6 +224,11 @@ class DistributedDataParallel(nn.Module):
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.module.set_input_tensor(x)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient of the chunk."""
+        for buffer in self.buffers:
+            buffer.grads.data.mul_(factor)
+
     def zero_grad_buffer(self) -> None:
         """Forget the gradients of the step before."""
         self._expected, self._written = self._written or None, Counter()
@@ -322,6 +328,12 @@ def _partial_runs(parameter: nn.Parameter, axis_name: str) -> list[tuple[int, in
     """The elements (start, stop) of whose gradient each rank of the axis has a part."""
     shape = tuple(parameter.shape)
     return [flat_run(box, shape) for box in partial_grads(parameter.placement, shape, axis_name)]
+
+
+def finalize_model_grads(model: Sequence[DistributedDataParallel]) -> None:
+    """The end of a step's gradient sums, over all chunks of this rank. Every rank must call."""
+    for chunk in model:
+        chunk.finish_grad_reduce()
 
 
 def _buffer_key(parameter: nn.Parameter) -> tuple:

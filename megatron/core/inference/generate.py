@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import Choose
-from megatron.core.parallel_state import Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.transformer.kv_cache import KeyValueCache
 

@@ -4,8 +4,9 @@ import torch
 
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError
+from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel_state import Mesh, build_mesh, grid_for
+from megatron.core.parallel_state import grid_for
 from megatron.core.placement import pieces
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel

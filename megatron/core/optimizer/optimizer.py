@@ -20,10 +20,10 @@ from megatron.core.device import has_fused_adam
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import ALONE
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
-from megatron.core.parallel_state import Mesh
 from megatron.core.placement import owned_pieces
 
 

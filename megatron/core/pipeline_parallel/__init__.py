@@ -37,5 +37,6 @@ __getattr__, __dir__ = lazy_names(
         "plot_text": "plot",
         "plot_svg": "plot",
         "chrome_trace": "plot",
+        "get_forward_backward_func": "schedules",
     },
 )

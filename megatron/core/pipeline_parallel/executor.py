@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.deferred import WeightGradStore, Work
-from megatron.core.pipeline_parallel.loss import LossTotals, read_loss
+from megatron.core.pipeline_parallel.loss import LossTotals, read_loss, read_step
 from megatron.core.pipeline_parallel.lower import partner
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 from megatron.core.pipeline_parallel.simulate import show
@@ -99,7 +99,9 @@ class Executor:
         self.begin(action)
         inputs = self.inputs.get(key, ())
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
-        output, loss_func = self.forward_step(self.data_iterators[stage], chunk)
+        output, loss_func = read_step(
+            self.forward_step(self.data_iterators[stage], chunk), is_last=stage == self.last_stage
+        )
         chunk.set_input_tensor(None)
         if stage == self.last_stage:
             loss = read_loss(loss_func(output), self.nominal_tokens)

@@ -17,6 +17,26 @@ class MicrobatchLoss:
     report: dict[str, Tensor]  # name -> (sum, count)
 
 
+def read_step(result: Any, *, is_last: bool) -> tuple[Any, Any]:
+    """(output, loss_func) of what a `forward_step` returned. Raises TypeError with what it should have been."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a lone {type(result).__name__}"
+        raise TypeError(
+            f"forward_step must return (output, loss_func), where loss_func(output) gives the loss, not {what}"
+        )
+    output, loss_func = result
+    if is_last and not callable(loss_func):
+        raise TypeError(
+            f"forward_step returned (output, {loss_func!r}) on the last stage; there the second must be a function, "
+            "loss_func(output) -> (loss_sum, num_tokens, report); other stages may leave it None"
+        )
+    handed_on = output if isinstance(output, tuple) else (output,)
+    if not is_last and not all(isinstance(x, Tensor) for x in handed_on):
+        kinds = ", ".join(type(x).__name__ for x in handed_on)
+        raise TypeError(f"forward_step handed on {kinds}; before the last stage a model must return its hidden states")
+    return output, loss_func
+
+
 def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
     """From what a `loss_func` returned, in either of two forms.
 

@@ -1,0 +1,187 @@
+"""What the program that started this process says of the job: rank, world size, where to meet. Pure: a dictionary in.
+
+| started by                               | rank, world size                            | local rank, ranks of the node        |
+|------------------------------------------|---------------------------------------------|--------------------------------------|
+| torchrun, torch.distributed.launch, hand | RANK, WORLD_SIZE                            | LOCAL_RANK, LOCAL_WORLD_SIZE         |
+| mpirun of Open MPI                       | OMPI_COMM_WORLD_RANK, .._SIZE               | OMPI_COMM_WORLD_LOCAL_RANK, .._SIZE  |
+| mpiexec of MPICH, Intel MPI, Cray        | PMI_RANK, PMI_SIZE                          | MPI_LOCALRANKID, MPI_LOCALNRANKS     |
+| srun of SLURM                            | SLURM_PROCID, SLURM_STEP_NUM_TASKS          | SLURM_LOCALID, SLURM_STEP_TASKS_...  |
+
+The first of these that is there counts. Inside a SLURM job mpirun starts its daemons by srun, one a node, whose SLURM_PROCID its
+own processes inherit: that is why SLURM stands last. Where to meet is MASTER_ADDR and MASTER_PORT. Without them it is
+this machine, where all ranks are on it, or the first node of the SLURM step; and a port made from the job's number.
+"""
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.core.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process' place in its job; by default a job of its own."""
+
+    launcher: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # among the ranks of this node; without a word of the launcher, the rank
+    local_size: int = 1  # ranks of this node
+    address: str | None = None  # where rank 0 listens; None in a job of one that needs no meeting
+    port: int | None = None
+
+    @property
+    def meeting_point(self) -> str | None:
+        """What torch.distributed is told; None where it reads torchrun's variables itself."""
+        if self.launcher == "torchrun":
+            return None
+        host = f"[{self.address}]" if self.address and ":" in self.address else self.address
+        return f"tcp://{host}:{self.port}"
+
+
+class _Variables(NamedTuple):
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    remedy: str
+
+
+_LAUNCHERS = (
+    _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "start with torchrun, or unset {given}"),
+    _Variables(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "start with mpirun, or unset {given}",
+    ),
+    _Variables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "start with mpiexec, or unset {given}"),
+)  # fmt: skip
+DEFAULT_PORT = 29500  # torchrun's
+
+
+def discover(environment: Mapping[str, str]) -> Launch:
+    """This process' place in its job. Raises ConfigError with all that is wrong or missing."""
+    for names in _LAUNCHERS:
+        if environment.get(names.rank) or environment.get(names.size):
+            return _read(environment, names)
+    if "SLURM_PROCID" in environment and _step(environment):
+        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+        names = _Variables("SLURM", "SLURM_PROCID", size, "SLURM_LOCALID", "", "start with srun")
+        return _read(environment, names)
+    if (tasks := environment.get("SLURM_NTASKS", "1")) != "1" and "SLURM_JOB_ID" in environment:
+        raise ConfigError(
+            f"this is a SLURM job of {tasks} tasks (SLURM_NTASKS), but srun did not start this process: it would train alone; "
+            "start with srun or torchrun, or, for one process, set RANK=0 WORLD_SIZE=1"
+        )
+    return Launch()
+
+
+def _step(environment: Mapping[str, str]) -> str | None:
+    """The number of the srun step that this process belongs to. The batch script and salloc's shell belong to none: SLURM
+    numbers such steps of its own from the top of 32 bits."""
+    step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
+    return step if step.isdigit() and int(step) < 0xFFFFFFF0 else None
+
+
+class _Problems:
+    """Reads numbers out of variables, and collects what is wrong with them."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.environment, self.found = environment, []
+
+    def number(self, name: str, default: int, low: int = 0, high: int | None = None) -> int:
+        text = self.environment.get(name, "")
+        if not text:
+            return default
+        if not re.fullmatch(r"\d+", text.strip()) or not low <= int(text) <= (int(text) if high is None else high):
+            limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
+            self.found.append(f"{name} is {text!r}; it must be a whole number {limits}")
+            return default
+        return int(text)
+
+
+def _read(environment: Mapping[str, str], names: _Variables) -> Launch:
+    read = _Problems(environment)
+    for given, missing in ((names.rank, names.size), (names.size, names.rank)):
+        if environment.get(missing, "") == "":
+            raise ConfigError(f"{given} is set but {missing} is not; {names.remedy.format(given=given)}")
+    world_size = read.number(names.size, 1, low=1)
+    rank = read.number(names.rank, 0)
+    local_size = _slurm_local_size(environment) if names.launcher == "SLURM" else read.number(names.local_size, 0)
+    # MPICH under SLURM (srun --mpi=pmi2) has no local variables of its own; they are srun's then.
+    local_name = next((n for n in (names.local_rank, "SLURM_LOCALID") if n in environment), names.local_rank)
+    local_rank = read.number(local_name, rank)
+    if not read.found and rank >= world_size:
+        read.found.append(f"{names.rank} is {rank}, but {names.size} is {world_size}; ranks are 0 to {world_size - 1}")
+    port = read.number("MASTER_PORT", 0, low=1, high=65535) or _port_of_job(environment, names.launcher)
+    address, problem = _address(environment, names, world_size, local_size)
+    if read.found or problem:
+        raise ConfigError(read.found + ([problem] if problem else []))
+    return Launch(names.launcher, rank, world_size, local_rank, max(local_size, 1), address, port)
+
+
+def _address(
+    environment: Mapping[str, str], names: _Variables, world_size: int, local_size: int
+) -> tuple[str | None, str | None]:
+    """(where the ranks meet, or why nobody knows)."""
+    if names.launcher == "torchrun":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        if not missing:
+            return environment["MASTER_ADDR"], None
+        if world_size == 1:
+            return None, None
+        they = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not"
+        return None, f"{names.size} is set but {they}; {names.remedy.format(given=names.size)}"
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"], None
+    if local_size == world_size:
+        return "127.0.0.1", None
+    if nodes := environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST"):
+        return first_node(nodes), None
+    return None, (
+        f"{names.launcher} started {world_size} processes on several machines; say where they meet: set MASTER_ADDR to the name "
+        "of the first machine on all of them (mpirun -x MASTER_ADDR=..., mpiexec -genv MASTER_ADDR ...)"
+    )
+
+
+def _port_of_job(environment: Mapping[str, str], launcher: str) -> int:
+    """A port that the ranks of one job agree on and another job on the node probably has not."""
+    if launcher == "torchrun":
+        return DEFAULT_PORT
+    number = environment.get("SLURM_JOB_ID") or environment.get("PMIX_NAMESPACE")
+    if number is None:
+        return DEFAULT_PORT
+    return 20000 + zlib.crc32(f"{number} {_step(environment)}".encode()) % 10000
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a SLURM node list: "gpu[007-012,20],login" -> "gpu007"."""
+    start, bracket, rest = nodes.partition("[")
+    if not bracket or "," in start:
+        return start.split(",")[0]
+    numbers, _, tail = rest.partition("]")
+    return start + re.split(r"[-,]", numbers)[0] + tail.split(",")[0]
+
+
+def _slurm_local_size(environment: Mapping[str, str]) -> int:
+    """Ranks of this node, from "2(x3),1": two on each of the first three nodes, one on the fourth."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+    sizes: list[int] = []
+    for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        sizes += [int(size)] * int(times or 1)
+    node = environment.get("SLURM_NODEID", "0")
+    return sizes[int(node)] if node.isdigit() and int(node) < len(sizes) else 0
+
+
+def threads_per_rank(environment: Mapping[str, str], launch: Launch, cores: int, *, bound: bool = False) -> int | None:
+    """How many threads each rank should compute with, where the ranks of a node share its `cores`; None to leave it to torch.
+
+    OMP_NUM_THREADS is the user's word (torchrun sets it to 1 if nobody has), and ranks that the launcher has `bound` to cores of
+    their own share nothing.
+    """
+    if environment.get("OMP_NUM_THREADS") or launch.local_size == 1 or bound:
+        return None
+    return max(1, cores // launch.local_size)

@@ -1,0 +1,120 @@
+"""The axes of one rank by name, made from a grid: which communicators there are, and who shares them.
+
+    axis          ranks that differ in                      used for
+    tp            the part of each layer                    activations inside a layer
+    pp            the pipeline stage                        scalars of a step
+    pp_forward    the same ranks, own communicators         activations to the next stage,
+    pp_backward                                             gradients to the previous one
+    dp            the samples: dp_outer x dp_inner          gradients
+    kv            the neighbours in tp that share one       the gradient of shared key/value heads
+                  key/value head
+    mp            tp and pp: one whole model                sums over all parameters
+    embd          first and last stage, or those that a     the gradient of a tied embedding
+                  script names
+    pos_embd      the first stage, likewise                 a position table that stages share
+    world         anything                                  agreement
+
+`parallel_state.py` makes the communicators of a job; a test makes its own. Code below the composition root is handed the
+`Axis` objects that it uses.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron.core.comm import Group, Ledger
+from megatron.core.config import ConfigError
+from megatron.core.grid import Axis, Grid
+
+
+class Mesh(Mapping[str, Axis]):
+    """Every axis of this rank by name: `mesh["tp"]`. Also the home of the ledger."""
+
+    def __init__(self, axes: dict[str, Axis], ledger: Ledger, sharing: Mapping[str, tuple[int, ...]]):
+        self._axes, self.ledger = axes, ledger
+        # of this pipeline, the global ranks that share a table; a rank that does not is alone on that axis
+        self.embedding_ranks, self.position_embedding_ranks = sharing["embd"], sharing["pos_embd"]
+        self.virtual_size: int | None = None  # model chunks of each pipeline rank, None without interleaving
+        self.virtual_rank: int | None = None  # the chunk that is running, for scripts that ask
+        self.device: torch.device | str = (
+            "cpu"  # where this rank computes, and how: for Megatron's functions, which are not told
+        )
+        self.sequence_parallel = False
+        self.kept: dict[str, Any] = {}  # what Megatron's global accessors hand out again, by their names
+
+    def __getitem__(self, name: str) -> Axis:
+        return self._axes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    def over(self, names: tuple[str, ...]) -> Axis:
+        """The one axis that spans several: ("dp_outer", "dp_inner") is "dp"."""
+        return self._axes[_SPANS[names]]
+
+
+# What each axis of the mesh varies in, and which communicator it has: axes with equal ranks share one, except that
+# the two directions of the pipeline have their own, since NCCL runs the transfers of one communicator in order.
+_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "dp": ("dp_outer", "dp_inner"),
+    "dp_outer": ("dp_outer",),
+    "dp_inner": ("dp_inner",),
+    "mp": ("pp", "tp"),
+    "world": ("pp", "dp_outer", "dp_inner", "cp", "tp"),
+    "pp_forward": ("pp",),
+    "pp_backward": ("pp",),
+}
+_OWN_COMMUNICATOR = ("pp_forward", "pp_backward")
+_SPANS = {("dp_outer", "dp_inner"): "dp", ("dp_inner",): "dp_inner", ("dp_outer",): "dp_outer"}
+
+MakeGroup = Callable[[str, tuple[int, ...]], Group]
+StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # some of the ranks of one pipeline
+
+
+def first_and_last(stages: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((stages[0], stages[-1])))
+
+
+def build_mesh(
+    grid: Grid,
+    rank: int,
+    make_group: MakeGroup,
+    ranks_per_kv_head: int = 1,
+    *,
+    embedding_ranks: StageRanks = first_and_last,
+    position_embedding_ranks: StageRanks = lambda stages: stages[:1],
+) -> Mesh:
+    """The axes of `rank`. `make_group(axis name, global ranks)` is called in the same order by all members of a group.
+
+    `ranks_per_kv_head`: so many neighbours on "tp" are an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
+    """
+    if (tensor := grid.sizes["tp"]) % ranks_per_kv_head:
+        raise ConfigError(
+            f"{ranks_per_kv_head} ranks per key/value head do not divide {tensor} tensor-parallel ranks; "
+            "give tensor-parallel size / query groups"
+        )
+    ledger, axes = Ledger(), {}
+
+    def add(name: str, ranks: tuple[int, ...]) -> None:
+        shared = next((a for a in axes.values() if a.ranks == ranks and name not in _OWN_COMMUNICATOR), None)
+        group = None if len(ranks) == 1 else shared.group if shared else make_group(name, ranks)
+        axes[name] = Axis(name, ranks, ranks.index(rank), group, ledger)
+
+    for name, varying in _AXES.items():
+        add(name, next(ranks for ranks in grid.groups(*varying) if rank in ranks))
+    sharing: dict[str, tuple[int, ...]] = {}
+    for name, ranks_of in (("embd", embedding_ranks), ("pos_embd", position_embedding_ranks)):
+        members = sharing[name] = tuple(ranks_of(axes["pp"].ranks))
+        if strangers := set(members) - set(axes["pp"].ranks):
+            raise ConfigError(f"ranks {sorted(strangers)} of {name} are not in the pipeline {axes['pp'].ranks}")
+        add(name, members if rank in members else (rank,))
+    first = axes["tp"].rank // ranks_per_kv_head * ranks_per_kv_head
+    add("kv", axes["tp"].ranks[first : first + ranks_per_kv_head])
+    return Mesh(axes, ledger, sharing)

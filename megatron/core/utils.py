@@ -1,0 +1,47 @@
+"""Small helpers that Megatron's forks import from here."""
+
+import math
+from typing import Any
+
+from torch import nn
+
+from megatron.core.placement import Normal
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The exact quotient; ValueError if there is none."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def init_method_normal(sigma: float) -> Normal:
+    """Initial weights from N(0, sigma^2). A description and no function of a tensor: that would see a rank's part only."""
+    return Normal(sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Normal:
+    """The same for the last matrix of each block, of which the residual stream adds up 2 x num_layers."""
+    return Normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def unwrap_model(model: Any) -> Any:
+    """The model, or each of a list of models, without its data-parallel wrapper."""
+    if isinstance(model, list | tuple):
+        return [unwrap_model(one) for one in model]
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model
+
+
+def get_attr_wrapped_model(model: Any, attr: str) -> Any:
+    """`model.attr` of a model that may be wrapped."""
+    return getattr(unwrap_model(model), attr)
+
+
+def get_model_config(model: Any) -> Any:
+    return get_attr_wrapped_model(model, "config")

@@ -1,0 +1,187 @@
+"""What a report of a bug needs to say about the machine: `python -m megatron.report [--json]`.
+
+Reads, changes nothing, and never fails: a part that cannot be found out says why in its place, also where torch cannot be imported.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config import ConfigError
+from megatron.core.launch import discover, threads_per_rank
+
+PACKAGES = {  # what the project uses -> what for
+    "torch": "everything",
+    "numpy": "token files, the order of samples",
+    "tokenizers": "HuggingFaceTokenizer, tools/train_tokenizer.py",
+    "matplotlib": "tools/plot_run.py",
+    "pytest": "tests",
+    "pytest-xdist": "tests on all cores",
+}
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+)  # fmt: skip
+_GIB = 2**30
+
+Part = dict[str, Any]
+
+
+def collect() -> dict[str, Part]:
+    """All parts by name. A part that fails is {"unknown": why}."""
+    return {name: _guarded(part) for name, part in _PARTS.items()}
+
+
+def _guarded(part: Callable[[], Part]) -> Part:
+    try:
+        return part()
+    except Exception as error:  # whatever is broken here is what the report is about
+        return {"unknown": f"{type(error).__name__}: {error}"}
+
+
+def _system() -> Part:
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "code": _commit(),
+    }
+
+
+def _commit() -> str:
+    """Which commit of the repository this is, and whether files have been changed since."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+        return described.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "not a git checkout"
+
+
+def _packages() -> Part:
+    found: Part = {}
+    for name, purpose in PACKAGES.items():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = f"missing; for {purpose}"
+    return found
+
+
+def _devices() -> Part:
+    torch = importlib.import_module("torch")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    part: Part = {"accelerator": accelerator.type if accelerator else "none, the CPU computes"}
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        for i in range(torch.accelerator.device_count()):
+            free, total = module.mem_get_info(i)
+            part[f"device {i}"] = f"{module.get_device_name(i)}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    built = {n: v for n, v in vars(torch.version).items() if isinstance(v, str) and not n.startswith(("_", "git"))}
+    part["torch is built for"] = built or "the CPU"
+    part["back ends"] = importlib.import_module("megatron.core.parallel_state").available_backends()
+    return part
+
+
+def _launcher() -> Part:
+    part: Part = {}
+    try:
+        launch = discover(os.environ)
+        part["launcher"] = launch.launcher
+        part["rank"] = f"{launch.rank} of {launch.world_size}, on its node {launch.local_rank} of {launch.local_size}"
+        if launch.address is not None:
+            part["meeting point"] = f"{launch.address}:{launch.port}"
+    except ConfigError as error:
+        part["launcher"] = f"refused: {error}"
+    return part | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def _threads() -> Part:
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    part: Part = {"cores": os.cpu_count(), "cores this process may use": mine}
+    part["threads of torch"] = _guarded(lambda: {"": importlib.import_module("torch").get_num_threads()})
+    part["threads of torch"] = next(iter(part["threads of torch"].values()))
+    try:
+        part["threads of a rank"] = threads_per_rank(os.environ, discover(os.environ), mine) or "as torch has them"
+    except ConfigError:
+        part["threads of a rank"] = "unknown, see launcher"
+    return part
+
+
+def _memory() -> Part:
+    with open("/proc/meminfo") as file:
+        sizes = {name: int(rest.split()[0]) / 2**20 for name, _, rest in (line.partition(":") for line in file)}
+    return {"total GiB": round(sizes["MemTotal"], 1), "available GiB": round(sizes["MemAvailable"], 1)}
+
+
+def _disk() -> Part:
+    part: Part = {}
+    for name, folder in (("here", os.getcwd()), ("temporary", tempfile.gettempdir())):
+        part[name] = f"{folder}, {shutil.disk_usage(folder).free / _GIB:.1f} GiB free, {_writable(folder)}"
+    return part
+
+
+def _writable(folder: str) -> str:
+    """By trying: permissions say little about a read-only or a full file system."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+        return "writable"
+    except OSError as error:
+        return f"not writable ({error.strerror})"
+
+
+_PARTS: dict[str, Callable[[], Part]] = {
+    "system": _system,
+    "packages": _packages,
+    "devices": _devices,
+    "launcher": _launcher,
+    "threads": _threads,
+    "memory": _memory,
+    "disk": _disk,
+}
+
+
+def as_text(parts: dict[str, Part]) -> str:
+    lines = []
+    for name, part in parts.items():
+        width = max(map(len, part))
+        lines += [name, *(f"  {key:<{width}}  {_shown(value)}" for key, value in part.items())]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {one}" for key, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.report", description="Describe this machine for a bug report."
+    )
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    options = parser.parse_args(argv)
+    parts = collect()
+    print(json.dumps(parts, indent=2, default=str) if options.json else as_text(parts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What a run is built of, from its settings and what a script provides: model chunks, optimizer, data."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron.core import comm
+from megatron.core.config import ConfigError
+from megatron.core.datasets.batches import batches
+from megatron.core.datasets.index_map import requested_samples
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.random import initialize_parameters
+from megatron.training.initialize import as_settings_problem
+from megatron.training.runtime import Runtime, get_runtime
+
+DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
+ModelProvider = Callable[..., nn.Module]
+
+
+def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, DistributedDataParallel]:
+    """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers.
+
+    A provider with a parameter `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
+    """
+    mesh, pp, chunks = runtime.mesh, runtime.mesh["pp"], {}
+    last_stage = runtime.config.chunks_per_rank * pp.size - 1
+    takes_chunk = "vp_stage" in inspect.signature(model_provider).parameters
+    for chunk_number in range(runtime.config.chunks_per_rank):
+        stage = chunk_number * pp.size + pp.rank
+        mesh.virtual_rank = chunk_number
+        chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
+        with runtime.device.torch_device:  # where a module that is told nothing makes its tensors
+            chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
+        if problems := model_problems(chunk, in_pipeline=last_stage > 0):
+            raise ConfigError(problems)
+        initialize_parameters(chunk, runtime.config.training.seed, mesh)
+        chunks[stage] = DistributedDataParallel(chunk, mesh, runtime.config.data_parallel)
+    return chunks
+
+
+def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
+    """Why what a model_provider returned cannot be trained."""
+    if not isinstance(chunk, nn.Module):
+        return [
+            f"model_provider returned {type(chunk).__name__}, not a torch.nn.Module; return the model of this stage"
+        ]
+    problems = []
+    if lost := [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]:
+        problems.append(
+            f"parameters without a placement: {', '.join(lost)}. Nothing says which ranks hold what of them: build the model from "
+            "megatron.core.tensor_parallel's layers, or set parameter.placement = Placement(shape, init, "
+            'replicated_over=("tp",)) where each is created'
+        )
+    if in_pipeline and not hasattr(chunk, "set_input_tensor"):
+        problems.append(
+            f"{type(chunk).__name__} has no method set_input_tensor(x), which hands a pipeline stage the output of the one before"
+        )
+    return problems
+
+
+def setup_model_and_optimizer(
+    model_provider: ModelProvider, model_type: ModelType | None = None, *, group_of: GroupRule = default_group
+) -> tuple[list[DistributedDataParallel], FlatOptimizer, AnySchedule]:
+    """This rank's model chunks, their optimizer and its learning rates, after `initialize_megatron`. Every rank must call."""
+    del model_type  # every model so far passes one tensor between stages
+    runtime = get_runtime()
+    chunks, optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
+    schedule = learning_rate_schedule(runtime.config.learning_rate, runtime.run_length)
+    return list(chunks.values()), optimizer, schedule
+
+
+def build_model_and_optimizer(
+    model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule
+) -> tuple[dict[int, DistributedDataParallel], FlatOptimizer]:
+    """This rank's model chunks by stage, and what updates them. Every rank must call."""
+    chunks = get_model(model_provider, runtime)
+    optimizer = FlatOptimizer(
+        [buffer for chunk in chunks.values() for buffer in chunk.buffers],
+        runtime.config.optimizer,
+        runtime.mesh,
+        group_of=group_of,
+        scaler=make_grad_scaler(runtime.config.loss_scaling, fp16=runtime.config.transformer.fp16),
+        fixed_order=runtime.config.data_parallel.fixed_order_grad_reduce,
+        device=runtime.device.torch_device,
+    )
+    return chunks, optimizer
+
+
+def build_train_valid_test_data_iterators(
+    provider: DatasetsProvider,
+) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
+    """This rank's batches of each data set from its beginning, for a loop of a script's own. Every rank must call.
+
+    None for a data set that is not there, and, for all, on ranks that read nothing: those inside a tensor-parallel group.
+    """
+    runtime = get_runtime()
+    dp, micro_batch_size = runtime.mesh["dp"], runtime.config.training.micro_batch_size
+    datasets = build_datasets(provider, runtime)
+    reads = runtime.mesh["tp"].is_first
+    return tuple(
+        batches(dataset, 0, micro_batch_size, dp.rank, dp.size) if reads and dataset is not None else None
+        for dataset in datasets
+    )
+
+
+def build_datasets(provider: DatasetsProvider, runtime: Runtime) -> tuple[Any, Any, Any]:
+    """The provider's data sets, of as many samples as the settings ask for. Every rank must call."""
+    training = runtime.config.training
+    # By the settings alone, whatever the run goes on from: what a data set holds may depend on how much is asked for.
+    train_iters = runtime.config.train_iters(runtime.world_size)
+    sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, runtime.batch_sizes.last)
+    sizes[0] = training.train_samples or sizes[0]
+    with comm.together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
+        return provider(sizes)

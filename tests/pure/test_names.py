@@ -1,0 +1,243 @@
+"""The names that research forks of Megatron import are where they look for them, and answer as Megatron does."""
+
+import importlib
+
+import pytest
+import torch
+
+from megatron.core import mpu, parallel_state
+from megatron.core.config import ConfigError
+from megatron.core.grid import Grid
+from megatron.core.mesh import build_mesh
+
+NAMES = {
+    "megatron": "get_args get_tokenizer is_last_rank mpu print_rank_0 print_rank_last",
+    "megatron.core": "mpu parallel_state tensor_parallel",
+    "megatron.core.enums": "ModelType",
+    "megatron.core.utils": "divide ensure_divisibility get_attr_wrapped_model get_model_config init_method_normal "
+    "scaled_init_method_normal unwrap_model",
+    "megatron.core.parallel_state": "initialize_model_parallel destroy_model_parallel model_parallel_is_initialized is_initialized "
+    "is_unitialized get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+    "get_tensor_model_parallel_src_rank get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
+    "get_pipeline_model_parallel_world_size get_pipeline_model_parallel_first_rank get_pipeline_model_parallel_last_rank "
+    "get_pipeline_model_parallel_next_rank get_pipeline_model_parallel_prev_rank get_virtual_pipeline_model_parallel_rank "
+    "set_virtual_pipeline_model_parallel_rank get_virtual_pipeline_model_parallel_world_size is_pipeline_first_stage "
+    "is_pipeline_last_stage get_data_parallel_group get_data_parallel_group_gloo get_data_parallel_rank "
+    "get_data_parallel_world_size get_data_parallel_src_rank get_context_parallel_group get_context_parallel_rank "
+    "get_context_parallel_world_size get_context_parallel_global_ranks get_expert_model_parallel_group "
+    "get_expert_model_parallel_rank get_expert_model_parallel_world_size get_expert_tensor_parallel_group "
+    "get_expert_tensor_parallel_rank get_expert_tensor_parallel_world_size get_expert_data_parallel_group "
+    "get_expert_data_parallel_rank get_expert_data_parallel_world_size get_model_parallel_group get_model_parallel_src_rank "
+    "get_embedding_group is_rank_in_embedding_group get_position_embedding_group is_rank_in_position_embedding_group "
+    "get_global_memory_buffer set_tensor_model_parallel_rank set_tensor_model_parallel_world_size "
+    "set_pipeline_model_parallel_rank set_pipeline_model_parallel_world_size get_tensor_and_data_parallel_group",
+    "megatron.core.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding vocab_parallel_cross_entropy "
+    "broadcast_data copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
+    "scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region "
+    "gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region get_cuda_rng_tracker checkpoint "
+    "model_parallel_cuda_manual_seed split_tensor_along_last_dim",
+    "megatron.core.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+    "megatron.core.tensor_parallel.mappings": "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region",
+    "megatron.core.tensor_parallel.random": "get_cuda_rng_tracker checkpoint model_parallel_cuda_manual_seed",
+    "megatron.core.tensor_parallel.utils": "split_tensor_along_last_dim VocabUtility divide",
+    "megatron.core.pipeline_parallel": "get_forward_backward_func",
+    "megatron.core.pipeline_parallel.schedules": "get_forward_backward_func",
+    "megatron.core.distributed": "DistributedDataParallel MemoryBuffer finalize_model_grads",
+    "megatron.core.transformer": "TransformerConfig ParallelTransformer ParallelTransformerLayer ParallelAttention ParallelMLP",
+    "megatron.core.transformer.transformer_config": "TransformerConfig",
+    "megatron.core.models": "GPTModel TransformerLanguageModel",
+    "megatron.core.models.gpt": "GPTModel",
+    "megatron.training": "get_args get_tokenizer print_rank_0 print_rank_last pretrain initialize_megatron get_model "
+    "setup_model_and_optimizer build_train_valid_test_data_iterators",
+    "megatron.training.training": "pretrain train_step setup_model_and_optimizer get_model",
+    "megatron.training.initialize": "initialize_megatron",
+    "megatron.training.arguments": "core_transformer_config_from_args parse_args",
+    "megatron.training.utils": "average_losses_across_data_parallel_group get_ltor_masks_and_position_ids unwrap_model "
+    "print_rank_last print_rank_0",
+}
+
+
+@pytest.mark.parametrize("module, name", [(module, name) for module, names in NAMES.items() for name in names.split()])
+def test_a_name_is_where_forks_import_it_from(module, name):
+    exec(f"from {module} import {name}")
+    assert getattr(importlib.import_module(module), name) is not None
+
+
+def test_the_old_flat_names_are_the_same_objects():
+    import megatron
+    from megatron.training import runtime
+
+    assert megatron.mpu is mpu is parallel_state
+    assert megatron.get_args is runtime.get_args and megatron.print_rank_0 is runtime.print_rank_0
+
+
+# ---------------------------------------------------------------- mpu
+
+# 16 ranks, tensor size 2, pipeline size 4, hence data-parallel size 2 (megatron's own example): rank -> what it is told
+#      tp rank, group   dp rank, group   pp rank, group           previous, next   first, last   in embd, pos_embd
+TABLE = {
+    0: (0, [0, 1], 0, [0, 2], 0, [0, 4, 8, 12], 12, 4, True, False, True, True),
+    3: (1, [2, 3], 1, [1, 3], 0, [3, 7, 11, 15], 15, 7, True, False, True, True),
+    6: (0, [6, 7], 1, [4, 6], 1, [2, 6, 10, 14], 2, 10, False, False, False, False),
+    9: (1, [8, 9], 0, [9, 11], 2, [1, 5, 9, 13], 5, 13, False, False, False, False),
+    15: (1, [14, 15], 1, [13, 15], 3, [3, 7, 11, 15], 11, 3, False, True, True, False),
+}
+
+
+class Ranks:
+    """A group that is its ranks."""
+
+    def __init__(self, name, ranks):
+        self.ranks = list(ranks)
+
+
+def mesh_of(rank, **options):
+    grid = Grid({"pp": 4, "dp_outer": 1, "dp_inner": 2, "cp": 1, "tp": 2})
+    return build_mesh(grid, rank, Ranks, **options)
+
+
+@pytest.fixture
+def at():
+    """Makes this process one of 16 ranks, for the accessors."""
+    yield lambda rank, **options: parallel_state.use_mesh(mesh_of(rank, **options))
+    parallel_state.use_mesh(None)
+
+
+@pytest.mark.parametrize("rank", TABLE)
+def test_accessors_tell_each_of_16_ranks_its_place(rank, at):
+    at(rank)
+    told = (
+        mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_group().ranks,
+        mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_data_parallel_group(with_context_parallel=True).ranks,
+        mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_group().ranks,
+        mpu.get_pipeline_model_parallel_prev_rank(), mpu.get_pipeline_model_parallel_next_rank(),
+        mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage(),
+        mpu.is_rank_in_embedding_group(), mpu.is_rank_in_position_embedding_group(),
+    )  # fmt: skip
+    assert told == TABLE[rank]
+    tp, dp, pp = told[1], told[3], told[5]
+    assert (mpu.get_tensor_model_parallel_src_rank(), mpu.get_data_parallel_src_rank()) == (tp[0], dp[0])
+    assert (
+        mpu.get_pipeline_model_parallel_first_rank() == pp[0] and mpu.get_pipeline_model_parallel_last_rank() == pp[3]
+    )
+    sizes = ("tensor_model", "data", "pipeline_model", "context", "expert_model", "expert_tensor", "expert_data")
+    assert [getattr(mpu, f"get_{n}_parallel_world_size")() for n in sizes] == [2, 2, 4, 1, 1, 2, 2]
+    assert mpu.get_expert_tensor_parallel_rank() == told[0] and mpu.get_expert_data_parallel_rank() == told[2]
+    assert sorted(mpu.get_model_parallel_group().ranks) == [r for r in range(16) if r // 2 % 2 == rank // 2 % 2]
+    assert mpu.get_model_parallel_src_rank() == rank // 2 % 2 * 2
+
+
+def test_the_embedding_group_is_first_and_last_stage_or_what_a_script_says(at):
+    at(5)
+    assert mpu.get_embedding_group() is None, "a stage between has no table, and nobody to share it with"
+    at(13)
+    assert mpu.get_embedding_group().ranks == [1, 13]
+    at(5, embedding_ranks=parallel_state._stage_ranks(lambda pipeline: pipeline[:2]))
+    assert mpu.get_embedding_group().ranks == [1, 5] and mpu.is_rank_in_embedding_group()
+    at(13, embedding_ranks=parallel_state._stage_ranks(lambda pipeline, split: pipeline[:2]))
+    assert not mpu.is_rank_in_embedding_group()
+    at(13, position_embedding_ranks=lambda pipeline: (pipeline[0], pipeline[-1]))
+    assert mpu.get_position_embedding_group().ranks == [1, 13]
+    with pytest.raises(ConfigError, match=r"ranks \[2\] of embd are not in the pipeline \(1, 5, 9, 13\)"):
+        at(13, embedding_ranks=lambda pipeline: (2,))
+
+
+def test_with_chunks_only_one_of_them_is_first(at):
+    at(0)
+    parallel_state.get_mesh().virtual_size = 2
+    told = []
+    for chunk in (0, 1):
+        mpu.set_virtual_pipeline_model_parallel_rank(chunk)
+        told.append((mpu.is_pipeline_first_stage(), mpu.is_pipeline_first_stage(ignore_virtual=True)))
+        told.append(
+            (mpu.is_pipeline_first_stage(vp_stage=1 - chunk), mpu.is_rank_in_embedding_group(ignore_virtual=False))
+        )
+    assert told == [(True, True), (False, True), (False, True), (True, False)]
+
+
+ACCESSORS = [
+    name
+    for name in NAMES["megatron.core.parallel_state"].split()
+    if name.startswith(("get_", "is_pipeline", "is_rank"))
+]
+
+
+@pytest.mark.parametrize("name", [name for name in ACCESSORS if name not in parallel_state._NOT_BUILT])
+def test_no_accessor_answers_before_initialisation(name):
+    assert not mpu.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match="model parallelism is not initialised"):
+        getattr(mpu, name)()
+
+
+@pytest.mark.parametrize("name", parallel_state._NOT_BUILT)
+def test_what_is_not_built_says_so_when_it_is_called(name):
+    with pytest.raises(NotImplementedError, match=f"{name}: "):
+        getattr(mpu, name)(1)
+    with pytest.raises(AttributeError):
+        mpu.get_something_else  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"expert_model_parallel_size": 2}, "expert parallelism of size 2 is not built yet"),
+        ({"expert_tensor_parallel_size": 2}, r"an expert tensor-parallel size \(2\) is not built yet"),
+        ({"use_sharp": True}, "use_sharp=True is not built yet"),
+    ],
+)
+def test_groups_that_are_not_built_are_refused(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        mpu.initialize_model_parallel(**arguments)
+    with pytest.raises(TypeError, match="no arguments"):
+        mpu.initialize_model_parallel(tensor_size=2)
+
+
+@pytest.fixture
+def one_of_16(monkeypatch):
+    """This process as rank 6 of a job whose groups are written down: [(ranks, options)]."""
+    made = []
+
+    def new_group(ranks, **options):
+        made.append((ranks, options))
+        return object()
+
+    monkeypatch.setattr(parallel_state.dist, "new_group", new_group)
+    monkeypatch.setattr(parallel_state.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state.dist, "get_rank", lambda: 6)
+    monkeypatch.setattr(parallel_state.dist, "get_world_size", lambda: 16)
+    yield made
+    parallel_state.destroy_model_parallel()
+
+
+def test_the_timeout_reaches_every_group(one_of_16):
+    mpu.initialize_model_parallel(
+        2, 4, distributed_timeout_minutes=7, use_sharp=False, create_gloo_process_groups=False
+    )
+    assert [ranks for ranks, _ in one_of_16][:2] == [[6, 7], [2, 6, 10, 14]]
+    assert {options["timeout"].total_seconds() for _, options in one_of_16} == {420.0}
+
+
+def test_an_axis_of_one_rank_has_a_group_of_one_rank(one_of_16):
+    """None would be all ranks to torch.distributed.all_reduce(x, group=mpu.get_tensor_model_parallel_group())."""
+    mpu.initialize_model_parallel(1, 16)
+    assert len(one_of_16) == 3, "the pipeline, and its two directions"
+    group = mpu.get_tensor_model_parallel_group()
+    assert group is not None and group is mpu.get_data_parallel_group() is mpu.get_context_parallel_group()
+    assert one_of_16[3:] == [([6], {"use_local_synchronization": True})]
+
+
+def test_groups_need_torch_distributed_first(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        RuntimeError, match=r"torchrun started 4 processes, but torch.distributed is not initialised; call torch"
+    ):
+        mpu.initialize_model_parallel(2)
+
+
+def test_the_memory_buffer_hands_out_the_same_memory(at):
+    at(0)
+    first = mpu.get_global_memory_buffer().get_tensor((2, 3), torch.float32, "gathered")
+    again = mpu.get_global_memory_buffer().get_tensor((4,), torch.float32, "gathered")
+    assert first.shape == (2, 3) and again.shape == (4,) and first.data_ptr() == again.data_ptr()
+    assert mpu.get_global_memory_buffer().get_tensor((4,), torch.float32, "other").data_ptr() != first.data_ptr()

@@ -1,0 +1,57 @@
+"""`python -m megatron.report` tells what it finds, and never fails."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron import report
+
+ROOT = Path(report.__file__).parent.parent
+
+
+def test_it_runs_as_a_module_and_its_json_is_read_back():
+    """In a process, as a user runs it, and with a launcher's variables that are wrong."""
+    environment = dict(os.environ, RANK="3", PYTHONPATH=str(ROOT))
+    environment.pop("WORLD_SIZE", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.report", "--json"], env=environment, capture_output=True, text=True, check=True
+    )
+    parts = json.loads(done.stdout)
+    assert list(parts) == ["system", "packages", "devices", "launcher", "threads", "memory", "disk"]
+    assert parts["packages"]["torch"] == importlib.metadata.version("torch")
+    assert parts["launcher"]["launcher"].startswith("refused: RANK is set but WORLD_SIZE is not")
+    assert parts["launcher"]["RANK"] == "3"
+    assert "gloo" in parts["devices"]["back ends"]
+    assert "writable" in parts["disk"]["temporary"]
+
+
+def test_the_text_names_every_part(capsys):
+    assert report.main([]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and sys.executable in printed
+    assert f"threads of torch            {torch.get_num_threads()}" in printed
+
+
+def test_a_missing_package_says_what_it_is_for(monkeypatch):
+    monkeypatch.setitem(report.PACKAGES, "no-such-package", "nothing at all")
+    assert report.collect()["packages"]["no-such-package"] == "missing; for nothing at all"
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_nothing_that_is_broken_makes_it_fail(monkeypatch, capsys, json_flag):
+    def broken(*_, **__):
+        raise RuntimeError("broken for the test")
+
+    for module, name in (
+        (report.importlib, "import_module"), (report.shutil, "disk_usage"), (report.platform, "platform"),
+        (report.importlib.metadata, "version"), (report.os, "cpu_count"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, broken)
+    assert report.main(json_flag) == 0
+    assert capsys.readouterr().out.count("RuntimeError: broken for the test") >= 4

@@ -1,0 +1,211 @@
+"""What a top-level script may hand to `pretrain`, and how it is told what is wrong. One process: nothing here depends on ranks."""
+
+from functools import partial
+from shlex import split
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from torch import nn
+
+import pretrain_gpt
+from megatron.core import mpu, tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.loss import read_step
+from megatron.training import get_args, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.build import model_problems
+
+FLAGS = split(
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 20 --device cpu --log-interval 1 "
+    "--make-vocab-size-divisible-by 1 --eval-interval 2 --eval-iters 1"
+)
+PROVIDER, MODEL, STEP = (
+    pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    mpu.destroy_model_parallel()
+
+
+def losses(printed: str) -> list[str]:
+    return [line.split("lm loss")[1].split("|")[0] for line in printed.splitlines() if "lm loss" in line]
+
+
+def test_version_2_has_no_model_type(capsys):
+    """pretrain(datasets, model, forward_step, extra_args_provider, args_defaults), by position or by name."""
+    pretrain(PROVIDER, MODEL, ModelType.encoder_or_decoder, STEP, argv=FLAGS)
+    expected = losses(capsys.readouterr().out)
+    seen = []
+
+    def extra(parser):
+        parser.add_argument("--own", type=int, default=None)
+        return parser
+
+    def step(data, model):
+        seen.append((get_args().own, get_args().weight_decay))
+        return STEP(data, model)
+
+    pretrain(PROVIDER, MODEL, step, extra, {"own": 3, "weight_decay": 0.01}, argv=FLAGS)
+    assert losses(capsys.readouterr().out) == expected
+    pretrain(PROVIDER, MODEL, step, extra_args_provider=extra, args_defaults={"own": 3}, argv=[*FLAGS, "--own", "4"])
+    assert losses(capsys.readouterr().out) == expected
+    assert set(seen) == {(3, 0.01), (4, 0.01)}, "a default holds where the command line says nothing, and only there"
+
+
+def test_a_flag_of_the_scripts_own_may_not_be_one_of_ours(capsys):
+    with pytest.raises(SystemExit):
+        pretrain(
+            PROVIDER, MODEL, ModelType.encoder_or_decoder, STEP, None, lambda p: p.add_argument("--lr"), argv=FLAGS
+        )
+    assert "extra_args_provider: argument --lr: conflicting option" in capsys.readouterr().err
+
+
+def test_no_forward_step_is_an_error():
+    with pytest.raises(TypeError, match="pretrain\\(\\) needs forward_step"):
+        pretrain(PROVIDER, MODEL, ModelType.encoder_or_decoder)
+
+
+def test_every_rank_builds_its_data_sets_with_and_without_is_distributed(capsys):
+    def provider(sizes):
+        provider.calls.append(sizes)
+        return PROVIDER(sizes)
+
+    for is_distributed in (False, True):
+        provider.calls, provider.is_distributed = [], is_distributed
+        pretrain(provider, MODEL, ModelType.encoder_or_decoder, STEP, argv=FLAGS)
+        assert provider.calls == [[8, 8, 4]], "samples of 2 steps, of 2 validations, of 1 test"
+
+
+def test_non_loss_data_are_shown_after_each_validation():
+    """Once by the loss function, told `non_loss_data=True`; once by a function of the model."""
+    shown = []
+
+    def step(data, model):
+        output, loss = STEP(data, model)
+        return output, lambda y, non_loss_data=False: y.shape if non_loss_data else loss(y)
+
+    show = lambda data, iteration, writer: shown.append((data, iteration, writer))  # noqa: E731
+    run = partial(pretrain, PROVIDER, MODEL, ModelType.encoder_or_decoder, step, show, argv=FLAGS)
+    run()
+    assert shown == [([(2, 8), (2, 8)], 2, None)] * 3, (
+        "at step 2, and at the end on both sets; two microbatches of [2, 8]"
+    )
+    shown.clear()
+    run(non_loss_data_func=lambda chunks: [type(chunk.module).__name__ for chunk in chunks])
+    assert shown == [(["GPTModel"], 2, None)] * 3
+
+
+def test_args_hold_what_megatrons_hold():
+    seen = {}
+
+    def model(pre_process=True, post_process=True):
+        args = get_args()
+        names = (
+            "rank",
+            "world_size",
+            "data_parallel_size",
+            "padded_vocab_size",
+            "global_batch_size",
+            "ffn_hidden_size",
+            "kv_channels",
+        )
+        seen.update({name: getattr(args, name) for name in names})
+        seen["config"] = core_transformer_config_from_args(args)
+        return MODEL(pre_process, post_process)
+
+    pretrain(PROVIDER, model, ModelType.encoder_or_decoder, STEP, argv=[*FLAGS, "--sequence-parallel"])
+    config = seen.pop("config")
+    assert seen == {
+        "rank": 0, "world_size": 1, "data_parallel_size": 1, "padded_vocab_size": 21, "global_batch_size": 4, "ffn_hidden_size": 64,
+        "kv_channels": 8,
+    }  # fmt: skip
+    assert (config.hidden_size, config.sequence_parallel, config.params_dtype) == (16, True, torch.float32)
+    assert config.init_method.std == 0.02 and config.output_layer_init_method.std == 0.02 / 2
+
+
+def test_a_pipelines_ends_may_be_named_by_the_script():
+    calls = []
+
+    def ranks(pipeline):
+        calls.append(pipeline)
+        return pipeline
+
+    pretrain(
+        PROVIDER, MODEL, ModelType.encoder_or_decoder, STEP, get_embedding_ranks=ranks, get_position_embedding_ranks=ranks, argv=FLAGS,
+    )  # fmt: skip
+    assert calls == [[0], [0]]
+
+
+# ---------------------------------------------------------------- what is wrong is said
+
+WRONG_MODELS = {
+    "none": (
+        lambda: None,
+        True,
+        ["model_provider returned NoneType, not a torch.nn.Module; return the model of this stage"],
+    ),
+    "a list": (lambda: [], False, ["model_provider returned list"]),
+    "torch's own layers": (
+        lambda: nn.Linear(2, 2),
+        True,
+        ["parameters without a placement: weight, bias", "replicated_over", "Linear has no method set_input_tensor(x)"],
+    ),
+    "in one process": (lambda: nn.Linear(2, 2, bias=False), False, ["parameters without a placement: weight"]),
+}
+
+
+@pytest.mark.parametrize("make, in_pipeline, said", WRONG_MODELS.values(), ids=WRONG_MODELS)
+def test_a_model_that_cannot_be_trained(make, in_pipeline, said):
+    problems = "\n".join(model_problems(make(), in_pipeline=in_pipeline))
+    assert all(text in problems for text in said)
+    assert ("set_input_tensor" in problems) == (in_pipeline and "set_input_tensor" in "".join(said))
+
+
+def test_a_model_of_our_layers_has_no_problem():
+    def work(mesh):
+        return model_problems(tensor_parallel.ColumnParallelLinear(4, 4), in_pipeline=False)
+
+    assert run_ranks({}, work) == [[]]
+
+
+def test_a_model_provider_that_returns_nothing_stops_the_run_in_words(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        pretrain(PROVIDER, lambda pre_process, post_process: None, ModelType.encoder_or_decoder, STEP, argv=FLAGS)
+    assert stopped.value.code == 2
+    assert "cannot start, 1 problem(s):\n  - model_provider returned NoneType" in capsys.readouterr().err
+
+
+X = torch.ones(1)
+WRONG_STEPS = {
+    "a lone tensor": (X, True, "forward_step must return (output, loss_func), where loss_func(output) gives the loss, not a lone Tensor"),
+    "three": ((X, X, X), True, "not a tuple of 3"),
+    "nothing": (None, False, "not a lone NoneType"),
+    "no loss function": ((X, None), True, "forward_step returned (output, None) on the last stage; there the second must be a function"),
+    "nothing to hand on": ((None, None), False, "forward_step handed on NoneType; before the last stage a model must return its hidden"),
+    "a number among tensors": (((X, 1.0), None), False, "forward_step handed on Tensor, float"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("result, is_last, said", WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_a_forward_step_that_cannot_be_used(result, is_last, said):
+    with pytest.raises(TypeError) as refused:
+        read_step(result, is_last=is_last)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "result", [lambda out, loss: out, lambda out, loss: (out, None)], ids=["lone", "no loss function"]
+)
+def test_the_run_says_so_and_where(result):
+    with pytest.raises(TypeError, match="forward_step") as refused:
+        pretrain(
+            PROVIDER, MODEL, ModelType.encoder_or_decoder, lambda data, model: result(*STEP(data, model)), argv=FLAGS
+        )
+    assert "while running pipeline action F0.0" in "".join(refused.value.__notes__)
