@@ -120,6 +120,7 @@ def save(
         {
             "train": state.as_json(),
             "log": json.loads(log_text),
+            "global_batch_size": runtime.global_batch_size,
             "optimizer_steps": optimizer.step_count,
             "grad_scaler": {} if optimizer.scaler is None else optimizer.scaler.state(),
             "vocab_size": runtime.tokenizer.vocab_size,
@@ -242,6 +243,9 @@ def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
 def note_changes(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Say which settings of a resumed run differ from the saved ones in a way that changes its course."""
     flat = [{k: v for part in c.values() for k, v in part.items()} for c in (runtime.config.as_json(), saved["config"])]
+    # In force: the setting may be unset in both. Older checkpoints do not say.
+    before = saved.get("global_batch_size", TrainState.from_json(saved["train"]).samples_per_iter)
+    flat[0]["global_batch_size"], flat[1]["global_batch_size"] = runtime.global_batch_size, before
     for name in _NOTABLE:
         if flat[0][name] != flat[1].get(name):
             print_rank_0(f"resumed with another {name}: {flat[1].get(name)} before, {flat[0][name]} now")

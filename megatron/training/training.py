@@ -12,7 +12,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import nn
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.datasets.batches import batches
-from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
@@ -38,6 +37,7 @@ from megatron.training.exits import Exits
 from megatron.training.initialize import as_settings_problem, initialize_megatron, stop_with
 from megatron.training.log import TrainingLog, validation_line
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
+from megatron.training.samples import check_datasets, samples_to_request
 from megatron.training.train_step import BatchShape, Pipeline, train_step
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
@@ -145,7 +145,12 @@ class Trainer:
 
     def _set_schedules(self) -> None:
         """Learning rate and weight decay by this run's settings, or by the checkpoint's where a flag asks for that."""
-        config, length = self.config, self.runtime.run_length
+        config, length, state = self.config, self.runtime.run_length, self.state
+        if length.unit == "iters":
+            state.samples_per_iter = state.samples_per_iter or length.samples_per_iter
+            length = replace(length, samples_per_iter=state.samples_per_iter)
+        else:
+            state.samples_per_iter = 0
         compared = config.checkpoint.load_optim and not config.training.skip_train
         saved = self.state.schedules if compared else {}
 
@@ -186,13 +191,15 @@ class Trainer:
         return parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel_on
 
     def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
-        training = self.config.training
-        # By the settings alone, whatever the run goes on from: what a data set holds may depend on how much is asked for.
-        train_iters = self.config.train_iters(self.mesh["world"].size)
-        sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, self.batch_size)
-        sizes[0] = training.train_samples or sizes[0]
+        state, before = self.state, self.state.requested_train_samples
+        sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
+        if before and sizes[0] > before:
+            print_rank_0(f"asking for {sizes[0]} training samples, and before for {before}: their order may not be the same")
+        state.requested_train_samples = sizes[0]
+        steps = 0 if self.config.training.skip_train else max(self.train_iters - state.iteration, 0)
+        needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
         with comm.together(self.mesh["world"], self.runtime.device.torch_device), as_settings_problem():
-            return provider(sizes)
+            return check_datasets(provider(sizes), steps, needed, state)
 
     def _leave_out_small_sets(self) -> None:
         for split in ("valid", "test"):
@@ -217,6 +224,9 @@ class Trainer:
     def _train(self) -> str | None:
         """Why it stopped, if it did before the last step or on a signal; what it did is saved then, as at the end."""
         state, reason = self.state, None
+        if state.iteration >= self.train_iters:
+            print_rank_0(f"nothing left to train: iteration {state.iteration} of {self.train_iters} is done")
+            return None
         data = self._iterators("train", state.consumed_train_samples)
         with self.exits.listening():
             while state.iteration < self.train_iters and reason is None:
@@ -245,7 +255,7 @@ class Trainer:
         )
         state.iteration += 1
         state.consumed_train_samples += batch_size
-        state.scheduled_train_samples += 0 if result.skipped else batch_size
+        state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
         self.log.line_if_due(
             state.iteration,
@@ -257,9 +267,15 @@ class Trainer:
             global_batch_size=batch_size,
         )
 
+    def _scheduled(self, batch_size: int) -> int:
+        """What a step of this size counts in the schedules: an iteration is always as long as the run's first ones."""
+        length = self.runtime.run_length
+        return batch_size * self.state.samples_per_iter // length.samples_per_iter if length.unit == "iters" else batch_size
+
     def _validate_if_due(self) -> None:
+        """After the last step there is one validation, that of the end of the run."""
         interval = self.config.training.eval_interval
-        if interval and self.state.iteration % interval == 0:
+        if self.state.iteration < self.train_iters and interval and self.state.iteration % interval == 0:
             self._validate("valid", f"iteration {self.state.iteration}")
 
     def _validate(self, split: str, where: str) -> None:
