@@ -85,7 +85,9 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = knob(None, "folder to write checkpoints to")
-    load: str | None = knob(None, "folder to go on from; a run without a checkpoint in it starts anew")
+    load: str | None = knob(
+        None, "folder to go on from; the run starts anew if there is nothing in it yet, or if it is that of --save"
+    )
     save_interval: int | None = knob(None, "steps between checkpoints; the last step is always saved")
     save_optim: bool = knob(
         True, "leave the optimizer's state out of checkpoints; --no-load-optim goes on from such a one"
@@ -98,8 +100,15 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = knob(False, "stop if --load holds no checkpoint")
 
     def __post_init__(self) -> None:
+        problems = [
+            f"--{name} is empty; name a folder, or leave the flag out"
+            for name, folder in (("save", self.save), ("load", self.load))
+            if folder == ""
+        ]
         if self.save_interval is not None and self.save_interval < 1:
-            raise ConfigError(f"--save-interval is {self.save_interval}; it must be at least 1")
+            problems.append(f"--save-interval is {self.save_interval}; it must be at least 1")
+        if problems:
+            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)

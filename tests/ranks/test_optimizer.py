@@ -208,16 +208,6 @@ def test_going_on_from_saved_state_equals_going_on():
     assert all(torch.equal(first[kind][name], second[kind][name]) for kind, name in product(first, SHAPES))
 
 
-def test_masters_adopt_loaded_parameters():
-    def work(mesh):
-        chunk, adam = flat(mesh, torch.bfloat16)
-        chunk.module.matrix.data.fill_(3.0)
-        adam.adopt_parameters()
-        return adam.tensors()["master"]["matrix"].clone()
-
-    assert torch.equal(alone(work), torch.full((7, 5), 3.0))
-
-
 # ---------------------------------------------------------------- norm and clipping
 
 

@@ -1,7 +1,10 @@
 """Runs that stop and go on, from the command line to the last line printed: whole runs of one rank, within this process."""
 
+import json
 import re
 import shlex
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,3 +184,85 @@ def test_a_run_of_nan_losses_is_saved_within_an_interval_and_goes_on(said, tmp_p
     second = said(f"{flags} --load {tmp_path} --train-iters 6")
     untimed = [[re.sub(r"\[.*?\]|\(ms\): \S+", "", line) for line in text.splitlines() if "consumed" in line] for text in (whole, first + second)]
     assert "NAN" in untimed[0][0] and untimed[0] == untimed[1]
+
+
+def saved(root: Path, iteration: int, prefix: str) -> dict[str, list[str]]:
+    """Hashes of the tensors of one kind in a checkpoint, by parameter: equal bits, equal hashes."""
+    tensors = json.loads((root / f"iter_{iteration:07d}" / "manifest.json").read_text())["tensors"]
+    return {
+        name.removeprefix(prefix): [piece["sha256"] for piece in record["pieces"]]
+        for name, record in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize("how", ["", "--no-load-optim", "--finetune"])
+def test_a_half_precision_run_goes_on_from_the_exact_float32_weights(how: str, said, tmp_path):
+    """One step at a rate that moves no float32 weight, from 2 float32 steps: the masters are those weights to the bit."""
+    said(f"--train-iters 2 --save {tmp_path}/single")
+    said(f"--train-iters {1 if how == '--finetune' else 3} --lr 1e-30 --bf16 --load {tmp_path}/single --save {tmp_path}/half {how}")
+    weights = saved(tmp_path / "single", 2, "model/")
+    masters = saved(tmp_path / "half", 1 if how == "--finetune" else 3, "optimizer/master/")
+    not_zero = [name for name in weights if not name.endswith("bias")]  # a bias of zero moves by 1e-30
+    assert not_zero and {n: masters[n] for n in not_zero} == {n: weights[n] for n in not_zero}
+
+
+# ---------------------------------------------------------------- what --load may name
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A folder with the checkpoints of iterations 2 and 4."""
+    root = tmp_path_factory.mktemp("runs") / "books"
+    run(f"--train-iters 4 --save-interval 2 --save {root}")
+    return root
+
+
+def mistaken(root: Path, what: str) -> Path:
+    """A copy of the folder `root` in which something is not as --load needs it; returns what to load."""
+    latest = root / "latest_checkpointed_iteration.txt"
+    if what == "no latest":
+        latest.unlink()
+    elif what == "something else":
+        shutil.rmtree(root)
+        root.mkdir()
+        (root / "notes.txt").write_text("none of ours")
+    elif what == "a missing iteration":
+        return root / "iter_0000100"
+    return {"a file": latest, "an iteration": root / "iter_0000002", "a missing folder": root / "bokks"}.get(what, root)
+
+
+MISTAKES = {
+    "a file": ("", ["is a file; give the folder that --save wrote to: {root}"]),
+    "an iteration": ("", ["is the folder of one iteration; give the one that it lies in: --load {root}"]),
+    "a missing iteration": ("", ["does not exist; give the folder that --save wrote to: {root}"]),
+    "no latest": ("", ["holds the iterations 2, 4, but no latest_checkpointed_iteration.txt", "write one of these numbers into {root}/latest"]),
+    "something else": ("", ["holds no checkpoint (no latest_checkpointed_iteration.txt), but it holds notes.txt; give the folder"]),
+    "a missing folder": ("--finetune", ["bokks holds no checkpoint (it does not exist), and --finetune needs weights to load"]),
+    "a missing folder, exit": ("--exit-on-missing-checkpoint", ["holds no checkpoint", "--exit-on-missing-checkpoint is given"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_load_that_is_a_mistake_is_refused_with_what_is_there(what: str, checkpoints, refused, tmp_path):
+    flags, texts = MISTAKES[what]
+    shutil.copytree(checkpoints, tmp_path / "books")
+    load = mistaken(tmp_path / "books", what.split(",")[0])
+    message = refused(f"--train-iters 6 --load {load} {flags}")
+    for text in texts:
+        assert text.format(root=tmp_path / "books") in message
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load"])
+def test_an_empty_folder_name_is_refused(flag: str, refused):
+    assert f"{flag} is empty" in refused(f"--train-iters 1 {flag} ''")
+
+
+@pytest.mark.parametrize("load, save", [("new", None), ("new", "new"), ("new/", "./new"), ("empty", "new"), ("notes", "notes")])
+def test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so(load: str, save, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("notes").mkdir()
+    Path("notes/todo.txt").write_text("a folder that --save names may hold more")
+    text = said(f"--train-iters 1 --load {load}" + (f" --save {save}" if save else ""))
+    assert text.count(f"no checkpoint in {load}: starting from initial weights") == 1
