@@ -285,6 +285,9 @@ def _model_problems(config: Config) -> list[str]:
     return problems
 
 
+_MOST_ACTIONS = 1_000_000  # of a schedule, which every rank holds whole: some 300 MB once its transfers are added
+
+
 def _batch_problems(config: Config, world_size: int) -> list[str]:
     """What does not come out even between the ranks, the layers and the batch."""
     parallel, training = config.parallel, config.training
@@ -315,6 +318,14 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return [problem]
     if training.train_samples is not None and config.train_iters(world_size) < 1:
         return [f"--train-samples ({training.train_samples}) do not fill one step of {sizes[0]}; raise it"]
+    most = max(sizes) // config.samples_at_once(world_size)
+    actions = 2 * most * stages * chunks
+    if actions > _MOST_ACTIONS:  # which is said without making them
+        return [
+            f"--global-batch-size ({max(sizes)}) makes {most:,} microbatches per rank and step, whose schedule has {actions:,} "
+            f"forwards and backwards over all stages, and {_MOST_ACTIONS:,} is the most; lower it, or raise --micro-batch-size or "
+            "the number of data-parallel ranks"
+        ]
     for size in sorted(set(sizes)):
         try:
             SCHEDULES[config.schedule_name](stages, size // config.samples_at_once(world_size), chunks)

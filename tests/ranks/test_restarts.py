@@ -173,6 +173,13 @@ def test_a_provider_must_return_three_sets(returned, given, refused):
     assert f"must return three data sets, None for one that is not there, not {given}" in message
 
 
+def test_a_huge_batch_is_refused_without_making_its_schedule(refused):
+    """Its 10^15 actions would not fit; counting them takes no time."""
+    message = refused("--train-iters 1 --global-batch-size 500000000000000")
+    assert "--global-batch-size (500000000000000) makes 500,000,000,000,000 microbatches per rank and step" in message
+    assert "and 1,000,000 is the most" in message
+
+
 # ---------------------------------------------------------------- exact, whatever the numbers
 
 

@@ -210,6 +210,10 @@ class FlatOptimizer:
 
     def _masters_apart(self) -> Iterator[tuple[Shard, Shard]]:
         """(parameters, masters) that this rank owns, where these are not the same memory."""
+        for buffer, master in zip(self.buffers, self.masters):
+            if buffer.is_half_precision:
+                yield buffer.shard_of(buffer.params), master
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter, or, of a
         parameter in shards, the elements that `kept_of` says, flat."""
