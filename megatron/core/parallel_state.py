@@ -213,6 +213,11 @@ def stop_distributed() -> None:
         _joined = False
 
 
+def job_store() -> dist.Store | None:
+    """Where the processes of a job left word for one another when they met, and may again; None for a job of one."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
 def world_axis() -> Axis:
     """All ranks of the job, before there is a mesh: for agreeing on how to make one."""
     ranks = tuple(range(launched_world_size()))

@@ -30,7 +30,7 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import initialize_parameters
-from megatron.training import checkpointing
+from megatron.training import checkpointing, failures
 from megatron.training.arguments import ExtraArgs
 from megatron.training.evaluate import evaluate, window
 from megatron.training.exits import Exits
@@ -57,6 +57,9 @@ def pretrain(
 ) -> None:
     """Train a model from the command line's settings. Every process of the job calls it.
 
+    Settings that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank that had it;
+    in a job of one process that error is raised.
+
     train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each
         with a length and items that are dictionaries of arrays
     model_provider(pre_process, post_process) -> this stage's part of the model
@@ -65,17 +68,27 @@ def pretrain(
     """
     del model_type  # every model so far passes one tensor between stages
     began = time.monotonic()
+    runtime = trainer = None
+    failed = False
     try:
         runtime = initialize_megatron(extra_args_provider, args_defaults, argv)
         trainer = Trainer(runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of, began)
-    except (ConfigError, comm.PeerError) as error:
-        set_runtime(None)
-        stop_with(error)
-    try:
         trainer.run()
+    except Exception as error:
+        set_runtime(None)
+        is_refusal = isinstance(error, ConfigError | comm.PeerError) and not isinstance(error, comm.LostPeerError)
+        if trainer is None and is_refusal:
+            stop_with(error)
+        if parallel_state.launched_world_size() == 1:
+            parallel_state.stop_distributed()
+            raise
+        failures.report(error)
+        failed = True
     finally:
         set_runtime(None)
     del trainer, runtime
+    if failed:
+        failures.leave()
     parallel_state.stop_distributed()
 
 
