@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, unknown_flag_message
+from megatron.core.tokenizers.tokenizer_config import NEEDED
 from megatron.training.config import COMPONENTS, Config
 
 # Flags of Megatron's scripts that need no action here: flag -> (values it takes, why it changes nothing).
@@ -64,6 +65,15 @@ SHORTHAND: dict[str, dict[str, Any]] = {
     "--checkpoint-activations": {"recompute_granularity": "full", "recompute_method": "uniform"},
     "--no-position-embedding": {},  # classic scripts give it beside the rotary flag
 }
+
+
+class ArgumentsError(ConfigError):
+    """A command line that cannot be; `parts` are the components that can."""
+
+    def __init__(self, problems: list[str], parts: dict[str, Any]):
+        super().__init__(problems)
+        self.parts = parts
+
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -137,15 +147,22 @@ def parse_args(
         settings |= SHORTHAND[flag]
     if "--no-position-embedding" in given and "position_embedding_type" not in settings:
         settings["position_embedding_type"] = "none"
-    for name, value in (args_defaults or {}).items():
-        if settings.get(name) is None:
-            settings[name] = value
+    _add_defaults(settings, args_defaults or {})
     parts, more = _build_all(settings)
     if problems + more:
-        raise ConfigError(problems + more)
+        raise ArgumentsError(problems + more, parts)
     config = Config(**parts)
     flat = {name: value for part in config.as_json().values() for name, value in part.items()}
     return config, Arguments({**settings, **flat}), notes
+
+
+def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Fill in a script's defaults; but not a tokenizer of which nothing is given, which would be blamed for a choice nobody made."""
+    needed = NEEDED.get(defaults.get("tokenizer_type"), ())
+    guessed = bool(needed) and all(settings.get(name) is None for name in needed)
+    for name, value in defaults.items():
+        if settings.get(name) is None and not (guessed and name == "tokenizer_type"):
+            settings[name] = value
 
 
 def _build_all(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
-from megatron.core.config import ConfigError, changes, knob, knobs
+from megatron.core.config import ConfigError, changes, flags_of, knob, knobs
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
@@ -254,6 +254,23 @@ def check(config: Config, world_size: int) -> None:
         problems.append("--save-interval needs --save, the folder to write to")
     if problems:
         raise ConfigError(problems)
+
+
+# What the rules between components measure by: where one of these cannot be, there is nothing to say of the rest.
+_MEASURES = ("transformer", "parallel", "training")
+
+
+def problems_of_rest(parts: dict[str, Any], world_size: int) -> list[str]:
+    """What `check` finds in the components that could be built, so that a mistake in one hides no other."""
+    failed = [name for name in COMPONENTS if name not in parts]
+    if not failed or set(failed) & set(_MEASURES):
+        return []
+    try:
+        check(Config(**parts, **{name: COMPONENTS[name]() for name in failed}), world_size)
+    except ConfigError as error:
+        flags = [flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)]
+        return [problem for problem in error.problems if not any(flag in problem for flag in flags)]
+    return []
 
 
 def _data_problems(config: Config) -> list[str]:

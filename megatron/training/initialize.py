@@ -15,8 +15,8 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
-from megatron.training.arguments import Arguments, ExtraArgs, parse_args
-from megatron.training.config import Config, check
+from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
+from megatron.training.config import Config, check, problems_of_rest
 from megatron.training.runtime import Runtime, print_rank_0, set_runtime
 
 
@@ -74,8 +74,12 @@ def read_settings(
     extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, Any] | None, argv: Sequence[str] | None
 ) -> Settings:
     """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
-    config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
-    check(config, parallel_state.launched_world_size())
+    world_size = parallel_state.launched_world_size()
+    try:
+        config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
+    except ArgumentsError as error:
+        raise ConfigError(error.problems + problems_of_rest(error.parts, world_size)) from None
+    check(config, world_size)
     local_rank = config.device.local_rank
     device = Device.select(
         config.device.device, parallel_state.launched_local_rank() if local_rank is None else local_rank

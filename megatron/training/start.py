@@ -29,7 +29,10 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
     if root is None:
         return None
     if not (Path(root) / LATEST).is_file():
-        raise ConfigError(f"--pretrained-checkpoint {root} " + (_mistake(Path(root)) or f"holds no checkpoint ({_content(Path(root))})"))
+        raise ConfigError(
+            f"--pretrained-checkpoint {root} "
+            + (_mistake(Path(root)) or f"holds no checkpoint ({_content(Path(root))})")
+        )
     return Start("--pretrained-checkpoint", root, True)
 
 

@@ -207,7 +207,9 @@ class Trainer:
         state, before = self.state, self.state.requested_train_samples
         sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
         if before and sizes[0] > before:
-            print_rank_0(f"asking for {sizes[0]} training samples, and before for {before}: their order may not be the same")
+            print_rank_0(
+                f"asking for {sizes[0]} training samples, and before for {before}: their order may not be the same"
+            )
         state.requested_train_samples = sizes[0]
         steps = 0 if self.config.training.skip_train else max(self.train_iters - state.iteration, 0)
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
@@ -283,7 +285,11 @@ class Trainer:
     def _scheduled(self, batch_size: int) -> int:
         """What a step of this size counts in the schedules: an iteration is always as long as the run's first ones."""
         length = self.runtime.run_length
-        return batch_size * self.state.samples_per_iter // length.samples_per_iter if length.unit == "iters" else batch_size
+        return (
+            batch_size * self.state.samples_per_iter // length.samples_per_iter
+            if length.unit == "iters"
+            else batch_size
+        )
 
     def _validate_if_due(self) -> None:
         """After the last step there is one validation, that of the end of the run."""

@@ -261,7 +261,12 @@ def test_settings_that_cannot_work_say_what_to_change(data):
     refused("leaves no document of 60 to the train split", seq_length=S, split="1,1000", **files)
     refused("smaller --seq-length", (None, 0, 0), seq_length=10_000, **files)
     small = types.SimpleNamespace(vocab_size=50, eod=49)
-    refused(r"holds token \d+ \(sequence \d+, offset \d+\), but the tokenizer's vocabulary has 50", tokenizer=small, seq_length=S, **files)
+    refused(
+        r"holds token \d+ \(sequence \d+, offset \d+\), but the tokenizer's vocabulary has 50",
+        tokenizer=small,
+        seq_length=S,
+        **files,
+    )
     train, _, _ = build(data)
     for i in (-1, len(train)):
         with pytest.raises(IndexError, match=f"sample {i} of {len(train)}"):
@@ -380,7 +385,9 @@ def test_impossible_batches_are_refused(arguments):
 # ---------------------------------------------------------------- data that are not the tokenizer's
 
 
-@pytest.mark.parametrize("token, message", [(-1, "and no id is negative"), (-7, "and no id is negative"), (100, "vocabulary has 100")])
+@pytest.mark.parametrize(
+    "token, message", [(-1, "and no id is negative"), (-7, "and no id is negative"), (100, "vocabulary has 100")]
+)
 def test_an_id_that_no_vocabulary_has_is_refused_by_its_place(token: int, message: str, tmp_path):
     """-1 too, which stands for padding within a sample."""
     with IndexedDatasetWriter(tmp_path / "text", np.int32) as writer:
@@ -410,7 +417,9 @@ def test_what_is_strange_is_said_once_to_who_asks(data, recwarn):
     assert "leaves no document of 60 to the valid split: it is left out" in said[1]
 
 
-@pytest.mark.parametrize("given, meant", [("te", None), ("text", "text_text_document"), ("text_text_document.bin", "text_text_document")])
+@pytest.mark.parametrize(
+    "given, meant", [("te", None), ("text", "text_text_document"), ("text_text_document.bin", "text_text_document")]
+)
 def test_a_prefix_that_is_nearly_right_is_answered_with_the_right_one(given: str, meant: str | None, tmp_path):
     write_documents(tmp_path / "text_text_document")
     with pytest.raises(FileNotFoundError) as refused:

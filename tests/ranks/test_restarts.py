@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
+from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
+from megatron.training.initialize import read_settings
 from megatron.training.state import TrainState
 
 TINY = shlex.split(
@@ -62,7 +64,9 @@ def rates(text: str) -> dict[int, float]:
 # ---------------------------------------------------------------- another batch
 
 
-@pytest.mark.parametrize("before, after", [("", "--global-batch-size 2"), ("--global-batch-size 4", ""), ("--micro-batch-size 3", "")])
+@pytest.mark.parametrize(
+    "before, after", [("", "--global-batch-size 2"), ("--global-batch-size 4", ""), ("--micro-batch-size 3", "")]
+)
 def test_the_rate_follows_the_iterations_when_the_batch_changes(before: str, after: str, said, tmp_path):
     """Half of a linear decay done with one batch is half of it with another. The rate falls by 0.01 each iteration."""
     both = f"--train-iters 10 --save {tmp_path} --load {tmp_path}"
@@ -75,12 +79,9 @@ def test_the_rate_follows_the_iterations_when_the_batch_changes(before: str, aft
     assert re.findall(r"consumed samples: +(\d+)", text)[-1] == str(5 * old + 5 * sizes[0])
 
 
-def test_a_skipped_iteration_stays_out_of_the_rate_when_the_batch_changes():
-    """5 iterations of 4 samples, one of them skipped, are 4 scheduled iterations, whatever the batch."""
+def test_an_older_checkpoint_counts_its_iterations_by_their_batch():
     state = TrainState.from_json({"iteration": 5, "consumed_train_samples": 20, "scheduled_train_samples": 16})
-    for size, scheduled in ((2, 8), (6, 24), (6, 24), (3, 12)):
-        state.count_in_batches_of(size)
-        assert (state.scheduled_train_samples, state.consumed_train_samples) == (scheduled, 20)
+    assert (state.samples_per_iter, state.scheduled_train_samples) == (4, 16)
 
 
 # ---------------------------------------------------------------- how much is read
@@ -138,9 +139,7 @@ def test_a_finished_run_says_so_and_evaluates(said, tmp_path):
 
 
 SHORT = {
-    "training": ((7, 99, 99), "", "the training set has 7 samples, but 4 iterations of 2 need 8; use more data, or lower --train-iters (to at most 3)"),
-    "validation": ((8, 7, 99), "--eval-iters 2 --eval-interval 2", "the validation set has 7 samples, but 2 validation(s) of --eval-iters 2 x 2 samples need"),
-    "test": ((8, 99, 3), "--eval-iters 2", "the test set has 3 samples, but --eval-iters 2 x 2 samples need 4"),
+    "training": ((7, 99, 99), "", "the training set has 7 samples, but 4 iterations of 8 samples together need 8; use more data, or lower --train-iters"),
     "no training data": ((None, 99, 99), "", "there are 4 iterations to train, and no training data: give --split a first share above 0"),
 }  # fmt: skip
 
@@ -163,11 +162,12 @@ def test_what_is_consumed_counts_among_what_is_needed(said, refused, tmp_path):
     provide = lambda counts: (Numbers(12), None, None)  # noqa: E731
     said(f"{both} --exit-interval 3 --global-batch-size 2", datasets=provide)
     message = refused(f"{both} --global-batch-size 3", datasets=provide)
-    assert "12 samples, but 3 iterations of 3 after the 6 already consumed need 15" in message
-    assert "lower --train-iters (to at most 5)" in message
+    assert "12 samples, but 3 iterations of 9 samples together after the 6 already consumed need 15" in message
 
 
-@pytest.mark.parametrize("returned, given", [((None, None), "2 of them"), (None, "NoneType"), ([None] * 4, "4 of them")])
+@pytest.mark.parametrize(
+    "returned, given", [((None, None), "2 of them"), (None, "NoneType"), ([None] * 4, "4 of them")]
+)
 def test_a_provider_must_return_three_sets(returned, given, refused):
     message = refused("--train-iters 1", datasets=lambda counts: returned)
     assert f"must return three data sets, None for one that is not there, not {given}" in message
@@ -189,7 +189,10 @@ def test_a_run_of_nan_losses_is_saved_within_an_interval_and_goes_on(said, tmp_p
     whole = said(flags)
     first = said(f"{flags} --exit-interval 3 --save {tmp_path}")
     second = said(f"{flags} --load {tmp_path} --train-iters 6")
-    untimed = [[re.sub(r"\[.*?\]|\(ms\): \S+", "", line) for line in text.splitlines() if "consumed" in line] for text in (whole, first + second)]
+    untimed = [
+        [re.sub(r"\[.*?\]|\(ms\): \S+", "", line) for line in text.splitlines() if "consumed" in line]
+        for text in (whole, first + second)
+    ]
     assert "NAN" in untimed[0][0] and untimed[0] == untimed[1]
 
 
@@ -207,7 +210,9 @@ def saved(root: Path, iteration: int, prefix: str) -> dict[str, list[str]]:
 def test_a_half_precision_run_goes_on_from_the_exact_float32_weights(how: str, said, tmp_path):
     """One step at a rate that moves no float32 weight, from 2 float32 steps: the masters are those weights to the bit."""
     said(f"--train-iters 2 --save {tmp_path}/single")
-    said(f"--train-iters {1 if how == '--finetune' else 3} --lr 1e-30 --bf16 --load {tmp_path}/single --save {tmp_path}/half {how}")
+    said(
+        f"--train-iters {1 if how == '--finetune' else 3} --lr 1e-30 --bf16 --load {tmp_path}/single --save {tmp_path}/half {how}"
+    )
     weights = saved(tmp_path / "single", 2, "model/")
     masters = saved(tmp_path / "half", 1 if how == "--finetune" else 3, "optimizer/master/")
     not_zero = [name for name in weights if not name.endswith("bias")]  # a bias of zero moves by 1e-30
@@ -265,7 +270,9 @@ def test_an_empty_folder_name_is_refused(flag: str, refused):
     assert f"{flag} is empty" in refused(f"--train-iters 1 {flag} ''")
 
 
-@pytest.mark.parametrize("load, save", [("new", None), ("new", "new"), ("new/", "./new"), ("empty", "new"), ("notes", "notes")])
+@pytest.mark.parametrize(
+    "load, save", [("new", None), ("new", "new"), ("new/", "./new"), ("empty", "new"), ("notes", "notes")]
+)
 def test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so(load: str, save, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
@@ -273,3 +280,30 @@ def test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so(load: str, sa
     Path("notes/todo.txt").write_text("a folder that --save names may hold more")
     text = said(f"--train-iters 1 --load {load}" + (f" --save {save}" if save else ""))
     assert text.count(f"no checkpoint in {load}: starting from initial weights") == 1
+
+
+# ---------------------------------------------------------------- all problems together
+
+
+def refusal(flags: str, **defaults: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_settings(None, defaults, shlex.split(flags))
+    return caught.value.problems
+
+
+BARE = "--num-layers 1 --hidden-size 8 --num-attention-heads 1"
+
+
+def test_a_missing_tokenizer_hides_nothing_and_blames_no_default():
+    problems = refusal(BARE, tokenizer_type="GPT2BPETokenizer")
+    for flag in ("--micro-batch-size", "--train-iters", "--seq-length", "--lr", "--tokenizer-type"):
+        assert sum(problem.startswith(f"{flag} is required") for problem in problems) == 1
+    assert not any("GPT2BPETokenizer" in problem for problem in problems)
+
+
+def test_half_a_tokenizer_is_told_what_it_lacks_beside_the_other_problems():
+    problems = refusal(f"{BARE} --vocab-file vocab.json --lr -1", tokenizer_type="GPT2BPETokenizer")
+    assert "--tokenizer-type GPT2BPETokenizer needs --merge-file" in problems
+    assert "--lr is -1.0; it must be positive" in problems
+    assert "--micro-batch-size is required" in problems and "--train-iters is required" in problems
+    assert "--lr is required" not in problems, "a component that could not be built is not asked again"

@@ -118,7 +118,6 @@ class GPTDataset:
         text[: len(tokens)] = tokens
         return text
 
-
     def _refuse(self, parts: list[np.ndarray], places: list[tuple[int, int]]) -> NoReturn:
         """Name the first id that the vocabulary does not have, and where in the file it is."""
         for tokens, (document, offset) in zip(parts, places):

@@ -163,7 +163,9 @@ class IndexedDataset:
 def _meant(prefix: str) -> str:
     """The prefix that was perhaps meant, for a message: with what preprocessing appends to it, or without a file's ending."""
     folder, name = os.path.split(prefix)
-    longer = [path.removesuffix(".idx") for path in glob.glob(os.path.join(glob.escape(folder), glob.escape(name) + "_*.idx"))]
+    longer = [
+        path.removesuffix(".idx") for path in glob.glob(os.path.join(glob.escape(folder), glob.escape(name) + "_*.idx"))
+    ]
     whole = prefix.removesuffix(".bin").removesuffix(".idx")
     near = [whole] if whole != prefix and os.path.isfile(f"{whole}.idx") else sorted(longer)[:3]
     return f"; did you mean {' or '.join(near)}?" if near else ""
