@@ -146,10 +146,10 @@ class Trainer:
         with as_settings_problem():
             checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device)
             self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
+            self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
+                self.state.consumed_train_samples, training.train_samples
+            )
             self._set_schedules()
-        self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
-            self.state.consumed_train_samples, training.train_samples
-        )
         self.log = TrainingLog(self.train_iters, self.batch_size, self.config.log.log_interval)
         if log_state is not None:
             self.log.load_state(log_state)
@@ -164,7 +164,7 @@ class Trainer:
             length = replace(length, samples_per_iter=state.samples_per_iter)
         else:
             state.samples_per_iter = 0
-        compared = config.checkpoint.load_optim and not config.training.skip_train
+        compared = config.checkpoint.load_optim and self._steps_left > 0
         saved = self.state.schedules if compared else {}
 
         def in_force(mine: AnySchedule, name: str) -> AnySchedule:
@@ -203,6 +203,11 @@ class Trainer:
         parallel = self.config.parallel
         return parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel_on
 
+    @property
+    def _steps_left(self) -> int:
+        """Steps that this run is to train."""
+        return 0 if self.config.training.skip_train else max(self.train_iters - self.state.iteration, 0)
+
     def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
         state, before = self.state, self.state.requested_train_samples
         sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
@@ -211,7 +216,7 @@ class Trainer:
                 f"asking for {sizes[0]} training samples, and before for {before}: their order may not be the same"
             )
         state.requested_train_samples = sizes[0]
-        steps = 0 if self.config.training.skip_train else max(self.train_iters - state.iteration, 0)
+        steps = self._steps_left
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
         with comm.together(self.mesh["world"], self.runtime.device.torch_device), as_settings_problem():
             return check_datasets(provider(sizes), steps, needed, state)

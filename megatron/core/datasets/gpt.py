@@ -120,18 +120,19 @@ class GPTDataset:
 
     def _refuse(self, parts: list[np.ndarray], places: list[tuple[int, int]]) -> NoReturn:
         """Name the first id that the vocabulary does not have, and where in the file it is."""
-        for tokens, (document, offset) in zip(parts, places):
-            wrong = np.flatnonzero((tokens < 0) | (tokens >= self.rules.vocab_size))
-            if len(wrong):
-                break
-        token = tokens[wrong[0]]
+        tokens = np.concatenate(parts)
+        first = int(np.argmax((tokens < 0) | (tokens >= self.rules.vocab_size)))
+        ends = np.cumsum([len(part) for part in parts])
+        k = int(np.searchsorted(ends, first, side="right"))  # the part it is in; empty ones are passed over
+        (document, offset), token = places[k], tokens[first]
+        offset += first - int(ends[k]) + len(parts[k])
         reason = (
             "and no id is negative: the file is damaged, or no tokenizer made it; preprocess again"
             if token < 0
             else f"but the tokenizer's vocabulary has {self.rules.vocab_size}: the data were made with another tokenizer; use that "
             "one or preprocess again"
         )
-        where = f"sequence {document}, offset {offset + wrong[0]}"
+        where = f"sequence {document}, offset {offset}"
         raise ValueError(f"{self.indexed.data_path} holds token {token} ({where}), {reason}")
 
 
