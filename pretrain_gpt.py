@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.data import broadcast_data
-from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
+from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -35,6 +35,7 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
         runtime.config.training.seed,
         is_builder=world.is_first,
         wait=lambda: comm.barrier(world, device),
+        say=print_rank_0,
     )
 
 

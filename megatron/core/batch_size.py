@@ -52,6 +52,14 @@ class BatchSizes:
                 break  # the next step has this size too, and does not fit
         return count
 
+    def consumed_after(self, first: int, steps: int) -> int:
+        """The samples consumed once `steps` more steps are made after `first` samples."""
+        for (_, wanted), end in zip(self.rows, [row[0] for row in self.rows[1:]] + [math.inf]):
+            size = self._runs(wanted)
+            here = steps if end == math.inf else min(steps, max(0, -(-(end - first) // size)))
+            first, steps = first + here * size, steps - here
+        return first
+
     def _runs(self, size: int) -> int:
         return size - size % self.multiple
 

@@ -11,6 +11,7 @@ the tensors of a call may not be touched before that.
 
 import contextlib
 import hashlib
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -101,29 +102,62 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+class PeerError(RuntimeError):
+    """Another rank could not go on; the message is that rank's."""
+
+
+class LostPeerError(PeerError):
+    """Another rank has gone, and this one does not know why."""
+
+
+@contextlib.contextmanager
+def _as_peer_error() -> Iterator[None]:
+    """A call that torch.distributed gives up has lost the rank at the other end, whose own error is the one to read."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without torch's own file and line
+        raise LostPeerError(f"lost contact with another rank: {reason}") from error
+
+
+class TorchWork:
+    """A started call of torch.distributed."""
+
+    def __init__(self, work: dist.Work):
+        self._work = work
+
+    def wait(self) -> None:
+        with _as_peer_error():
+            self._work.wait()
+
+
 class TorchGroup:
     """A torch.distributed process group as a `Group`. Positions within the group, not global ranks, name the peers."""
 
     def __init__(self, process_group: dist.ProcessGroup):
         self.process_group = process_group
 
+    def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> TorchWork:
+        with _as_peer_error():
+            return TorchWork(call(*tensors, group=self.process_group, **options))
+
     def all_reduce(self, x: Tensor, op: str) -> Work:
-        return dist.all_reduce(x, _OPS[op], group=self.process_group, async_op=True)
+        return self._start(dist.all_reduce, x, op=_OPS[op], async_op=True)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return _all_gather_single(out, x, group=self.process_group, async_op=True)
+        return self._start(_all_gather_single, out, x, async_op=True)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        return _reduce_scatter_single(out, x, group=self.process_group, async_op=True)
+        return self._start(_reduce_scatter_single, out, x, async_op=True)
 
     def broadcast(self, x: Tensor, source: int) -> Work:
-        return dist.broadcast(x, group=self.process_group, group_src=source, async_op=True)
+        return self._start(dist.broadcast, x, group_src=source, async_op=True)
 
     def send(self, x: Tensor, to: int) -> Work:
-        return dist.isend(x, group=self.process_group, group_dst=to)
+        return self._start(dist.isend, x, group_dst=to)
 
     def recv(self, x: Tensor, source: int) -> Work:
-        return dist.irecv(x, group=self.process_group, group_src=source)
+        return self._start(dist.irecv, x, group_src=source)
 
 
 class Pending:
@@ -243,10 +277,6 @@ def start_recv(x: Tensor, axis: Axis, source: int) -> Pending:
 
 
 # ---------------------------------------------------------------- agreement
-
-
-class PeerError(RuntimeError):
-    """Another rank could not go on; the message is that rank's."""
 
 
 @contextlib.contextmanager

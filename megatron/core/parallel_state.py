@@ -158,6 +158,11 @@ def has_joined() -> bool:
     return dist.is_initialized()
 
 
+def job_store() -> dist.Store | None:
+    """Where the processes of a job left word for one another when they met, and may again; None for a job of one."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
 def world_axis() -> Axis:
     """All ranks of the job, before there is a mesh: for agreeing on how to make one."""
     ranks = tuple(range(launched_world_size()))

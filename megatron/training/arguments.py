@@ -12,10 +12,20 @@ import torch
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knobs, repeated_flags, unknown_problems
 from megatron.core.placement import Normal
+from megatron.core.tokenizers.tokenizer_config import NEEDED
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import COMPONENTS, Config
 from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, OtherFlag
 from megatron.training.yaml_settings import YAML_FLAG, read_yaml
+
+
+class ArgumentsError(ConfigError):
+    """A command line that cannot be; `parts` are the components that can."""
+
+    def __init__(self, problems: list[str], parts: dict[str, Any]):
+        super().__init__(problems)
+        self.parts = parts
+
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -121,12 +131,10 @@ def parse_args(
     problems = [problem for source in sources for problem in source.problems]
     if any(source.hides_positions for source in sources):
         settings.setdefault("position_embedding_type", "none")
-    for name, value in (args_defaults or {}).items():
-        if settings.get(name) is None:
-            settings[name] = value
+    _add_defaults(settings, args_defaults or {})
     parts, more = _build_all(settings)
     if problems + more:
-        raise ConfigError(problems + more)
+        raise ArgumentsError(problems + more, parts)
     config = Config(**parts)
     flat = {name: value for part in config.as_json().values() for name, value in part.items()}
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
@@ -186,6 +194,15 @@ def _no_effect_lines(no_effect: Mapping[str, str]) -> list[str]:
     for flag, reason in no_effect.items():
         flags_of_reason[reason].append(flag)
     return [f"no effect here: {' '.join(flags)}: {reason}" for reason, flags in flags_of_reason.items()]
+
+
+def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Fill in a script's defaults; but not a tokenizer of which nothing is given, which would be blamed for a choice nobody made."""
+    needed = NEEDED.get(defaults.get("tokenizer_type"), ())
+    guessed = bool(needed) and all(settings.get(name) is None for name in needed)
+    for name, value in defaults.items():
+        if settings.get(name) is None and not (guessed and name == "tokenizer_type"):
+            settings[name] = value
 
 
 def _build_all(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import Box, pieces_of_run, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.checkpoint.format import LATEST
 from megatron.core.config import ConfigError, default_of, knobs
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
@@ -31,6 +30,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.placement import owned_pieces, pieces
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.start import where_to_start
 from megatron.training.state import TrainState
 
 # Settings that decide what the parameters mean: a checkpoint made with others cannot be loaded.
@@ -120,6 +120,7 @@ def save(
         {
             "train": state.as_json(),
             "log": json.loads(log_text),
+            "global_batch_size": runtime.global_batch_size,
             "optimizer_steps": optimizer.step_count,
             "grad_scaler": {} if optimizer.scaler is None else optimizer.scaler.state(),
             "vocab_size": runtime.tokenizer.vocab_size,
@@ -136,20 +137,19 @@ def load(
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """(where to go on, the log's state), with parameters and optimizer filled from --load. Every rank must call.
 
-    The checkpoint may come from any layout. Without a checkpoint in the folder the run starts anew, and says so, or from the
-    weights of --pretrained-checkpoint.
+    The checkpoint may come from any layout. Where there is none yet the run starts anew, and says so, or from the weights of
+    --pretrained-checkpoint.
     """
     config, mesh, device = runtime.config.checkpoint, runtime.mesh, runtime.device.torch_device
-    given, root, finetune = "--load", config.load, config.finetune
-    if config.pretrained_checkpoint is not None and not _holds_checkpoint(root):
-        given, root, finetune = "--pretrained-checkpoint", config.pretrained_checkpoint, True
-    if root is None:
+    if config.load is None and config.pretrained_checkpoint is None:
         return TrainState(), None
-    if not _holds_checkpoint(root):
-        if config.exit_on_missing_checkpoint or given != "--load":
-            raise ConfigError(f"{given} {root} holds no checkpoint (no {LATEST} in it)")
-        print_rank_0(f"no checkpoint in {root}: starting from initial weights")
+    with comm.together(mesh["world"], device):
+        chosen = json.dumps(where_to_start(config)) if mesh["world"].is_first else None
+    chosen = json.loads(comm.broadcast_text(chosen, mesh["world"], device))
+    if chosen is None:
+        print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
         return TrainState(), None
+    given, root, finetune = chosen
     checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
     check_same_model(runtime, checkpoint.state, f"{given} {root}")
     wanted = model_tensors(chunks, mesh)
@@ -165,8 +165,10 @@ def load(
     elif goes_on and not wants_masters:  # going on in full precision: the masters are the weights
         wanted = {_master_of(name, checkpoint): tensor for name, tensor in wanted.items()}
     checkpoint.read_into(wanted | state_tensors, mesh["world"], convert=True, device=device)
-    if not (has_masters and wants_masters):
-        optimizer.adopt_parameters()
+    if not (goes_on and has_masters):  # the saved weights, which may have more digits than this run's parameters
+        masters = {n: t for n, t in optimizer_tensors(optimizer, mesh).items() if n.startswith("optimizer/master/")}
+        weights = {name.replace("optimizer/master/", "model/", 1): tensor for name, tensor in masters.items()}
+        checkpoint.read_into(weights, mesh["world"], convert=True, device=device)
     if goes_on:
         optimizer.set_step_count(checkpoint.state["optimizer_steps"])
         if optimizer.scaler is not None:
@@ -176,10 +178,6 @@ def load(
         return TrainState(), None
     note_changes(runtime, checkpoint.state)
     return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]
-
-
-def _holds_checkpoint(root: str | None) -> bool:
-    return root is not None and (Path(root) / LATEST).exists()
 
 
 def _master_of(name: str, checkpoint: Checkpoint) -> str:
@@ -242,6 +240,9 @@ def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
 def note_changes(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Say which settings of a resumed run differ from the saved ones in a way that changes its course."""
     flat = [{k: v for part in c.values() for k, v in part.items()} for c in (runtime.config.as_json(), saved["config"])]
+    # In force: the setting may be unset in both. Older checkpoints do not say.
+    before = saved.get("global_batch_size", TrainState.from_json(saved["train"]).samples_per_iter)
+    flat[0]["global_batch_size"], flat[1]["global_batch_size"] = runtime.global_batch_size, before
     for name in _NOTABLE:
         if flat[0][name] != flat[1].get(name):
             print_rank_0(f"resumed with another {name}: {flat[1].get(name)} before, {flat[0][name]} now")

@@ -86,7 +86,10 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = knob(None, "folder to write checkpoints to", metavar="DIR")
-    load: str | None = knob(None, "folder to go on from; a run without a checkpoint in it starts anew", metavar="DIR")
+    load: str | None = knob(
+        None, "folder to go on from; the run starts anew if there is nothing in it yet, or if it is that of --save",
+        metavar="DIR",
+    )  # fmt: skip
     save_interval: int | None = knob(
         None, "steps between checkpoints; the last step is always saved",
         flags=("--save-interval", "--persistent-save-interval"),
@@ -104,11 +107,7 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = knob(False, "stop if --load holds no checkpoint")
 
     def __post_init__(self) -> None:
-        problems = [
-            f"--{name} is empty; name a folder, or leave the flag out"
-            for name, folder in (("save", self.save), ("load", self.load))
-            if folder == ""
-        ]
+        problems = []
         if self.save_interval is not None and self.save_interval < 1:
             problems.append(f"--save-interval is {self.save_interval}; it must be at least 1")
         if problems:
@@ -267,6 +266,23 @@ def _missing(config: Config) -> list[str]:
     return problems
 
 
+# What the rules between components measure by: where one of these cannot be, there is nothing to say of the rest.
+_MEASURES = ("transformer", "parallel", "training")
+
+
+def problems_of_rest(parts: dict[str, Any], world_size: int) -> list[str]:
+    """What `check` finds in the components that could be built, so that a mistake in one hides no other."""
+    failed = [name for name in COMPONENTS if name not in parts]
+    if not failed or set(failed) & set(_MEASURES):
+        return []
+    try:
+        check(Config(**parts, **{name: COMPONENTS[name]() for name in failed}), world_size)
+    except ConfigError as error:
+        flags = [flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)]
+        return [problem for problem in error.problems if not any(flag in problem for flag in flags)]
+    return []
+
+
 def _data_problems(config: Config) -> list[str]:
     data, problems = config.data, []
     if data.data_path is None and not data.mock_data:
@@ -291,6 +307,9 @@ def _model_problems(config: Config) -> list[str]:
     if limit is not None and config.data.seq_length is not None and limit < config.data.seq_length:
         problems.append(f"--max-position-embeddings ({limit}) must be at least --seq-length ({config.data.seq_length})")
     return problems
+
+
+_MOST_ACTIONS = 1_000_000  # of a schedule, which every rank holds whole: some 300 MB once its transfers are added
 
 
 def _layer_problems(config: Config) -> list[str]:
@@ -340,6 +359,14 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return [problem]
     if training.train_samples is not None and config.train_iters(world_size) < 1:
         return [f"--train-samples ({training.train_samples}) do not fill one step of {sizes[0]}; raise it"]
+    most = max(sizes) // config.samples_at_once(world_size)
+    actions = 2 * most * stages * chunks
+    if actions > _MOST_ACTIONS:  # which is said without making them
+        return [
+            f"--global-batch-size ({max(sizes)}) makes {most:,} microbatches per rank and step, whose schedule has {actions:,} "
+            f"forwards and backwards over all stages, and {_MOST_ACTIONS:,} is the most; lower it, or raise --micro-batch-size or "
+            "the number of data-parallel ranks"
+        ]
     for size in sorted(set(sizes)):
         try:
             SCHEDULES[config.schedule_name](stages, size // config.samples_at_once(world_size), chunks)

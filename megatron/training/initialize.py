@@ -22,9 +22,10 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
-from megatron.training.arguments import Arguments, ExtraArgs, parse_args
-from megatron.training.config import Config, check
+from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
+from megatron.training.config import Config, check, problems_of_rest
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
+from megatron.training.start import mistake_in
 from megatron.training.timers import Timers
 
 
@@ -98,10 +99,14 @@ def read_settings(
     extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, Any] | None, argv: Sequence[str] | None
 ) -> Settings:
     """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
-    config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
+    world_size = parallel_state.launched_world_size()
+    try:
+        config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
+    except ArgumentsError as error:
+        raise ConfigError(error.problems + problems_of_rest(error.parts, world_size)) from None
     problems: list[str] = []
     with collected(problems):
-        check(config, parallel_state.launched_world_size())
+        check(config, world_size)
     problems += file_problems(config)
     device = tokenizer = None
     with collected(problems):
@@ -138,7 +143,7 @@ def file_problems(config: Config) -> list[str]:
         if folder is not None and (obstacle := _obstacle(Path(folder))):
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
     if config.checkpoint.load is not None and os.path.isfile(config.checkpoint.load):
-        problems.append(f"--load {config.checkpoint.load} is a file; give the folder that --save wrote to")
+        problems.append(f"--load {config.checkpoint.load} {mistake_in(Path(config.checkpoint.load))}")
     return problems
 
 

@@ -55,15 +55,17 @@ class TrainingLog:
         self._began, self._timed_steps = time.perf_counter(), 0
 
     def state(self) -> dict[str, Any]:
+        """As plain JSON, which has no numbers for NaN and infinity: those sums are text, which `float` reads."""
         return {
-            "sums": dict(self.sums),
+            "sums": {name: total if math.isfinite(total) else str(total) for name, total in self.sums.items()},
             "steps": self.steps,
             "nan_steps": self.nan_steps,
             "skipped_steps": self.skipped_steps,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.sums, self.steps, self.nan_steps = dict(state["sums"]), state["steps"], state["nan_steps"]
+        self.sums = {name: float(total) for name, total in state["sums"].items()}
+        self.steps, self.nan_steps = state["steps"], state["nan_steps"]
         self.skipped_steps = state.get("skipped_steps", 0)
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:

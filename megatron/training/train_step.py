@@ -172,7 +172,9 @@ def train_step(
     """One update of the parameters. Every rank must call; all raise FloatingPointError if the gradient is not finite.
 
     Gradients are sums over tokens until all are summed, and are then divided by the tokens of the whole step, so that no layout
-    and no uneven loss mask changes what they mean. With a loss scale, the objective is differentiated as objective x scale / nominal tokens: a sum over tokens would leave
+    and no uneven loss mask changes what they mean. The count is that of `loss_func`, so it may be a sum of weights: a fraction, or
+    negative. Of a step whose count is exactly 0 there is no mean: its gradients, zeros where every token is masked, are taken as
+    they are. With a loss scale, the objective is differentiated as objective x scale / nominal tokens: a sum over tokens would leave
     float16's range, their mean does not. A gradient that overflows all the same makes every rank skip the update: its norm is
     one number for the model, and the ranks that hold copies have summed their gradients. An adapting scale reacts to that, and
     nothing is raised.
@@ -196,7 +198,7 @@ def train_step(
         for chunk in chunks:
             chunk.finish_grad_reduce()
     with timers("optimizer-clip-main-grad"):
-        norm = optimizer.clip_grad_norm(max(tokens, 1.0) * loss_scale)
+        norm = optimizer.clip_grad_norm((tokens or 1.0) * loss_scale)
     overflow = not math.isfinite(norm)
     if overflow and check_finite and not (scaler is not None and scaler.adapts):
         raise FloatingPointError(

@@ -11,7 +11,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,11 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.core.pipeline_parallel.schedules import keep_reports
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.training import checkpointing
+from megatron.training import checkpointing, failures
 from megatron.training.arguments import ExtraArgs
 from megatron.training.build import (
     DatasetsProvider,
     ModelProvider,
-    build_datasets,
     build_model_and_optimizer,
     build_train_valid_test_data_iterators,
     get_model,
@@ -42,6 +41,7 @@ from megatron.training.exits import Exits
 from megatron.training.initialize import as_settings_problem, initialize_megatron, stop_with
 from megatron.training.log import TrainingLog, validation_line
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last, set_runtime
+from megatron.training.samples import check_datasets, samples_to_request
 from megatron.training.train_step import BatchShape, Pipeline, train_step
 from megatron.training.watch import Watch
 
@@ -73,6 +73,8 @@ def pretrain(
     """Train a model from the command line's settings. Every process of the job calls it.
 
     The order of the arguments is Megatron's; that of 2.5, which has no model_type, is understood too.
+    Settings that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank that had it;
+    in a job of one process that error is raised.
 
     train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each
         with a length and items that are dictionaries of arrays
@@ -92,6 +94,8 @@ def pretrain(
         process_non_loss_data_func = None
     began = time.monotonic()
     non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
+    runtime = trainer = None
+    failed = False
     try:
         runtime = initialize_megatron(
             extra_args_provider,
@@ -103,15 +107,24 @@ def pretrain(
         trainer = Trainer(
             runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of, began, non_loss
         )
-    except (ConfigError, comm.PeerError) as error:
-        set_runtime(None)
-        stop_with(error)
-    try:
         trainer.run()
+    except Exception as error:
+        set_runtime(None)
+        is_refusal = isinstance(error, ConfigError | comm.PeerError) and not isinstance(error, comm.LostPeerError)
+        if trainer is None and is_refusal:
+            stop_with(error)
+        if parallel_state.launched_world_size() == 1:
+            parallel_state.stop_distributed()
+            raise
+        failures.report(error)
+        failed = True
     finally:
-        trainer.watch.close()
+        if trainer is not None:
+            trainer.watch.close()
         set_runtime(None)
     del trainer, runtime
+    if failed:
+        failures.leave()
     parallel_state.stop_distributed()
 
 
@@ -159,23 +172,28 @@ class Trainer:
         with as_settings_problem():
             checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device)
             self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
+            self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
+                self.state.consumed_train_samples, training.train_samples
+            )
             self._set_schedules()
-        self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
-            self.state.consumed_train_samples, training.train_samples
-        )
         flops = runtime.model_shape.flops_per_sample / runtime.world_size if self.config.log.log_throughput else None
         self.log = TrainingLog(self.train_iters, self.batch_size, self.config.log.log_interval, flops)
         if log_state is not None:
             self.log.load_state(log_state)
-        self.datasets = dict(zip(("train", "valid", "test"), build_datasets(datasets_provider, runtime)))
+        self.datasets = dict(zip(("train", "valid", "test"), self._build_datasets(datasets_provider)))
         self._leave_out_small_sets()
         with comm.together(self.mesh["world"], device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, list(self.chunks.values()), self.state)
 
     def _set_schedules(self) -> None:
         """Learning rate and weight decay by this run's settings, or by the checkpoint's where a flag asks for that."""
-        config, length = self.config, self.runtime.run_length
-        compared = config.checkpoint.load_optim and not config.training.skip_train
+        config, length, state = self.config, self.runtime.run_length, self.state
+        if length.unit == "iters":
+            state.samples_per_iter = state.samples_per_iter or length.samples_per_iter
+            length = replace(length, samples_per_iter=state.samples_per_iter)
+        else:
+            state.samples_per_iter = 0
+        compared = config.checkpoint.load_optim and self._steps_left > 0
         saved = self.state.schedules if compared else {}
 
         def in_force(mine: AnySchedule, name: str) -> AnySchedule:
@@ -214,6 +232,24 @@ class Trainer:
         parallel = self.config.parallel
         return parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel_on
 
+    @property
+    def _steps_left(self) -> int:
+        """Steps that this run is to train."""
+        return 0 if self.config.training.skip_train else max(self.train_iters - self.state.iteration, 0)
+
+    def _build_datasets(self, provider: DatasetsProvider) -> tuple[Any, Any, Any]:
+        state, before = self.state, self.state.requested_train_samples
+        sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
+        if before and sizes[0] > before:
+            print_rank_0(
+                f"asking for {sizes[0]} training samples, and before for {before}: their order may not be the same"
+            )
+        state.requested_train_samples = sizes[0]
+        steps = self._steps_left
+        needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
+        with comm.together(self.mesh["world"], self.runtime.device.torch_device), as_settings_problem():
+            return check_datasets(provider(sizes), steps, needed, state)
+
     def _leave_out_small_sets(self) -> None:
         for split in ("valid", "test"):
             dataset = self.datasets[split]
@@ -237,6 +273,9 @@ class Trainer:
     def _train(self) -> str | None:
         """Why it stopped, if it did before the last step or on a signal; what it did is saved then, as at the end."""
         state, reason = self.state, None
+        if state.iteration >= self.train_iters:
+            print_rank_0(f"nothing left to train: iteration {state.iteration} of {self.train_iters} is done")
+            return None
         data = self._iterators("train", state.consumed_train_samples)
         with self.exits.listening():
             while state.iteration < self.train_iters and reason is None:
@@ -267,7 +306,7 @@ class Trainer:
             )
         state.iteration += 1
         state.consumed_train_samples += batch_size
-        state.scheduled_train_samples += 0 if result.skipped else batch_size
+        state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
         self.log.pause()
         measured = self.watch.measure()
@@ -289,9 +328,19 @@ class Trainer:
         self.watch.report(result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size)
         self.log.resume()
 
+    def _scheduled(self, batch_size: int) -> int:
+        """What a step of this size counts in the schedules: an iteration is always as long as the run's first ones."""
+        length = self.runtime.run_length
+        return (
+            batch_size * self.state.samples_per_iter // length.samples_per_iter
+            if length.unit == "iters"
+            else batch_size
+        )
+
     def _validate_if_due(self) -> None:
+        """After the last step there is one validation, that of the end of the run."""
         interval = self.config.training.eval_interval
-        if interval and self.state.iteration % interval == 0:
+        if self.state.iteration < self.train_iters and interval and self.state.iteration % interval == 0:
             self._validate("valid", f"iteration {self.state.iteration}")
 
     def _validate(self, split: str, where: str) -> None:

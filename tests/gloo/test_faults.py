@@ -1,12 +1,14 @@
 """Whatever breaks on one rank ends the job, soon and with its reason. Processes, because it is they that die."""
 
 import signal
+from pathlib import Path
 
 import pytest
 from conftest import GPT2, STEPS, rewound
 from processes import PRETRAIN_GPT, Layout, Outcome, pretrain, run, start
 
 SOON = 30.0  # seconds in which the ranks that are left notice that one is gone
+FAILING = str(Path(__file__).with_name("failing_script.py"))
 
 
 @pytest.mark.parametrize("layout, killed", [(Layout(dp=2), 0), (Layout(tp=2, pp=2, sp=True), 3)], ids=str)
@@ -19,7 +21,10 @@ def test_a_killed_rank_ends_the_others(layout, killed, data, tmp_path):
         job.kill(killed)
         died = job.wait(SOON)
     assert died.codes[killed] == -signal.SIGKILL
-    assert all(code not in (0, -signal.SIGKILL) for rank, code in enumerate(died.codes) if rank != killed), died
+    assert all(code == 1 for rank, code in enumerate(died.codes) if rank != killed), died
+    for rank, said in enumerate(died.stderr):
+        if rank != killed:
+            assert said.count(f"rank {rank}: stopping, because ") == 1 and "Traceback" not in said, died
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     resumed = pretrain([*flags, "--load", str(tmp_path), "--exit-interval", "2"], layout)
     assert [line.iteration for line in resumed.training] == list(range(saved + 1, saved + 3))
@@ -40,6 +45,27 @@ def test_a_rank_asked_to_end_ends_the_job_in_order(data, tmp_path):
     assert [line.iteration for line in ended.training] == list(range(1, saved + 1))
     assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_{saved:07d}"]
     assert f"exiting at iteration {saved}, after SIGTERM" in ended.stdout[0]
+
+
+@pytest.mark.parametrize(
+    "layout, rank, how, message",
+    [
+        (Layout(tp=2, pp=2), 1, "before", "KeyError: 'the disk is on fire'"),
+        (Layout(pp=2), 0, "after", "KeyError: 'the disk is on fire'"),
+        (Layout(dp=2), 0, "nan", "FloatingPointError: the gradient's norm is nan"),
+    ],
+)
+def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, message):
+    """With the rank that had it; a gradient that is not finite is an error of every rank, and one of them says it."""
+    mock = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--train-iters", "90"]
+    flags = [*GPT2, *STEPS, *mock, "--fails-rank", str(rank), "--fails-how", how, *layout.flags]
+    outcome = run([FAILING, *flags], layout.ranks, timeout=60)
+    assert set(outcome.codes) == {1}, outcome
+    assert outcome.everything.count(message) == 1, outcome
+    (failed,) = [i for i, said in enumerate(outcome.stderr) if said.startswith(f"rank {i} failed:\nTraceback")]
+    assert failed == rank or how == "nan"
+    for other, said in enumerate(outcome.stderr):
+        assert other == failed or said == f"rank {other}: stopping, because rank {failed} failed\n", outcome
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -261,7 +261,12 @@ def test_settings_that_cannot_work_say_what_to_change(data):
     refused("leaves no document of 60 to the train split", seq_length=S, split="1,1000", **files)
     refused("smaller --seq-length", (None, 0, 0), seq_length=10_000, **files)
     small = types.SimpleNamespace(vocab_size=50, eod=49)
-    refused(r"holds token 9\d, but the tokenizer's vocabulary has 50", tokenizer=small, seq_length=S, **files)
+    refused(
+        r"holds token \d+ \(sequence \d+, offset \d+\), but the tokenizer's vocabulary has 50",
+        tokenizer=small,
+        seq_length=S,
+        **files,
+    )
     train, _, _ = build(data)
     for i in (-1, len(train)):
         with pytest.raises(IndexError, match=f"sample {i} of {len(train)}"):
@@ -375,3 +380,49 @@ def test_batches_are_stacked_samples_and_leave_global_generators_alone():
 def test_impossible_batches_are_refused(arguments):
     with pytest.raises(ValueError, match=r"micro_batch_size .* must be at least 1, data_parallel_rank"):
         next(micro_batch_ids(*arguments))
+
+
+# ---------------------------------------------------------------- data that are not the tokenizer's
+
+
+@pytest.mark.parametrize(
+    "token, message", [(-1, "and no id is negative"), (-7, "and no id is negative"), (100, "vocabulary has 100")]
+)
+def test_an_id_that_no_vocabulary_has_is_refused_by_its_place(token: int, message: str, tmp_path):
+    """-1 too, which stands for padding within a sample."""
+    with IndexedDatasetWriter(tmp_path / "text", np.int32) as writer:
+        for _ in range(6):
+            writer.add_document(list(range(40)))
+        writer.add_document([1] * 25 + [token] + [1] * 14)
+    config = DataConfig(data_path=[str(tmp_path / "text")], seq_length=S, split="1", data_cache_path=str(tmp_path))
+    train, _, _ = build_gpt_datasets(config, TOKENIZER, [None, 0, 0], 1)
+    refused = []
+    for i in range(len(train)):
+        try:
+            train[i]
+        except ValueError as error:
+            refused.append(str(error))
+    assert refused, "no sample holds the id"
+    for text in refused:
+        assert f"text.bin holds token {token} (sequence 6, offset 25)" in text and message in text
+
+
+def test_what_is_strange_is_said_once_to_who_asks(data, recwarn):
+    said: list[str] = []
+    config = config_of(data, split="1000,1,0")
+    large = types.SimpleNamespace(vocab_size=70_000, eod=EOD)
+    build_gpt_datasets(config, large, [4, 4, 0], 1, say=said.append)
+    assert len(said) == 2 and not recwarn.list
+    assert "holds ids up to 65535 (uint16), the tokenizer's vocabulary has 70000" in said[0]
+    assert "leaves no document of 60 to the valid split: it is left out" in said[1]
+
+
+@pytest.mark.parametrize(
+    "given, meant", [("te", None), ("text", "text_text_document"), ("text_text_document.bin", "text_text_document")]
+)
+def test_a_prefix_that_is_nearly_right_is_answered_with_the_right_one(given: str, meant: str | None, tmp_path):
+    write_documents(tmp_path / "text_text_document")
+    with pytest.raises(FileNotFoundError) as refused:
+        IndexedDataset(tmp_path / given)
+    hint = str(refused.value).partition("did you mean ")[2]
+    assert hint == (f"{tmp_path / meant}?" if meant else "")

@@ -205,6 +205,17 @@ def test_an_interval_survives_a_restart(clock, capsys, stop_after: int):
     assert [line["nan"] for line in got] == ["  1", "  0"]
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_sum_that_is_no_number_survives_a_restart(clock, loss: float):
+    """As JSON to the letter of its standard, which has no such numbers."""
+    log = TrainingLog(6, 8, 3)
+    clock.step(log, 1, loss)
+    state = json.loads(json.dumps(log.state(), allow_nan=False))
+    log = TrainingLog(6, 8, 3)
+    log.load_state(state)
+    assert str(log.sums["lm loss"]) == str(loss)
+
+
 def test_the_saved_state_does_not_follow_the_run(clock):
     log = TrainingLog(6, 8, 3)
     clock.step(log, 1, 2.0)

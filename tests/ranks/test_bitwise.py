@@ -74,6 +74,15 @@ def test_a_layout_in_fixed_order_has_the_bits_of_one_process(layout: Layout, mod
     assert_same_bits(got, one_process(model))
 
 
+@pytest.mark.parametrize("model", [SMALL_GPT2, SMALL_LLAMA], ids=["gpt2", "llama"])
+def test_the_pipeline_changes_no_bit_in_float64(model: TransformerConfig):
+    """Where no sum is exact: so nothing but gradients, added in order, and the norm decides. Also beside tensor parallelism."""
+    for tp in (1, 2):
+        alone = run(model, Layout(tp=tp, m=4, data_parallel=FIXED), global_batch=8)
+        for layout in (Layout(pp=2, m=4), Layout(pp=4, m=4, schedule="zb-h1")):
+            assert_same_bits(run(model, replace(layout, tp=tp, data_parallel=FIXED), global_batch=8), alone)
+
+
 def test_bits_are_compared_and_differ_without_the_fixed_order():
     """So that the tests above are known to see what they look for."""
     loose = run(MODELS["gpt2-float32"], Layout(dp=2, m=4), global_batch=SAMPLES)

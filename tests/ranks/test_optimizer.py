@@ -6,9 +6,21 @@ from functools import partial
 from itertools import product
 
 import pytest
+import tiny_run
 import torch
 from local_ranks import run_ranks
-from tiny_run import GPT2, LLAMA, SEQ, Layout, build, forward_step, microbatches, my_pieces, put_together
+from tiny_run import (
+    GPT2,
+    LLAMA,
+    SEQ,
+    Layout,
+    assert_equal,
+    build,
+    forward_step,
+    microbatches,
+    my_pieces,
+    put_together,
+)
 from torch import Tensor, nn
 
 from megatron.core.boxes import slices
@@ -196,16 +208,6 @@ def test_going_on_from_saved_state_equals_going_on():
     assert all(torch.equal(first[kind][name], second[kind][name]) for kind, name in product(first, SHAPES))
 
 
-def test_masters_adopt_loaded_parameters():
-    def work(mesh):
-        chunk, adam = flat(mesh, torch.bfloat16)
-        chunk.module.matrix.data.fill_(3.0)
-        adam.adopt_parameters()
-        return adam.tensors()["master"]["matrix"].clone()
-
-    assert torch.equal(alone(work), torch.full((7, 5), 3.0))
-
-
 # ---------------------------------------------------------------- norm and clipping
 
 
@@ -339,3 +341,20 @@ def test_without_the_check_a_bad_step_is_reported_and_done():
     (outcome,) = run_ranks({}, partial(poisoned_step, layout=Layout(), bad=math.nan, where=0, check_finite=False))
     assert outcome["result"].is_nan
     assert not outcome["finite"], "as asked"
+
+
+@pytest.mark.parametrize("factor", [1e-4, -0.5])
+def test_the_count_of_a_step_may_be_a_fraction_or_negative(factor: float, monkeypatch):
+    """A loss that weights its tokens: the mean is that of the weights times any factor. float64, three steps."""
+    layout, loss_func = Layout(pp=2, dp=2, m=3), tiny_run.loss_func
+    expected = tiny_run.run(GPT2, layout)
+    monkeypatch.setattr(tiny_run, "loss_func", lambda mask, losses: loss_func(mask * factor, losses))
+    assert_equal(tiny_run.run(GPT2, layout), expected, 1e-9)
+
+
+def test_a_step_without_tokens_changes_nothing_but_what_decays(monkeypatch):
+    """A count of exactly 0 has no mean: gradients are taken as they are, and here they are zeros."""
+    loss_func = tiny_run.loss_func
+    monkeypatch.setattr(tiny_run, "loss_func", lambda mask, losses: loss_func(mask * 0, losses))
+    outcome = tiny_run.run(GPT2, Layout(dp=2, m=3), steps=1)
+    assert outcome.norms == [0.0] and outcome.losses == [0.0]

@@ -306,7 +306,8 @@ def runtime(mesh: Mesh, folder):
     """As much of a Runtime as checkpoints ask for."""
     config, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
     config = replace(config, transformer=FP16)
-    return SimpleNamespace(mesh=mesh, config=config, device=Device("cpu"), tokenizer=SimpleNamespace(vocab_size=VOCAB))
+    tokenizer = SimpleNamespace(vocab_size=VOCAB)
+    return SimpleNamespace(mesh=mesh, config=config, device=Device("cpu"), tokenizer=tokenizer, global_batch_size=BATCH)
 
 
 def test_another_optimizers_state_is_refused(tmp_path):

@@ -295,7 +295,7 @@ def test_a_validation_reads_its_part_of_the_set(given, expected):
         ("--eval-iters 1 --eval-interval 0", ["iteration 4 on validation set", "iteration 4 on test set"]),
         (
             "--eval-iters 3 --eval-interval 2",
-            ["iteration 2", "iteration 4", "iteration 4 on validation set", "iteration 4 on test set"],
+            ["iteration 2", "iteration 4 on validation set", "iteration 4 on test set"],
         ),
         ("--eval-iters 1 --eval-interval 5 --skip-train", ["iteration 0 on validation set", "iteration 0 on test set"]),
         ("--eval-iters 1 --eval-interval 2 --exit-interval 2", ["iteration 2"]),

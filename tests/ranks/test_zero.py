@@ -173,7 +173,8 @@ class Tiny:
         config, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
         config = replace(config, transformer=model)
         tokenizer = SimpleNamespace(vocab_size=VOCAB)
-        return SimpleNamespace(mesh=self.mesh, config=config, device=Device("cpu"), tokenizer=tokenizer)
+        device = Device("cpu")
+        return SimpleNamespace(mesh=self.mesh, config=config, device=device, tokenizer=tokenizer, global_batch_size=24)
 
 
 ZERO = DataParallelConfig(use_distributed_optimizer=True)

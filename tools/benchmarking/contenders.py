@@ -82,7 +82,10 @@ class Ours:
         with contextlib.redirect_stdout(None):
             runtime = initialize_megatron(argv=argv + ["--bf16"] * work.bf16)
             self.trainer = Trainer(
-                runtime, lambda sizes: (None, None, None), pretrain_gpt.model_provider, pretrain_gpt.forward_step
+                runtime,
+                lambda sizes: (range(sizes[0]), None, None),  # of a size, and never read
+                pretrain_gpt.model_provider,
+                pretrain_gpt.forward_step,
             )
         self.device = runtime.device
         self.batches = {0: Batches(work, self.device)}

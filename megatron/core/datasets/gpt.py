@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -40,6 +40,10 @@ _FORMAT = 1  # of the cache; raise it whenever the same request gives other arra
 # An index file up to this size goes into the cache key whole; of a larger one, blocks that add up to this size do.
 _FINGERPRINT_BYTES = 1 << 26
 _FINGERPRINT_BLOCK = 1 << 20
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -94,27 +98,42 @@ class GPTDataset:
         """Item i, as `training_item` lays it out."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        text = self._text(int(self.indices.shuffle_index[i]))
-        if text.max() >= self.rules.vocab_size:
-            raise ValueError(
-                f"{self.indexed.data_path} holds token {text.max()}, but the tokenizer's vocabulary has "
-                f"{self.rules.vocab_size}: the data were made with another tokenizer; use that one or preprocess again"
-            )
-        return training_item(text, self.rules)
+        return training_item(self._text(int(self.indices.shuffle_index[i])), self.rules)
 
     def _text(self, k: int) -> np.ndarray:
         """The seq_length + 1 tokens of sample k, padded on the right where the data end: int64 [s + 1]."""
         (first, start), (last, stop) = self.indices.sample_index[k].tolist(), self.indices.sample_index[k + 1].tolist()
-        parts = []
+        parts, places = [], []
         for position in range(first, last + 1):
             document = int(self.indices.document_index[position])
             offset = start if position == first else 0
             length = stop + 1 - offset if position == last else None  # the last token is read again by sample k + 1
             parts.append(self.indexed.get(document, offset, length))
+            places.append((document, offset))
         text = np.full(self.seq_length + 1, _pad_id(self.rules), np.int64)
         tokens = np.concatenate(parts)
+        smallest = 0 if tokens.dtype.kind == "u" else tokens.min(initial=0)
+        if smallest < 0 or tokens.max(initial=0) >= self.rules.vocab_size:
+            self._refuse(parts, places)
         text[: len(tokens)] = tokens
         return text
+
+    def _refuse(self, parts: list[np.ndarray], places: list[tuple[int, int]]) -> NoReturn:
+        """Name the first id that the vocabulary does not have, and where in the file it is."""
+        tokens = np.concatenate(parts)
+        first = int(np.argmax((tokens < 0) | (tokens >= self.rules.vocab_size)))
+        ends = np.cumsum([len(part) for part in parts])
+        k = int(np.searchsorted(ends, first, side="right"))  # the part it is in; empty ones are passed over
+        (document, offset), token = places[k], tokens[first]
+        offset += first - int(ends[k]) + len(parts[k])
+        reason = (
+            "and no id is negative: the file is damaged, or no tokenizer made it; preprocess again"
+            if token < 0
+            else f"but the tokenizer's vocabulary has {self.rules.vocab_size}: the data were made with another tokenizer; use that "
+            "one or preprocess again"
+        )
+        where = f"sequence {document}, offset {offset}"
+        raise ValueError(f"{self.indexed.data_path} holds token {token} ({where}), {reason}")
 
 
 class MockGPTDataset:
@@ -158,12 +177,14 @@ def build_gpt_datasets(
     *,
     is_builder: bool = True,
     wait: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = _warn,
 ) -> tuple[GPTDataset | MockGPTDataset | None, ...]:
     """(train, valid, test); None for a split that has no share, no documents, or no samples requested.
 
     tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. num_samples: for each split; None is one
     epoch. Every process calls; one on each file system that holds the cache is the builder. `wait` returns when all
-    have called it, and all call it exactly once, also a process that fails; mock data need no builder and no wait.
+    have called it, and all call it exactly once, also a process that fails; mock data need no builder and no wait. `say`
+    hears of what is strange but can be; every process says it, so let one of them print.
     Raises ValueError on every process for data or settings that cannot work; if the cache cannot be written, with the
     reason on the builder and with a pointer to it on the others.
     """
@@ -176,7 +197,7 @@ def build_gpt_datasets(
         return _mock_datasets(config, rules, num_samples, seed)
     if config.data_path is None:
         raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
-    return _file_datasets(config, rules, num_samples, seed, is_builder, wait)
+    return _file_datasets(config, rules, num_samples, seed, is_builder, wait, say)
 
 
 def _mock_datasets(config: DataConfig, rules: TokenRules, num_samples: list[int | None], seed: int) -> tuple:
@@ -195,14 +216,16 @@ def _file_datasets(
     seed: int,
     is_builder: bool,
     wait: Callable[[], None],
+    say: Callable[[str], None],
 ) -> tuple:
     try:
         indexed = IndexedDataset(config.data_path[0])
-        requests = split_requests(config, indexed.sequence_lengths, num_samples, seed)
+        _note_small_ids(indexed, rules, say)
+        requests = split_requests(config, indexed.sequence_lengths, num_samples, seed, say)
         folder = Path(config.data_cache_path or f"{indexed.prefix}/cache/GPTDataset_indices")
         fingerprint = content_fingerprint(indexed)
         caches = [
-            None if request is None else IndexCache(folder, name, request, fingerprint)
+            None if request is None else IndexCache(folder, name, request, fingerprint, say)
             for name, request in zip(SPLIT_NAMES, requests)
         ]
         if is_builder:
@@ -214,8 +237,21 @@ def _file_datasets(
     return tuple(cache and GPTDataset(indexed, cache.load(), config.seq_length, rules) for cache in caches)
 
 
+def _note_small_ids(indexed: IndexedDataset, rules: TokenRules, say: Callable[[str], None]) -> None:
+    """A file of ids too small for the whole vocabulary: preprocessing with this tokenizer would have made larger ones."""
+    if indexed.dtype.kind in "iu" and rules.vocab_size - 1 > np.iinfo(indexed.dtype).max:
+        say(
+            f"{indexed.data_path} holds ids up to {np.iinfo(indexed.dtype).max} ({indexed.dtype}), the tokenizer's vocabulary has "
+            f"{rules.vocab_size}: were the data made with another tokenizer?"
+        )
+
+
 def split_requests(
-    config: DataConfig, lengths: np.ndarray, num_samples: list[int | None], seed: int
+    config: DataConfig,
+    lengths: np.ndarray,
+    num_samples: list[int | None],
+    seed: int,
+    say: Callable[[str], None] = _warn,
 ) -> list[IndexRequest | None]:
     """What to build for train, valid and test of a file of sequences of these lengths; None for a split left out.
 
@@ -230,7 +266,7 @@ def split_requests(
             where = f"--split {config.split_shares} leaves no document of {len(lengths)} to the {name} split"
             if name == "train":
                 raise ValueError(f"{where}; use more data or a larger share")
-            warnings.warn(f"{where}: it is left out", stacklevel=2)
+            say(f"{where}: it is left out")
             requests.append(None)
         else:
             requests.append(IndexRequest(ids, count, config.seq_length, seed))
@@ -264,8 +300,15 @@ class IndexCache:
     interrupted build is seen as unfinished and a damaged file as damaged.
     """
 
-    def __init__(self, folder: Path, split: str, request: IndexRequest, fingerprint: dict[str, Any]):
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        request: IndexRequest,
+        fingerprint: dict[str, Any],
+        say: Callable[[str], None] = _warn,
+    ):
+        self.folder, self.say = folder, say
         self.request = request
         self.fields = {"format": _FORMAT, "class": "GPTDataset", "split": split, **asdict(request), **fingerprint}
         key = hashlib.blake2b(json.dumps(self.fields).encode(), digest_size=16).hexdigest()
@@ -280,7 +323,7 @@ class IndexCache:
         tokens, need = split_tokens(lengths, self.request), self.request.seq_length + self.request.extra_token
         if tokens < need:
             message = f"a split has {tokens} tokens and a sample {need}: documents repeat within a sample"
-            warnings.warn(f"{message}; use more data or another --split", stacklevel=2)
+            self.say(f"{message}; use more data or another --split")
         with self._named_when_unwritable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path("description.txt").unlink(missing_ok=True)
@@ -300,7 +343,7 @@ class IndexCache:
         except OSError:
             whole = False
         if not whole:
-            warnings.warn(f"index cache {self.path('*')} is damaged and is built again", stacklevel=2)
+            self.say(f"index cache {self.path('*')} is damaged and is built again")
         return whole
 
     def load(self) -> Indices:

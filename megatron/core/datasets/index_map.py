@@ -84,10 +84,22 @@ def split_ranges(shares: list[float], count: int) -> list[tuple[int, int] | None
     ]
 
 
-def requested_samples(train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int) -> list[int]:
-    """Samples that a run draws from [train, valid, test]: validation runs every `eval_interval` and once at the end."""
-    evaluations = (train_iters // eval_interval if eval_interval else 0) + 1
-    return [count * global_batch_size for count in (train_iters, evaluations * eval_iters, eval_iters)]
+def requested_samples(
+    train_iters: int,
+    eval_interval: int,
+    eval_iters: int,
+    global_batch_size: int,
+    *,
+    iteration: int = 0,
+    consumed: int = 0,
+) -> list[int]:
+    """Samples that a run draws from [train, valid, test]: validation runs every `eval_interval` and once at the end.
+
+    A run that goes on after `iteration` has consumed samples in batches of perhaps another size; they count too.
+    """
+    evaluations = (max(train_iters, iteration) // eval_interval if eval_interval else 0) + 1
+    train = consumed + max(train_iters - iteration, 0) * global_batch_size
+    return [train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size]
 
 
 def num_epochs(tokens: int, request: IndexRequest) -> int:

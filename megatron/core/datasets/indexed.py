@@ -16,6 +16,7 @@ Plain text has one sequence a document; text split into sentences has many.
 """
 
 import contextlib
+import glob
 import operator
 import os
 import struct
@@ -103,6 +104,7 @@ class IndexedDataset:
             if not os.path.isfile(path):
                 raise FileNotFoundError(
                     f"{path} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without the ending"
+                    + _meant(self.prefix)
                 )
         self.dtype, self.sequence_lengths, self._starts, self.document_indices = _read_index(self.index_path)
         _check_sequences(self.index_path, self.sequence_lengths, self._starts, self.dtype.itemsize)
@@ -156,6 +158,17 @@ class IndexedDataset:
                 "one run, or a copy is incomplete; copy both again or preprocess again"
             )
         return _map(self.data_path, self.dtype)
+
+
+def _meant(prefix: str) -> str:
+    """The prefix that was perhaps meant, for a message: with what preprocessing appends to it, or without a file's ending."""
+    folder, name = os.path.split(prefix)
+    longer = [
+        path.removesuffix(".idx") for path in glob.glob(os.path.join(glob.escape(folder), glob.escape(name) + "_*.idx"))
+    ]
+    whole = prefix.removesuffix(".bin").removesuffix(".idx")
+    near = [whole] if whole != prefix and os.path.isfile(f"{whole}.idx") else sorted(longer)[:3]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _map(path: str, dtype: np.dtype) -> np.ndarray:

@@ -176,9 +176,10 @@ class FlatOptimizer:
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
         """Divide the gradient by `divisor`, then scale it down to `clip_grad` if it is longer; returns its norm between the two.
 
-        One pass over the gradient beside that for the norm, since memory is what both cost. Every rank must call.
+        The divisor may be negative. One pass over the gradient beside that for the norm, since memory is what both cost. Every
+        rank must call.
         """
-        norm = self.grad_norm() / divisor
+        norm = self.grad_norm() / abs(divisor)
         limit = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad > 0 else 1.0
         factor = (limit if limit < 1 else 1.0) / divisor  # a norm that is no number limits nothing
         if factor != 1:
@@ -206,12 +207,6 @@ class FlatOptimizer:
         for mine, master in self._masters_apart():
             for parameters, values in zip(mine.tensors, master.tensors):
                 parameters.copy_(values)
-
-    def adopt_parameters(self) -> None:
-        """Make the masters equal to the parameters, as after loading weights alone."""
-        for mine, master in self._masters_apart():
-            for parameters, values in zip(mine.tensors, master.tensors):
-                values.copy_(parameters)
 
     def _masters_apart(self) -> Iterator[tuple[Shard, Shard]]:
         """(parameters, masters) that this rank owns, where these are not the same memory."""

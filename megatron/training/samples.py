@@ -1,0 +1,51 @@
+"""How many samples a run asks its data sets for, and whether those it got will do. Numbers in, words out."""
+
+from typing import Any
+
+from megatron.core.config import ConfigError
+from megatron.core.datasets.index_map import requested_samples
+from megatron.training.config import TrainingConfig
+from megatron.training.state import TrainState
+
+
+def samples_to_request(training: TrainingConfig, train_iters: int, batch_size: int, state: TrainState) -> list[int]:
+    """Samples of [train, valid, test] for a run that goes on from `state`, with `batch_size` samples a step at its end.
+
+    A run asks for no fewer training samples than before it was stopped: data sets may be shuffled by how much is asked for, and the
+    order is to stay.
+    """
+    counts = requested_samples(
+        train_iters,
+        training.eval_interval,
+        training.eval_iters,
+        batch_size,
+        iteration=state.iteration,
+        consumed=state.consumed_train_samples,
+    )
+    return [max(training.train_samples or counts[0], state.requested_train_samples), *counts[1:]]
+
+
+def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) -> tuple[Any, Any, Any]:
+    """`datasets` as a provider returned them: (train, valid, test), the first with the `needed` samples of `steps` more steps.
+
+    Raises ConfigError otherwise.
+    """
+    if not isinstance(datasets, tuple | list) or len(datasets) != 3:
+        given = f"{len(datasets)} of them" if isinstance(datasets, tuple | list) else type(datasets).__name__
+        raise ConfigError(
+            "train_valid_test_datasets_provider must return three data sets, None for one that is not there, not "
+            f"{given}"
+        )
+    train, valid, test = datasets
+    if steps > 0 and train is None:
+        raise ConfigError(
+            f"there are {steps} iterations to train, and no training data: give --split a first share above 0"
+        )
+    if steps > 0 and len(train) < needed:
+        consumed = state.consumed_train_samples
+        after = f" after the {consumed} already consumed" if consumed else ""
+        raise ConfigError(
+            f"the training set has {len(train)} samples, but {steps} iterations of {needed - consumed} samples together{after} "
+            f"need {needed}; use more data, or lower --train-iters (--train-samples) or --global-batch-size"
+        )
+    return train, valid, test

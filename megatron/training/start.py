@@ -1,0 +1,85 @@
+"""Where a run starts: which folder it goes on from, or why it cannot. Paths only."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.core.checkpoint.format import LATEST, MANIFEST, iteration_of
+from megatron.core.config import ConfigError
+from megatron.training.config import CheckpointConfig
+
+
+class Start(NamedTuple):
+    """A checkpoint to start from."""
+
+    flag: str  # which names it
+    root: str
+    weights_only: bool
+
+
+def where_to_start(config: CheckpointConfig) -> Start | None:
+    """What the run goes on from; None where --load names a folder that has no checkpoint yet, and the run may start anew.
+
+    Raises ConfigError for anything else, with what is there and what to give: a run that starts anew by mistake costs more than
+    one that does not start. One rank asks for all, since a shared file system may not show all of them the same.
+    """
+    if config.load is not None and _load_holds_checkpoint(config):
+        return Start("--load", config.load, config.finetune)
+    root = config.pretrained_checkpoint
+    if root is None:
+        return None
+    if not (Path(root) / LATEST).is_file():
+        raise ConfigError(
+            f"--pretrained-checkpoint {root} "
+            + (mistake_in(Path(root)) or f"holds no checkpoint ({_content(Path(root))})")
+        )
+    return Start("--pretrained-checkpoint", root, True)
+
+
+def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
+    root, alone = Path(config.load), config.pretrained_checkpoint is None
+    if (root / LATEST).is_file():
+        return True
+    if problem := mistake_in(root):
+        raise ConfigError(f"--load {config.load} {problem}")
+    reasons = {
+        "--finetune needs weights to load": config.finetune and alone,
+        "--exit-on-missing-checkpoint is given": config.exit_on_missing_checkpoint and alone,
+    }
+    for reason in (text for text, given in reasons.items() if given):
+        raise ConfigError(f"--load {config.load} holds no checkpoint ({_content(root)}), and {reason}")
+    is_save = config.save is not None and os.path.realpath(config.save) == os.path.realpath(root)
+    if not is_save and root.is_dir() and any(root.iterdir()):
+        raise ConfigError(
+            f"--load {config.load} holds no checkpoint (no {LATEST}), but {_content(root)}; give the folder that --save wrote to, "
+            "or leave --load out to start anew"
+        )
+    return False
+
+
+def mistake_in(root: Path) -> str | None:
+    """What is wrong with a path that is not, and will not become, a folder of checkpoints."""
+    if root.exists() and not root.is_dir():
+        folder = next((p for p in root.absolute().parents if (p / LATEST).is_file()), None)
+        return "is a file; give the folder that --save wrote to" + (f": {folder}" if folder else "")
+    if iteration_of(root.name) is not None or (root / MANIFEST).is_file():
+        if not root.is_dir():
+            return f"does not exist; give the folder that --save wrote to: {root.parent}"
+        return f"is the folder of one iteration; give the one that it lies in: --load {root.absolute().parent}"
+    iterations = sorted(number for path in root.glob("iter_*") if (number := iteration_of(path.name)) is not None)
+    if iterations:
+        return (
+            f"holds the iterations {', '.join(map(str, iterations))}, but no {LATEST}, which says where to go on; write one of "
+            f"these numbers into {root / LATEST}"
+        )
+    return None
+
+
+def _content(root: Path) -> str:
+    """What is there, for a message."""
+    if not root.is_dir():
+        return "it does not exist"
+    names = sorted(path.name for path in root.iterdir())
+    if not names:
+        return "it is empty"
+    return f"it holds {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")

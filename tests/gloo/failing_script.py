@@ -1,0 +1,48 @@
+"""A user's script in which one rank fails in a step: `--fails-how` says how. tests/gloo/test_faults.py runs it."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
+from megatron.core.enums import ModelType
+from megatron.core.parallel_state import launched_rank
+from megatron.training import get_args, pretrain
+
+calls = 0
+
+
+def failing_forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:
+    """The forward of GPT, but for the third one of the rank that fails."""
+    global calls
+    calls += 1
+    args = get_args()
+    fails = calls == 3 and launched_rank() == args.fails_rank
+    if fails and args.fails_how == "before":
+        raise KeyError("the disk is on fire")
+    output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+    if fails and args.fails_how == "after":
+        raise KeyError("the disk is on fire")
+    return (output * float("nan"), loss_func) if fails else (output, loss_func)
+
+
+def extra_args(parser: ArgumentParser) -> ArgumentParser:
+    parser.add_argument("--fails-rank", type=int)
+    parser.add_argument("--fails-how", choices=("before", "after", "nan"))
+    return parser
+
+
+if __name__ == "__main__":
+    pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        failing_forward_step,
+        extra_args_provider=extra_args,
+    )

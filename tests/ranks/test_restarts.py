@@ -1,0 +1,309 @@
+"""Runs that stop and go on, from the command line to the last line printed: whole runs of one rank, within this process."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pretrain_gpt
+from megatron.core.config import ConfigError
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.initialize import read_settings
+from megatron.training.state import TrainState
+
+TINY = shlex.split(
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 31 --micro-batch-size 1 --lr 0.1 --log-interval 1 --eval-iters 0 --device cpu"
+)
+
+
+def run(flags: str, datasets=pretrain_gpt.train_valid_test_datasets_provider) -> None:
+    pretrain(
+        datasets,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+        argv=[*TINY, *shlex.split(flags)],
+    )
+
+
+@pytest.fixture
+def said(capsys):
+    """(what a run printed, what it said on stderr), after it has ended."""
+
+    def run_and_read(flags: str, **more) -> str:
+        run(flags, **more)
+        return capsys.readouterr().out
+
+    return run_and_read
+
+
+@pytest.fixture
+def refused(capsys):
+    """What a run that must not start says."""
+
+    def run_and_read(flags: str, **more) -> str:
+        with pytest.raises(SystemExit) as stop:
+            run(flags, **more)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    return run_and_read
+
+
+def rates(text: str) -> dict[int, float]:
+    """The rate of the step after each iteration."""
+    return {int(i): float(rate) for i, rate in re.findall(r"iteration +(\d+)/.*?learning rate: (\S+)", text)}
+
+
+# ---------------------------------------------------------------- another batch
+
+
+@pytest.mark.parametrize(
+    "before, after", [("", "--global-batch-size 2"), ("--global-batch-size 4", ""), ("--micro-batch-size 3", "")]
+)
+def test_the_rate_follows_the_iterations_when_the_batch_changes(before: str, after: str, said, tmp_path):
+    """Half of a linear decay done with one batch is half of it with another. The rate falls by 0.01 each iteration."""
+    both = f"--train-iters 10 --save {tmp_path} --load {tmp_path}"
+    said(f"{both} --exit-interval 5 {before}")
+    text = said(f"{both} {after}")
+    assert rates(text) == pytest.approx({i: 0.1 - 0.01 * i for i in range(6, 11)})
+    sizes = [int(size) for size in re.findall(r"global batch size: +(\d+)", text)]
+    old = {"": 1, "--global-batch-size 4": 4, "--micro-batch-size 3": 3}[before]
+    assert f"resumed with another global_batch_size: {old} before, {sizes[0]} now" in text
+    assert re.findall(r"consumed samples: +(\d+)", text)[-1] == str(5 * old + 5 * sizes[0])
+
+
+def test_an_older_checkpoint_counts_its_iterations_by_their_batch():
+    state = TrainState.from_json({"iteration": 5, "consumed_train_samples": 20, "scheduled_train_samples": 16})
+    assert (state.samples_per_iter, state.scheduled_train_samples) == (4, 16)
+
+
+# ---------------------------------------------------------------- how much is read
+
+
+class Numbers:
+    """A user's own data set of a fixed size, which notes what is read of it."""
+
+    def __init__(self, size: int):
+        self.size, self.read = size, []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        assert 0 <= i < self.size
+        self.read.append(i)
+        text = np.arange(i, i + 9) % 31
+        positions = np.arange(8)
+        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": np.ones(8, np.float32), "position_ids": positions}
+
+
+def test_a_smaller_batch_goes_on_after_the_last_sample_read(said, tmp_path):
+    both = f"--train-iters 6 --save {tmp_path} --load {tmp_path}"
+    asked, data = [], Numbers(100)
+
+    def provide(counts: list[int]) -> tuple:
+        asked.append(counts[0])
+        return data, None, None
+
+    said(f"{both} --exit-interval 3 --global-batch-size 4", datasets=provide)
+    said(f"{both} --exit-interval 4 --global-batch-size 2", datasets=provide)
+    text = said(f"{both} --global-batch-size 10", datasets=provide)
+    assert data.read == list(range(3 * 4 + 2 + 2 * 10))
+    assert asked == [24, 24, 34], "no fewer than before, so that a shuffled data set keeps its order"
+    assert "asking for 34 training samples, and before for 24: their order may not be the same" in text
+
+
+def test_a_finished_run_says_so_and_evaluates(said, tmp_path):
+    """Also if it is asked for fewer iterations than it has done: validations then read what the run's last one read."""
+    data, flags = Numbers(60), f"--eval-iters 2 --eval-interval 2 --save {tmp_path} --load {tmp_path}"
+    provide = lambda counts: (data, data, data)  # noqa: E731
+    first = said(f"{flags} --train-iters 6", datasets=provide)
+    validated = [line for line in first.splitlines() if "validation loss" in line]
+    assert [line.split("|")[0].strip() for line in validated] == [
+        "validation loss at iteration 2",
+        "validation loss at iteration 4",
+        "validation loss at iteration 6 on validation set",
+        "validation loss at iteration 6 on test set",
+    ]
+    for train_iters in (6, 3):
+        again = said(f"{flags} --train-iters {train_iters}", datasets=provide)
+        assert f"nothing left to train: iteration 6 of {train_iters} is done" in again
+        assert [line for line in again.splitlines() if "validation loss" in line] == validated[-2:]
+
+
+SHORT = {
+    "training": ((7, 99, 99), "", "the training set has 7 samples, but 4 iterations of 8 samples together need 8; use more data, or lower --train-iters"),
+    "no training data": ((None, 99, 99), "", "there are 4 iterations to train, and no training data: give --split a first share above 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes, flags, message", SHORT.values(), ids=SHORT)
+def test_a_set_that_is_too_short_is_refused_at_the_start(sizes, flags, message, refused):
+    sets = tuple(size and Numbers(size) for size in sizes)
+    said = refused(f"--train-iters 4 --global-batch-size 2 {flags}", datasets=lambda counts: sets)
+    assert message in said and "1 problem(s)" in said
+
+
+def test_sets_that_are_just_long_enough_are_read_to_the_end(said):
+    sets = tuple(Numbers(size) for size in (8, 8, 4))
+    said("--train-iters 4 --global-batch-size 2 --eval-iters 2 --eval-interval 2", datasets=lambda counts: sets)
+    assert [sorted(set(data.read)) for data in sets] == [list(range(8)), list(range(8)), list(range(4))]
+
+
+def test_what_is_consumed_counts_among_what_is_needed(said, refused, tmp_path):
+    both = f"--train-iters 6 --save {tmp_path} --load {tmp_path}"
+    provide = lambda counts: (Numbers(12), None, None)  # noqa: E731
+    said(f"{both} --exit-interval 3 --global-batch-size 2", datasets=provide)
+    message = refused(f"{both} --global-batch-size 3", datasets=provide)
+    assert "12 samples, but 3 iterations of 9 samples together after the 6 already consumed need 15" in message
+
+
+@pytest.mark.parametrize(
+    "returned, given", [((None, None), "2 of them"), (None, "NoneType"), ([None] * 4, "4 of them")]
+)
+def test_a_provider_must_return_three_sets(returned, given, refused):
+    message = refused("--train-iters 1", datasets=lambda counts: returned)
+    assert f"must return three data sets, None for one that is not there, not {given}" in message
+
+
+def test_a_huge_batch_is_refused_without_making_its_schedule(refused):
+    """Its 10^15 actions would not fit; counting them takes no time."""
+    message = refused("--train-iters 1 --global-batch-size 500000000000000")
+    assert "--global-batch-size (500000000000000) makes 500,000,000,000,000 microbatches per rank and step" in message
+    assert "and 1,000,000 is the most" in message
+
+
+# ---------------------------------------------------------------- exact, whatever the numbers
+
+
+def test_a_run_of_nan_losses_is_saved_within_an_interval_and_goes_on(said, tmp_path):
+    """A rate of 1e30 makes every loss after the first NaN or infinite."""
+    flags = "--train-iters 6 --log-interval 4 --lr 1e30 --no-check-for-nan-in-loss-and-grad --seed 5"
+    whole = said(flags)
+    first = said(f"{flags} --exit-interval 3 --save {tmp_path}")
+    second = said(f"{flags} --load {tmp_path} --train-iters 6")
+    untimed = [
+        [re.sub(r"\[.*?\]|\(ms\): \S+", "", line) for line in text.splitlines() if "consumed" in line]
+        for text in (whole, first + second)
+    ]
+    assert "NAN" in untimed[0][0] and untimed[0] == untimed[1]
+
+
+def saved(root: Path, iteration: int, prefix: str) -> dict[str, list[str]]:
+    """Hashes of the tensors of one kind in a checkpoint, by parameter: equal bits, equal hashes."""
+    tensors = json.loads((root / f"iter_{iteration:07d}" / "manifest.json").read_text())["tensors"]
+    return {
+        name.removeprefix(prefix): [piece["sha256"] for piece in record["pieces"]]
+        for name, record in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize("how", ["", "--no-load-optim", "--finetune"])
+def test_a_half_precision_run_goes_on_from_the_exact_float32_weights(how: str, said, tmp_path):
+    """One step at a rate that moves no float32 weight, from 2 float32 steps: the masters are those weights to the bit."""
+    said(f"--train-iters 2 --save {tmp_path}/single")
+    said(
+        f"--train-iters {1 if how == '--finetune' else 3} --lr 1e-30 --bf16 --override-opt_param-scheduler --load {tmp_path}/single --save {tmp_path}/half {how}"
+    )
+    weights = saved(tmp_path / "single", 2, "model/")
+    masters = saved(tmp_path / "half", 1 if how == "--finetune" else 3, "optimizer/master/")
+    not_zero = [name for name in weights if not name.endswith("bias")]  # a bias of zero moves by 1e-30
+    assert not_zero and {n: masters[n] for n in not_zero} == {n: weights[n] for n in not_zero}
+
+
+# ---------------------------------------------------------------- what --load may name
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A folder with the checkpoints of iterations 2 and 4."""
+    root = tmp_path_factory.mktemp("runs") / "books"
+    run(f"--train-iters 4 --save-interval 2 --save {root}")
+    return root
+
+
+def mistaken(root: Path, what: str) -> Path:
+    """A copy of the folder `root` in which something is not as --load needs it; returns what to load."""
+    latest = root / "latest_checkpointed_iteration.txt"
+    if what == "no latest":
+        latest.unlink()
+    elif what == "something else":
+        shutil.rmtree(root)
+        root.mkdir()
+        (root / "notes.txt").write_text("none of ours")
+    elif what == "a missing iteration":
+        return root / "iter_0000100"
+    return {"a file": latest, "an iteration": root / "iter_0000002", "a missing folder": root / "bokks"}.get(what, root)
+
+
+MISTAKES = {
+    "a file": ("", ["is a file; give the folder that --save wrote to: {root}"]),
+    "an iteration": ("", ["is the folder of one iteration; give the one that it lies in: --load {root}"]),
+    "a missing iteration": ("", ["does not exist; give the folder that --save wrote to: {root}"]),
+    "no latest": ("", ["holds the iterations 2, 4, but no latest_checkpointed_iteration.txt", "write one of these numbers into {root}/latest"]),
+    "something else": ("", ["holds no checkpoint (no latest_checkpointed_iteration.txt), but it holds notes.txt; give the folder"]),
+    "a missing folder": ("--finetune", ["bokks holds no checkpoint (it does not exist), and --finetune needs weights to load"]),
+    "a missing folder, exit": ("--exit-on-missing-checkpoint", ["holds no checkpoint", "--exit-on-missing-checkpoint is given"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_load_that_is_a_mistake_is_refused_with_what_is_there(what: str, checkpoints, refused, tmp_path):
+    flags, texts = MISTAKES[what]
+    shutil.copytree(checkpoints, tmp_path / "books")
+    load = mistaken(tmp_path / "books", what.split(",")[0])
+    message = refused(f"--train-iters 6 --load {load} {flags}")
+    for text in texts:
+        assert text.format(root=tmp_path / "books") in message
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load"])
+def test_an_empty_folder_name_is_refused(flag: str, refused):
+    assert f"{flag}: the value is empty" in refused(f"--train-iters 1 {flag} ''")
+
+
+@pytest.mark.parametrize(
+    "load, save", [("new", None), ("new", "new"), ("new/", "./new"), ("empty", "new"), ("notes", "notes")]
+)
+def test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so(load: str, save, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("notes").mkdir()
+    Path("notes/todo.txt").write_text("a folder that --save names may hold more")
+    text = said(f"--train-iters 1 --load {load}" + (f" --save {save}" if save else ""))
+    assert text.count(f"no checkpoint in {load}: starting from initial weights") == 1
+
+
+# ---------------------------------------------------------------- all problems together
+
+
+def refusal(flags: str, **defaults: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_settings(None, defaults, shlex.split(flags))
+    return caught.value.problems
+
+
+BARE = "--num-layers 1 --hidden-size 8 --num-attention-heads 1"
+
+
+def test_a_missing_tokenizer_hides_nothing_and_blames_no_default():
+    problems = refusal(BARE, tokenizer_type="GPT2BPETokenizer")
+    for flag in ("--micro-batch-size", "--train-iters", "--seq-length", "--lr", "--tokenizer-type"):
+        assert sum(problem.startswith(f"{flag} ") and "is required" in problem for problem in problems) == 1
+    assert not any("GPT2BPETokenizer" in problem for problem in problems)
+
+
+def test_half_a_tokenizer_is_told_what_it_lacks_beside_the_other_problems():
+    problems = refusal(f"{BARE} --vocab-file vocab.json --lr -1", tokenizer_type="GPT2BPETokenizer")
+    assert "--tokenizer-type GPT2BPETokenizer needs --merge-file" in problems
+    assert "--lr is -1.0; it must be positive" in problems
+    assert "--micro-batch-size is required" in problems and "--seq-length is required" in problems
+    assert "--lr is required" not in problems, "a component that could not be built is not asked again"
