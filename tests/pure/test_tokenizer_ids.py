@@ -92,6 +92,52 @@ def test_gpt2_equals_transformers():
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
+@needs_gpt2
+@pytest.mark.parametrize("kind", ["gpt2", "v1", "v2"])
+def test_remembered_words_are_cut_as_the_library_cuts_them(tmp_path, kind):
+    """Batches go through the package regex, single texts through the library: a seventh of all characters, in several surroundings."""
+    pytest.importorskip("regex")
+    if kind == "gpt2":
+        tokenizer = build_tokenizer(TokenizerConfig("GPT2BPETokenizer", *GPT2))
+    else:
+        path = write_tik(tmp_path / "t.json", gpt2_tokens()[:5000])
+        tokenizer = build_tokenizer(TokenizerConfig("TikTokenizer", tokenizer_model=path, tiktoken_pattern=kind))
+    characters = [chr(c) for c in range(1, 0x20000, 7) if not (0xD800 <= c < 0xE000 or 0x3500 <= c < 0x9F00)]
+    texts = [f"a{c}1{c}! {c}{c}B" for c in characters]
+    assert tokenize_batch(tokenizer, texts) == [encoding.ids for encoding in tokenizer._tokenizer.encode_batch(texts)]
+    remembered = sum(tokenizer._memory._unsure(text) is None for text in texts)
+    assert remembered > 0.5 * len(texts), "else the comparison is one of the library with itself"
+
+
+@needs_gpt2
+def test_word_memory_forgets_and_leaves_long_texts_to_the_library(monkeypatch):
+    pytest.importorskip("regex")
+    from megatron.core.tokenizers import library
+
+    monkeypatch.setattr(library, "_REMEMBERED_WORDS", 5)
+    monkeypatch.setattr(library, "_LONGEST_TEXT", 100)
+    tokenizer = build_tokenizer(TokenizerConfig("GPT2BPETokenizer", *GPT2))
+    texts = ["one two three four", "five six seven eight", "nine one", "word " * 30]
+    assert tokenize_batch(tokenizer, texts) == list(map(tokenizer.tokenize, texts))
+    assert sorted(tokenizer._memory._ids) == [" one", "nine"]
+
+
+def test_a_file_of_our_own_training_remembers_words(tmp_path):
+    """Text that holds a token added to the file is left to the library, which cuts there."""
+    pytest.importorskip("regex")
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    options = {"vocab_size": 300, "special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
+    trained.train_from_iterator(["the cat sat on the mat " * 4], tokenizers.trainers.BpeTrainer(**options))
+    trained.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    assert tokenizer._memory is not None
+    assert_ids(tokenizer, lambda text: trained.encode(text).ids)
+    assert tokenizer.tokenize_batch(["the<|endoftext|>"])[0][-1] == tokenizer.eod
+
+
 @needs_bert
 @pytest.mark.parametrize("lower", [True, False])
 def test_bert_equals_transformers(lower):
