@@ -93,7 +93,18 @@ def unsure_characters(regex: Any, pattern: str) -> str:
             cut = library.pre_tokenizers.Split(library.Regex(f"{name}+"), "removed")
             theirs = set().union(*(part for part, _ in cut.pre_tokenize_str(characters)))
             unsure |= theirs ^ set(regex.sub(f"{name}+", "", characters))
-    return "".join(map(re.escape, sorted(unsure)))
+    return character_ranges(sorted(unsure))
+
+
+def character_ranges(characters: list[str]) -> str:
+    """What stands for sorted `characters` between the brackets of a pattern; single ones would be looked at one by one."""
+    ranges: list[list[int]] = []
+    for code in map(ord, characters):
+        if ranges and code == ranges[-1][1] + 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
 
 
 class LibraryTokenizer:
