@@ -8,7 +8,8 @@ Three contenders turn the same JSON lines into GPT-2 tokens, in turns, `--rounds
     library     `encode_batch` of the package tokenizers in a loop, with N threads, texts already in memory, ids thrown away
     loop        transformers' GPT-2 tokenizer called for one document after the other, ids kept
 
-Prints MB of text a second of each round, the medians, and two ratios: ours / library, ours / loop. Without
+Prints MB of text a second of each round, the medians, and two ratios: ours / library, ours / loop; then the same by
+seconds of CPU time, which tell more on a machine that has other work, but do not credit `ours` with its workers. Without
 transformers the loop is left out.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -33,40 +35,46 @@ sys.path.insert(0, sys.argv[1])
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 tokenizer = build_tokenizer(TokenizerConfig("GPT2BPETokenizer", sys.argv[2], sys.argv[3]))._tokenizer
 texts = [json.loads(line)["text"] for line in open(sys.argv[4], encoding="utf-8")]
-started = time.perf_counter()
+started, cpu = time.perf_counter(), time.process_time()
 for first in range(0, len(texts), BATCH):
     tokenizer.encode_batch(texts[first : first + BATCH])
-print(time.perf_counter() - started)
+print(time.perf_counter() - started, time.process_time() - cpu)
 """
 
 LOOP = """
 import json, sys, time
 from transformers import GPT2Tokenizer
 tokenizer = GPT2Tokenizer(vocab=sys.argv[2], merges=sys.argv[3], model_max_length=10**9)
-started = time.perf_counter()
+started, cpu = time.perf_counter(), time.process_time()
 ids = [tokenizer(json.loads(line)["text"]).input_ids for line in open(sys.argv[4], encoding="utf-8")]
-print(time.perf_counter() - started)
+print(time.perf_counter() - started, time.process_time() - cpu)
 """
 
 
-def seconds_of(program: str, options: argparse.Namespace, **environment: str) -> float:
-    """The seconds that `program` says it took, not counting its imports."""
+def seconds_of(program: str, options: argparse.Namespace, **environment: str) -> tuple[float, float]:
+    """The (elapsed, CPU) seconds that `program` says it took, not counting its imports."""
     program = program.replace("BATCH", str(BATCH))
     command = [sys.executable, "-c", program, str(ROOT), options.vocab_file, options.merge_file, options.input]
     run = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
-    return float(run.stdout)
+    elapsed, cpu = map(float, run.stdout.split())
+    return elapsed, cpu
 
 
-def seconds_of_ours(options: argparse.Namespace) -> float:
-    """Seconds of the whole command, with the start of Python and of every worker."""
+def seconds_of_ours(options: argparse.Namespace) -> tuple[float, float]:
+    """(elapsed, CPU) seconds of the whole command, with the start of Python and of every worker."""
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         command = [sys.executable, ROOT / "tools/preprocess_data.py", "--input", options.input, "--append-eod"]
         command += ["--output-prefix", f"{folder}/o", "--workers", str(options.workers)]
         command += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", options.vocab_file]
         command += ["--merge-file", options.merge_file, "--log-interval", str(10**9)]
-        started = time.perf_counter()
+        started, before = time.perf_counter(), cpu_of_children()
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        return time.perf_counter() - started
+        return time.perf_counter() - started, cpu_of_children() - before
+
+
+def cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -90,15 +98,17 @@ def main() -> None:
     }
     if importlib.util.find_spec("transformers"):
         contenders["loop"] = lambda: seconds_of(LOOP, options)
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(options.rounds):
         for name, run in contenders.items():
-            rates[name].append(megabytes / run())
-        print("  ".join(f"{name} {found[-1]:.2f} MB/s" for name, found in rates.items()), flush=True)
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    print("medians: " + ", ".join(f"{name} {rate:.2f} MB/s" for name, rate in medians.items()))
-    for name in list(medians)[1:]:
-        print(f"ours / {name}: {medians['ours'] / medians[name]:.2f}")
+            elapsed, cpu = run()
+            rates[name].append((megabytes / elapsed, megabytes / cpu))
+        print("  ".join(f"{name} {found[-1][0]:.2f} MB/s" for name, found in rates.items()), flush=True)
+    for kind, unit in enumerate(("MB/s", "MB per CPU second")):
+        medians = {name: statistics.median(rate[kind] for rate in found) for name, found in rates.items()}
+        print(f"medians, {unit}: " + ", ".join(f"{name} {rate:.2f}" for name, rate in medians.items()))
+        for name in list(medians)[1:]:
+            print(f"  ours / {name}: {medians['ours'] / medians[name]:.2f}")
 
 
 if __name__ == "__main__":
