@@ -132,6 +132,13 @@ def test_sentences_become_sequences(tmp_path, capsys):
     assert "--lang german: the rules are for English; use --sentence-splitter nltk" in capsys.readouterr().err
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, count in (("a.jsonl", 2), ("b.jsonl", 1)):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + b'{"text": "1"}\n' * count)
+    assert preprocess("--input", tmp_path, "--output-prefix", tmp_path / "o") == 0
+    assert contents(tmp_path / "o_text_document") == [[[1]]] * 3
+
+
 def test_pieces_hold_every_line_once(tmp_path, small_pieces, monkeypatch):
     monkeypatch.setattr(sources, "_PIECES_A_SIZE", 3)
     rng = random.Random(0)
@@ -384,7 +391,7 @@ def test_any_texts_come_back(tmp_path, small_pieces):
     strategies = hypothesis.strategies
     numbers = strategies.lists(strategies.integers(0, 100), max_size=30)
 
-    @hypothesis.settings(max_examples=30, deadline=None)
+    @hypothesis.settings(max_examples=15, deadline=None)
     @hypothesis.given(
         strategies.lists(strategies.lists(numbers, max_size=4), min_size=1, max_size=40), strategies.booleans()
     )
