@@ -18,11 +18,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.datasets.index_map import parse_split, split_ranges
 from megatron.core.datasets.indexed import IndexedDataset
-from tools.preprocess_data import parse
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, PlanConfig)
     try:
-        print(table(plan(build(PlanConfig, parse(parser, arguments)))))
+        print(table(plan(build(PlanConfig, read_flags(parser, arguments)))))
     except (ValueError, OSError) as error:
         print(f"data_plan: {'; '.join(str(error).splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -16,11 +16,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from tools.merge_datasets import prefixes_of
-from tools.preprocess_data import parse
 
 _TOKENS_AT_ONCE = 1 << 24
 
@@ -114,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_flags(parser, InspectConfig)
     add_flags(parser, TokenizerConfig)
     try:
-        given = parse(parser, arguments)
+        given = read_flags(parser, arguments)
         config, tokenizer_config = build(InspectConfig, given), build(TokenizerConfig, given)
         tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
         for prefix in prefixes_of(config.input):

@@ -14,9 +14,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
-from tools.preprocess_data import parse
 
 _SEQUENCES_AT_ONCE = 1 << 20
 
@@ -82,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, MergeConfig)
     try:
-        config = build(MergeConfig, parse(parser, arguments))
+        config = build(MergeConfig, read_flags(parser, arguments))
         prefixes = prefixes_of(config.input)
         merged = merge(prefixes, config.output_prefix)
     except (ValueError, OSError) as error:

@@ -40,7 +40,7 @@ _CLASSES = ("L", "N", "M", "Lu", "Ll", "Lt", "Lm", "Lo")  # of letters, that pat
 class WordMemory:
     """Ids of texts whose tokens never cross the words of `pattern`: each word is encoded once and looked up from then on.
 
-    Two to four times as fast as the library, since most words of a text have been seen. A text is left to the library
+    About twice as fast as the library, since most words of a text have been seen. A text is left to the library
     if it is very long, has one of the strings `never`, or a character that the two know from different Unicode versions.
     """
 
