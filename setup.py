@@ -10,6 +10,20 @@ REQUIRED = [
     "PyYAML",  # settings from a file, --yaml-cfg; imported only then
 ]
 
+EXTRAS = {
+    "test": [
+        "pytest",
+        "pytest-xdist",  # runs tests/ on every core
+        "hypothesis",  # inputs that nobody thought of, for the tests of properties
+    ],
+    "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
+    "fast": ["regex"],  # tools/preprocess_data.py about twice as fast with GPT-2's kind of tokenizer
+    "sentencepiece": ["sentencepiece"],  # SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer
+    "zstd": ["zstandard"],  # tools/preprocess_data.py --input corpus.jsonl.zst
+    "parquet": ["pyarrow"],  # tools/preprocess_data.py --input corpus.parquet
+    "nltk": ["nltk"],  # tools/preprocess_data.py --sentence-splitter nltk, for languages other than English
+}
+
 setup(
     name="megatron",
     version="0.1.0",
@@ -19,8 +33,5 @@ setup(
     packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
     python_requires=">=3.11",
     install_requires=REQUIRED,
-    extras_require={
-        "test": ["pytest", "pytest-xdist"],  # runs tests/, on every core
-        "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
-    },
+    extras_require=EXTRAS,
 )

@@ -148,10 +148,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "only the data of BERT and T5 reads it, and they are not built yet": """
         --mask-prob X --short-seq-prob X --sample-rate X --retriever-seq-length N
     """,
-    "only tokenizers that are not built yet read it": """
-        --tiktoken-pattern NAME --tiktoken-num-special-tokens N --tiktoken-special-tokens TEXT... --legacy-tokenizer
-        --trust-remote-code --tokenizer-metadata FILE
-    """,
+    "only tokenizers that are not built yet read it": "--legacy-tokenizer --trust-remote-code --tokenizer-metadata FILE",
     # ---- checkpoints
     "random numbers follow from --seed and the position in the run; there is no state to save or to load": """
         --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker
@@ -315,7 +312,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --init-method-xavier-uniform --embedding-init-method-std X --data-parallel-random-init
     """,
     "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out": "--padded-vocab-size N",
-    "words for masked spans are T5's, which is not built yet; leave it out": "--vocab-extra-ids 0|N",
     # ---- training
     "is not built yet; leave it out: every iteration is trained": "--iterations-to-skip N...",
     "fp8 and fp4 are not built yet; use --bf16": """

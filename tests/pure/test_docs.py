@@ -23,6 +23,7 @@ MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
 GENERATES = "tests/gloo/test_generate.py::test_four_ranks_write_what_one_process_writes"
 DRAWS = "tests/pure/test_plot_run.py::test_several_runs_are_drawn_in_one_picture"
 WATCHES = "tests/gloo/test_watched_job.py::test_a_job_is_watched_over_a_restart"
+PREPARES = "tests/pure/test_data_tools.py::test_every_command_of_the_page_runs"
 # document: command, or its beginning before " ..." -> the test that runs its program, or "not run: why".
 COMMANDS = {
     "README.md": {
@@ -47,6 +48,16 @@ COMMANDS = {
         "python tools/plot_run.py ...": DRAWS,
         "tensorboard --logdir runs/tb": "not run: it shows a page until it is stopped",
         "grep ...": "not run: it shows lines of a file that a test reads",
+    },
+    "docs/data_preparation.md": {
+        "python tools/stdlib_corpus.py ...": PREPARES,
+        "python tools/train_tokenizer.py ...": PREPARES,
+        "python tools/preprocess_data.py ...": PREPARES,
+        "python tools/inspect_dataset.py ...": PREPARES,
+        "python tools/merge_datasets.py ...": PREPARES,
+        "python tools/data_plan.py ...": PREPARES,
+        "gzip --keep corpus/library.jsonl": PREPARES,
+        "zcat corpus/library.jsonl.gz | python tools/preprocess_data.py ...": PREPARES,
     },
     "docs/adding_a_model.md": {
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_examples.py::test_a_fork_elsewhere_trains_alike_in_one_process_and_over_a_pipeline",

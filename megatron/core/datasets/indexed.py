@@ -16,6 +16,7 @@ Plain text has one sequence a document; text split into sentences has many.
 """
 
 import contextlib
+import errno
 import glob
 import operator
 import os
@@ -41,6 +42,7 @@ DTYPES = {
 }
 _CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
+_COPY_AT_ONCE = 1 << 24  # bytes
 _AT_ONCE = 1 << 20  # sequences handled at a time, so that memory stays constant: 8 MB an array
 
 
@@ -61,9 +63,11 @@ class _Unpublished:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self.temporary)
+        try:
+            self.file.close()  # which may write the rest of a buffer, and fail on a full disk
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.temporary)
 
     def publish(self) -> None:
         """Give the file its name once its content is on disk; the rename itself survives a power loss too."""
@@ -289,6 +293,27 @@ class IndexedDatasetWriter:
         self.sequences += len(lengths)
         self.documents += len(sequences)
 
+    def copy_documents(
+        self, source: BinaryIO, offset: int, lengths: list[int] | np.ndarray, sequences: list[int] | np.ndarray
+    ) -> None:
+        """As `add_documents`, the tokens being the bytes of `source` from `offset` on, little-endian in this dtype.
+
+        The operating system copies them from file to file. Raises ValueError if `source` has too few.
+        """
+        lengths, sequences = _integers(lengths).astype("<i4"), _integers(sequences)
+        if sequences.sum() != len(lengths) or (lengths < 0).any():
+            raise ValueError(
+                f"{len(lengths)} sequences, the shortest of {lengths.min(initial=0)} tokens, do not make {len(sequences)} "
+                f"documents of {sequences.sum()} sequences together"
+            )
+        tokens, itemsize = int(lengths.sum(dtype=np.int64)), self.dtype.itemsize
+        _copy_bytes(source, offset, self._data.file, self.tokens * itemsize, tokens * itemsize)
+        self._lengths.file.write(lengths.tobytes())
+        self._documents.file.write((self.sequences + np.cumsum(sequences)).astype("<i8").tobytes())
+        self.tokens += tokens
+        self.sequences += len(lengths)
+        self.documents += len(sequences)
+
     def _finish(self) -> None:
         """Write the index, then give both files their names: the index last, since a reader looks for it first."""
         with atomic_file(f"{self.prefix}.idx") as index:
@@ -313,6 +338,29 @@ def _integers(values: list[int] | np.ndarray) -> np.ndarray:
     """`values` as an array; an empty list would be one of float64 otherwise."""
     array = np.asarray(values)
     return array if array.size else array.astype(np.int64)
+
+
+def _copy_bytes(source: BinaryIO, offset: int, target: BinaryIO, position: int, count: int) -> None:
+    """Copy `count` bytes to the end of `target`, which is at `position`; ends with `target` positioned after them."""
+    target.flush()
+    past = offset + count
+    by_system = hasattr(os, "copy_file_range")
+    while offset < past:
+        wanted = min(past - offset, _COPY_AT_ONCE)
+        try:
+            if by_system:
+                copied = os.copy_file_range(source.fileno(), target.fileno(), wanted, offset, position)
+            else:
+                copied = os.pwrite(target.fileno(), os.pread(source.fileno(), wanted, offset), position)
+        except OSError as error:
+            if by_system and error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                by_system = False  # not between these two file systems
+                continue
+            raise
+        if copied == 0:
+            raise ValueError(f"{source.name} ends {past - offset} bytes early: it is damaged, or was cut off")
+        offset, position = offset + copied, position + copied
+    target.seek(position)
 
 
 def _stored(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:

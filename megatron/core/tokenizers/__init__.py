@@ -1,6 +1,6 @@
 """Text to token ids and back: `build_tokenizer(TokenizerConfig(...))`.
 
-Names load on first use. The third-party package `tokenizers` is imported only when a tokenizer that needs it is built.
+Names load on first use. Third-party packages are imported only when a tokenizer that needs them is built.
 """
 
 from megatron.core.lazy import lazy_names
@@ -12,5 +12,6 @@ __getattr__, __dir__ = lazy_names(
         "Tokenizer": "tokenizers",
         "NullTokenizer": "tokenizers",
         "build_tokenizer": "tokenizers",
+        "tokenize_batch": "tokenizers",
     },
 )

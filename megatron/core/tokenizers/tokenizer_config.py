@@ -7,27 +7,60 @@ from megatron.core.config import ConfigError, knob
 
 # The flags that each type cannot do without, as field names.
 NEEDED = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
     "HuggingFaceTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
+EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")  # --vocab-extra-ids is theirs
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Tokenizer."""
 
-    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"] | None = knob(
+    tokenizer_type: (
+        Literal[
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = knob(
         None,
-        "GPT2BPETokenizer: vocab.json and merges.txt; HuggingFaceTokenizer: tokenizer.json; NullTokenizer: numbers",
+        "BertWordPiece...: vocab.txt; GPT2BPETokenizer: vocab.json and merges.txt; SentencePiece and Llama2: "
+        "tokenizer.model; HuggingFaceTokenizer: tokenizer.json; TikTokenizer: a JSON list; NullTokenizer: numbers",
     )
-    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
+    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...", metavar="FILE")
     merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     tokenizer_model: str | None = knob(
-        None, "tokenizer.json of HuggingFaceTokenizer, or the folder it is in", metavar="FILE"
+        None,
+        "tokenizer.json of HuggingFaceTokenizer or the folder it is in, model of SentencePiece and Llama2, vocabulary "
+        "of TikTokenizer",
+        metavar="FILE",
     )
-    vocab_size: int | None = knob(None, "ids of NullTokenizer, to which one for end-of-document is added")
+    vocab_size: int | None = knob(
+        None,
+        "ids of NullTokenizer, to which one for end-of-document is added; all ids of TikTokenizer, special ones included",
+    )
+    vocab_extra_ids: int = knob(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
     null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; unset: the vocabulary size")
+    tiktoken_pattern: Literal["v2", "v1"] = knob("v2", "how TikTokenizer cuts text into words")
+    tiktoken_num_special_tokens: int = knob(1000, "first ids of TikTokenizer, which no text gives")
+    tiktoken_special_tokens: list[str] | None = knob(
+        None, "names of the first special tokens of TikTokenizer; unset: <unk> <s> </s> <mask> <pad> <cls> <sep>"
+    )
 
     def __post_init__(self) -> None:
         problems = []
@@ -41,5 +74,28 @@ class TokenizerConfig:
                 f"--null-tokenizer-eod-id ({self.null_tokenizer_eod_id}) must lie between 0 and --vocab-size "
                 f"({self.vocab_size})"
             )
+        problems += self._extra_problems()
         if problems:
             raise ConfigError(problems)
+
+    def _extra_problems(self) -> list[str]:
+        problems = []
+        if self.vocab_extra_ids < 0:
+            problems.append(f"--vocab-extra-ids ({self.vocab_extra_ids}) must not be negative")
+        elif self.vocab_extra_ids and self.tokenizer_type not in (None, *EXTRA_IDS):
+            problems.append(
+                f"--vocab-extra-ids ({self.vocab_extra_ids}) has no meaning with --tokenizer-type "
+                f"{self.tokenizer_type}; leave it out, or use one of {', '.join(EXTRA_IDS)}"
+            )
+        if self.tokenizer_type == "TikTokenizer":
+            names, room = self.tiktoken_special_tokens or [], self.tiktoken_num_special_tokens
+            if len(set(names)) < len(names) or (names and not {"<unk>", "<s>", "</s>"} <= set(names)):
+                problems.append(
+                    "--tiktoken-special-tokens must be different names, with <unk>, <s> and </s> among them"
+                )
+            if not max(len(names), 3) <= room < (self.vocab_size or room + 1):
+                problems.append(
+                    f"--tiktoken-num-special-tokens ({room}) must have room for the special tokens "
+                    f"({max(len(names), 3)} at least) and lie below --vocab-size ({self.vocab_size})"
+                )
+        return problems

@@ -1,0 +1,373 @@
+"""Tokenizers that the package `tokenizers` runs: BERT's word pieces, GPT-2's BPE, tokenizer.json, TikToken vocabularies.
+
+Ids are those of Hugging Face transformers for the same files. Text never gives the special tokens of BERT, GPT-2 and
+TikToken files: "[SEP]" or "<|endoftext|>" in a document is read as the characters it is made of.
+"""
+
+import base64
+import binascii
+import functools
+import itertools
+import json
+import os
+import re
+from typing import Any
+
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+
+# The names under which published tokenizers keep these tokens, in the order in which they are looked for.
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]")
+
+TIK_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+TIK_LARGEST = 1 << 17  # ids of a TikToken file without --vocab-size, which is as many as Megatron takes
+TIK_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+# How byte-level BPE cuts text into words: GPT-2's own pattern.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+_REMEMBERED_WORDS = 200_000  # 40 MB or so
+_LONGEST_TEXT = 1 << 20  # characters; the words of a longer text would take much memory at once
+_CLASSES = ("L", "N", "M", "Lu", "Ll", "Lt", "Lm", "Lo")  # of letters, that patterns name
+
+
+class WordMemory:
+    """Ids of texts whose tokens never cross the words of `pattern`: each word is encoded once and looked up from then on.
+
+    About twice as fast as the library, since most words of a text have been seen. A text is left to the library
+    if it is very long, has one of the strings `never`, or a character that the two know from different Unicode versions.
+    """
+
+    def __init__(self, tokenizer: Any, regex: Any, pattern: str, never: list[str]):
+        self._tokenizer = tokenizer
+        self._words = regex.compile(pattern).findall
+        self._never = never
+        self._unsure = re.compile(f"[{unsure_characters(regex, pattern)}\\U00020000-\\U0010ffff]").search
+        self._ids = _Ids(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        plain = text.isascii() or not self._unsure(text)
+        if not plain or len(text) > _LONGEST_TEXT or any(string in text for string in self._never):
+            return self._tokenizer.encode(text).ids
+        if len(self._ids) > _REMEMBERED_WORDS:
+            self._ids.clear()
+        return list(itertools.chain.from_iterable(map(self._ids.__getitem__, self._words(text))))
+
+
+class _Ids(dict):
+    """Word -> ids, asked of the library at the first use."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self[word] = self._tokenizer.encode(word).ids
+        return ids
+
+
+@functools.cache
+def unsure_characters(regex: Any, pattern: str) -> str:
+    """The characters below U+20000 that `regex` and the library put into different classes, of those in `pattern`.
+
+    New letters are assigned every year, and each package has the table of some year. Takes 0.1 s for each class.
+    """
+    library = _library()
+    blocks = (
+        (0, 0x3400),
+        (0x4DC0, 0x4E00),
+        (0x9FF0, 0xAC00),
+        (0xD7A4, 0xD800),
+        (0xF900, 0x20000),
+    )  # others are uniform
+    characters = "".join(chr(c) for first, past in blocks for c in range(first, past))
+    unsure: set[str] = set()
+    for name in (r"\s", *(rf"\p{{{name}}}" for name in _CLASSES)):
+        if name in pattern:
+            cut = library.pre_tokenizers.Split(library.Regex(f"{name}+"), "removed")
+            theirs = set().union(*(part for part, _ in cut.pre_tokenize_str(characters)))
+            unsure |= theirs ^ set(regex.sub(f"{name}+", "", characters))
+    return character_ranges(sorted(unsure))
+
+
+def character_ranges(characters: list[str]) -> str:
+    """What stands for sorted `characters` between the brackets of a pattern; single ones would be looked at one by one."""
+    ranges: list[list[int]] = []
+    for code in map(ord, characters):
+        if ranges and code == ranges[-1][1] + 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
+
+
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library.
+
+    special: token -> id of those that the library is not told of, so that no text gives them. words: the pattern of
+    words that no token crosses, None if there is none such; never: strings of text of which that is not so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Any,
+        eod: int,
+        pad: int | None,
+        special: dict[str, int] | None = None,
+        words: str | None = None,
+        never: list[str] = (),
+    ):
+        self.name = name
+        self.eod = eod
+        self.pad = pad
+        self._special = special or {}
+        self._tokenizer = tokenizer
+        self._words, self._never = words, never
+        self.vocab_size = max(self.vocab.values()) + 1  # ids may have gaps
+
+    @functools.cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token -> id."""
+        return self._tokenizer.get_vocab(with_added_tokens=True) | self._special
+
+    @functools.cached_property
+    def inv_vocab(self) -> dict[int, str]:
+        """Id -> token."""
+        return {i: token for token, i in self.vocab.items()}
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`; with those that the tokenizer's own template adds, such as a first `<s>`."""
+        return self._tokenizer.encode(text).ids
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        """`tokenize` of each text, faster: no positions within the text are noted, and words may be remembered."""
+        if self._memory is not None:
+            return [self._memory.encode(text) for text in texts]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    @functools.cached_property
+    def _memory(self) -> WordMemory | None:
+        """None without the package `regex`, which can tell letters from digits in any script; only the speed differs."""
+        try:
+            import regex
+        except ImportError:
+            return None
+        return None if self._words is None else WordMemory(self._tokenizer, regex, self._words, self._never)
+
+    def detokenize(self, ids: list[int]) -> str:
+        """Text of `ids`, special tokens included."""
+        if not self._special:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self._tokenizer.decoder.decode([self.inv_vocab[int(i)] for i in ids])
+
+
+class WordPieceTokenizer(LibraryTokenizer):
+    """BERT's word pieces, with [BOS], [EOS] and the <extra_id_...> sentinels after the ids of the file, as in Megatron."""
+
+    def __init__(self, name: str, tokenizer: Any, extra_ids: int, path: str):
+        vocab = tokenizer.get_vocab()
+        missing = [token for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]") if token not in vocab]
+        if missing:
+            raise ValueError(f"{path} has no {', '.join(missing)}; is it BERT's vocab.txt?")
+        sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
+        added = [token for token in ("[BOS]", "[EOS]", *sentinels) if token not in vocab]
+        special = {token: max(vocab.values()) + 1 + i for i, token in enumerate(added)}
+        ids = vocab | special
+        super().__init__(name, tokenizer, ids["[EOS]"], ids["[PAD]"], special)
+        self.cls, self.sep, self.mask = ids["[CLS]"], ids["[SEP]"], ids["[MASK]"]
+        self.bos, self.eos = ids["[BOS]"], ids["[EOS]"]
+        self.additional_special_tokens_ids = [ids[token] for token in sentinels]
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError(
+            "BertWordPiece, GPT2BPETokenizer, HuggingFaceTokenizer and TikTokenizer need the package tokenizers: "
+            "pip install tokenizers"
+        ) from None
+    return tokenizers
+
+
+def check_exists(path: str, flag: str) -> None:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{flag} {path}: there is no such file")
+
+
+def bert_word_piece_tokenizer(config: TokenizerConfig) -> WordPieceTokenizer:
+    """The tokenizer of the published BERT models: vocab.txt has one token a line, its id being the line's number."""
+    library = _library()
+    check_exists(config.vocab_file, "--vocab-file")
+    with open(config.vocab_file, encoding="utf-8", newline="\n") as file:
+        try:
+            vocab = {line.rstrip("\r\n"): i for i, line in enumerate(file)}
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{config.vocab_file} is not UTF-8 at byte {error.start}; is it BERT's vocab.txt?"
+            ) from None
+    if "[UNK]" not in vocab:
+        raise ValueError(f"{config.vocab_file} has no [UNK]; is it BERT's vocab.txt?")
+    tokenizer = library.Tokenizer(library.models.WordPiece(vocab, unk_token="[UNK]"))
+    lower = config.tokenizer_type == "BertWordPieceLowerCase"
+    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = library.decoders.WordPiece()
+    return WordPieceTokenizer(config.tokenizer_type, tokenizer, config.vocab_extra_ids, config.vocab_file)
+
+
+def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
+    """GPT-2's byte-level BPE. `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron."""
+    library = _library()
+    check_exists(config.vocab_file, "--vocab-file")
+    check_exists(config.merge_file, "--merge-file")
+    try:
+        model = library.models.BPE.from_file(config.vocab_file, config.merge_file)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{config.vocab_file} and {config.merge_file} make no BPE: {error}") from None
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    eod = tokenizer.token_to_id(EOD_NAMES[0])
+    if eod is None:
+        raise ValueError(f"{config.vocab_file} has no {EOD_NAMES[0]}, which ends documents; is it GPT-2's vocab.json?")
+    return LibraryTokenizer("GPT2BPETokenizer", tokenizer, eod, None, words=GPT2_PATTERN)
+
+
+def huggingface_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
+    """What the tokenizer.json says.
+
+    Its end-of-document token is the eos_token of the tokenizer_config.json beside it, or, where there is none, the
+    first of EOD_NAMES among its special tokens; likewise for padding.
+    """
+    library = _library()
+    path = config.tokenizer_model
+    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    check_exists(path, "--tokenizer-model")
+    try:
+        tokenizer = library.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
+    tokenizer.no_truncation()  # a file may carry the truncation and padding of whoever saved it last
+    tokenizer.no_padding()
+    special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    settings = _settings_beside(path)
+    eod = _special_id(tokenizer, settings, "eos_token", special, EOD_NAMES)
+    if eod is None:
+        raise ValueError(
+            f"{path} has no special token that ends documents: it has {sorted(special) or 'none'}, looked for are "
+            f"{', '.join(EOD_NAMES)}; add one of them to the file"
+        )
+    pad = _special_id(tokenizer, settings, "pad_token", special, PAD_NAMES)
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    words = GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None
+    return LibraryTokenizer("HuggingFaceTokenizer", tokenizer, eod, pad, words=words, never=added)
+
+
+def _is_plain_byte_level(tokenizer: Any) -> bool:
+    """Whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
+    parts = json.loads(tokenizer.to_str())
+    cut, after, model = parts["pre_tokenizer"] or {}, parts["post_processor"] or {"type": "ByteLevel"}, parts["model"]
+    cuts_as_gpt2 = cut.get("type") == "ByteLevel" and not cut["add_prefix_space"] and cut.get("use_regex", True)
+    is_bpe = model["type"] == "BPE" and not model.get("dropout")
+    return cuts_as_gpt2 and is_bpe and after["type"] == "ByteLevel" and parts["normalizer"] is None
+
+
+def _settings_beside(path: str) -> dict[str, Any]:
+    """The tokenizer_config.json in the folder of `path`; empty where there is none."""
+    beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+    if not os.path.isfile(beside):
+        return {}
+    try:
+        with open(beside, encoding="utf-8") as file:
+            settings = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{beside} is not valid JSON: {error}") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _special_id(
+    tokenizer: Any, settings: dict[str, Any], setting: str, special: dict[str, int], names: tuple[str, ...]
+) -> int | None:
+    """The id of the token that `settings` name, else of the first of `names` that is special, else None."""
+    token = settings.get(setting)
+    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, str) and (given := tokenizer.token_to_id(token)) is not None:
+        return given
+    return next((special[name] for name in names if name in special), None)
+
+
+def tik_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
+    """Byte-level BPE from a JSON list of {"rank", "token_bytes" (base64), "token_str"} in the order of ranks.
+
+    Ids: --tiktoken-num-special-tokens special ones, then the ranks, up to --vocab-size ids in all.
+    """
+    library = _library()
+    check_exists(config.tokenizer_model, "--tokenizer-model")
+    count = config.tiktoken_num_special_tokens
+    tokens = _ranked_tokens(config.tokenizer_model, (config.vocab_size or TIK_LARGEST) - count)
+    if config.vocab_size is not None and len(tokens) + count != config.vocab_size:
+        raise ValueError(
+            f"{config.tokenizer_model} has {len(tokens)} tokens, with {count} special ones {len(tokens) + count}: fewer "
+            f"than --vocab-size ({config.vocab_size}); lower it, or leave it out"
+        )
+    letters = byte_letters()
+    spelled = {"".join(letters[byte] for byte in token): count + rank for rank, token in enumerate(tokens)}
+    model = library.models.BPE(vocab=spelled, merges=_merges(spelled), ignore_merges=True)
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
+        [
+            library.pre_tokenizers.Split(library.Regex(TIK_PATTERNS[config.tiktoken_pattern]), "isolated"),
+            library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = library.decoders.ByteLevel()
+    names = list(config.tiktoken_special_tokens or TIK_SPECIAL[:count])
+    names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
+    special = {name: i for i, name in enumerate(names)}
+    words = TIK_PATTERNS[config.tiktoken_pattern]
+    return LibraryTokenizer("TikTokenizer", tokenizer, special["</s>"], special.get("<pad>"), special, words)
+
+
+def _ranked_tokens(path: str, largest: int) -> list[bytes]:
+    """The first `largest` tokens of a TikToken file. Raises ValueError unless ranks are 0, 1, ... and bytes come first."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = json.load(file)
+        ranks = [entry["rank"] for entry in entries]
+        tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+    except (ValueError, TypeError, KeyError, binascii.Error) as error:
+        raise ValueError(f"{path} is no list of rank and token_bytes, as TikTokenizer needs it: {error!r}") from None
+    if ranks != list(range(len(ranks))) or tokens[:256] != [bytes([i]) for i in range(256)]:
+        raise ValueError(f"{path}: ranks must be 0, 1, 2, ..., and the first 256 tokens the 256 bytes")
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(f"{path} has a token twice")
+    return tokens[:largest]
+
+
+@functools.cache
+def byte_letters() -> list[str]:
+    """The letter that byte-level BPE writes for each byte: itself where it is printable, else the next one from U+0100."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = iter(range(0x100, 0x200))
+    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
+
+
+def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to put a token together from two others, in the order of the tokens' ranks.
+
+    BPE over ranks joins the neighbours whose union ranks lowest, however it is cut; so all cuts are listed.
+    """
+    return [
+        (token[:cut], token[cut:])
+        for token in ranks
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]

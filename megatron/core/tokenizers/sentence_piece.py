@@ -1,0 +1,122 @@
+"""Tokenizers that the package `sentencepiece` runs, from a tokenizer.model: plain, GPT-style and Llama-style.
+
+Plain: special tokens are added after the model's own pieces, as Megatron numbers them, and text may hold them by name.
+GPT-style: the model's pieces alone. Llama-style: those, and every text begins with `<s>`.
+"""
+
+import functools
+import re
+from typing import Any
+
+from megatron.core.tokenizers.library import check_exists
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+
+
+class PieceTokenizer:
+    """A sentencepiece model. first: ids that begin every text."""
+
+    def __init__(self, name: str, model: Any, first: tuple[int, ...] = ()):
+        self.name = name
+        self.vocab_size = model.get_piece_size()
+        self.bos, self.eos = model.bos_id(), model.eos_id()
+        self.eod = self.eos
+        self.pad = model.pad_id() if model.pad_id() >= 0 else None
+        self._model = model
+        self._first = list(first)
+
+    @functools.cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token -> id."""
+        return {self._model.id_to_piece(i): i for i in range(self._model.get_piece_size())}
+
+    @functools.cached_property
+    def inv_vocab(self) -> dict[int, str]:
+        """Id -> token."""
+        return {i: token for token, i in self.vocab.items()}
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.tokenize_batch([text])[0]
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self._first + ids for ids in self._model.encode(texts, out_type=int, num_threads=1)]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+
+class SpecialPieceTokenizer(PieceTokenizer):
+    """A sentencepiece model with <CLS>, <SEP>, <EOD>, <MASK>, padding, begin, end and <extra_id_...> added to it."""
+
+    def __init__(self, name: str, model: Any, extra_ids: int):
+        super().__init__(name, model)
+        self.special: dict[str, int] = {}
+        self.cls, self.sep, self.eod, self.mask = map(self._add, ("<CLS>", "<SEP>", "<EOD>", "<MASK>"))
+        own = ((model.pad_id(), "<PAD>"), (model.bos_id(), "<BOS>"), (model.eos_id(), "<EOS>"))
+        self.pad, self.bos, self.eos = (self._add(model.id_to_piece(i) if i >= 0 else name) for i, name in own)
+        self.additional_special_tokens_ids = [self._add(f"<extra_id_{i}>") for i in range(extra_ids)]
+        self.vocab_size = len(self.vocab)
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def _add(self, token: str) -> int:
+        self.special[token] = self.vocab.setdefault(token, len(self.vocab))
+        return self.special[token]
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids; the name of a special token in a text becomes its id, and the parts between are encoded by themselves."""
+        parts = [self._cut.split(text) for text in texts]  # odd parts are special tokens
+        plain = iter(super().tokenize_batch([part for cut in parts for part in cut[::2]]))
+        result = []
+        for cut in parts:
+            ids = next(plain)
+            for token in cut[1::2]:
+                ids = [*ids, self.special[token], *next(plain)]
+            result.append(ids)
+        return result
+
+    def detokenize(self, ids: list[int]) -> str:
+        """Text of `ids`; special tokens appear by name."""
+        names = {i: token for token, i in self.special.items()}
+        words, run = [], []
+        for i in map(int, ids):
+            if i in names:
+                words += [self._model.decode(run), names[i]] if run else [names[i]]
+                run = []
+            else:
+                run.append(i)
+        return " ".join([*words, self._model.decode(run)] if run else words)
+
+
+def _load(config: TokenizerConfig) -> Any:
+    try:
+        import sentencepiece
+    except ImportError:
+        raise ImportError(
+            f"{config.tokenizer_type} needs the package sentencepiece: pip install sentencepiece"
+        ) from None
+    check_exists(config.tokenizer_model, "--tokenizer-model")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=config.tokenizer_model)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{config.tokenizer_model} is no sentencepiece model: {error}") from None
+
+
+def sentence_piece_tokenizer(config: TokenizerConfig) -> SpecialPieceTokenizer:
+    return SpecialPieceTokenizer("SentencePieceTokenizer", _load(config), config.vocab_extra_ids)
+
+
+def gpt_sentence_piece_tokenizer(config: TokenizerConfig) -> PieceTokenizer:
+    return _with_end(PieceTokenizer("GPTSentencePieceTokenizer", _load(config)), config)
+
+
+def llama2_tokenizer(config: TokenizerConfig) -> PieceTokenizer:
+    model = _load(config)
+    if model.bos_id() < 0:
+        raise ValueError(f"{config.tokenizer_model} has no begin-of-text piece; use GPTSentencePieceTokenizer")
+    return _with_end(PieceTokenizer("Llama2Tokenizer", model, (model.bos_id(),)), config)
+
+
+def _with_end(tokenizer: PieceTokenizer, config: TokenizerConfig) -> PieceTokenizer:
+    if tokenizer.eod < 0:
+        raise ValueError(f"{config.tokenizer_model} has no end-of-text piece, which ends documents; train it with one")
+    return tokenizer

@@ -1,0 +1,221 @@
+"""The companions of preprocessing, run as a user runs them: merging, inspecting, planning; and the page that shows them."""
+
+import gzip
+import importlib
+import io
+import itertools
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
+from tools import data_plan, inspect_dataset, merge_datasets
+
+ROOT = Path(__file__).resolve().parents[2]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+
+
+def write(prefix, documents, dtype=np.uint16):
+    """documents: [document][sequence][token]."""
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document([t for part in document for t in part], [len(part) for part in document])
+    return str(prefix)
+
+
+def contents(prefix):
+    dataset = IndexedDataset(prefix)
+    ends = dataset.document_indices.tolist()
+    return [[part.tolist() for part in dataset[first:past]] for first, past in itertools.pairwise(ends)]
+
+
+DOCUMENTS = [[[1, 2], [3]], [], [[4, 5, 6]], [[7]], [[], [8, 9]]]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 1 << 20])
+def test_merged_files_hold_all_documents_in_order(tmp_path, monkeypatch, capsys, at_once):
+    monkeypatch.setattr(merge_datasets, "_SEQUENCES_AT_ONCE", at_once)
+    parts = [DOCUMENTS[:2], [], DOCUMENTS[2:], DOCUMENTS]
+    prefixes = [write(tmp_path / f"p{i}", part) for i, part in enumerate(parts)]
+    for given in (prefixes, [f"{prefixes[0]}.bin", f"{prefixes[1]}.idx", *prefixes[2:]], [tmp_path]):
+        output = tmp_path / "new" / "merged"
+        assert merge_datasets.main(["--input", *map(str, given), "--output-prefix", str(output)]) == 0
+        assert contents(output) == [document for part in parts for document in part]
+        assert IndexedDataset(output).dtype == np.uint16
+    assert f"wrote {tmp_path / 'new' / 'merged'}: 10 documents, 18 tokens of 4 files" in capsys.readouterr().out
+
+
+def test_merging_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write("a", DOCUMENTS)
+    write("wide", DOCUMENTS, np.int32)
+    Path("empty").mkdir()
+    for arguments, code, reason in [
+        ([], 2, "--input is needed; --output-prefix is needed"),
+        (["--input", "a", "wide", "--output-prefix", "o"], 1, "the token types differ (a uint16, wide int32)"),
+        (["--input", "a", "--output-prefix", "a"], 1, "--output-prefix a is one of the inputs"),
+        (["--input", "none", "--output-prefix", "o"], 1, "none.idx does not exist"),
+        (["--input", "empty", "--output-prefix", "o"], 1, "no token file (.idx) in this folder"),
+    ]:
+        assert merge_datasets.main(arguments) == code
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
+    assert not list(Path().glob("o*"))
+
+
+def test_copying_more_than_there_is_leaves_no_output(tmp_path):
+    write(tmp_path / "a", DOCUMENTS)
+    with (
+        pytest.raises(ValueError, match=r"a\.bin ends 2 bytes early"),
+        open(tmp_path / "a.bin", "rb") as file,
+        IndexedDatasetWriter(tmp_path / "o", np.uint16) as writer,
+    ):
+        writer.copy_documents(file, 0, [10], [1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize("error", ["EXDEV", None])
+def test_copies_where_the_system_cannot(tmp_path, monkeypatch, error):
+    import errno
+    import os
+
+    def refuse(*_):
+        raise OSError(getattr(errno, error), "not here")
+
+    if error:
+        monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    else:
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    assert merge_datasets.merge([write(tmp_path / "a", DOCUMENTS)] * 2, str(tmp_path / "o")).tokens == 18
+    assert contents(tmp_path / "o") == DOCUMENTS * 2
+
+
+def test_an_inspected_file_is_described(tmp_path, capsys):
+    prefix = write(tmp_path / "a", DOCUMENTS)
+    assert inspect_dataset.main(["--input", prefix, "--document", "0", "-1", *NULL]) == 0
+    output = capsys.readouterr().out
+    for line in (
+        "documents: 5, of which 1 empty",
+        "sequences: 6",
+        "tokens: 9, stored as uint16",
+        "shortest 0, median 2, mean 1.8, longest 3",
+        "bytes: 18 (.bin), 154 (.idx)",
+        "document 0: 2 sequences",
+        "sequence 1, 1 tokens: 3",
+        "document 4: 2 sequences",
+        "text: '8 9'",
+    ):
+        assert line in output
+    write(tmp_path / "none", [])
+    assert inspect_dataset.main(["--input", str(tmp_path / "none"), "--verify", *NULL]) == 0
+    assert "tokens a document: none" in capsys.readouterr().out
+
+
+def test_verifying_reads_every_token(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inspect_dataset, "_TOKENS_AT_ONCE", 4)
+    prefix = write(tmp_path / "a", DOCUMENTS, np.int32)
+    assert inspect_dataset.main(["--input", prefix, "--verify"]) == 0
+    assert "largest token 9" in capsys.readouterr().out
+    assert (
+        inspect_dataset.main(["--input", prefix, "--verify", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"])
+        == 0
+    )
+    assert "below 10; 3 of 4 documents do not end in" in capsys.readouterr().out
+    for token in (10, -1):
+        tokens = np.fromfile(f"{prefix}.bin", "<i4")
+        tokens[6] = token  # the only one of document 3, which is sequence 3
+        tokens.tofile(f"{prefix}.bin")
+        assert (
+            inspect_dataset.main(
+                ["--input", prefix, "--verify", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+            )
+            == 1
+        )
+        assert f"token 0 of sequence 3 (document 3) is {token}, " in capsys.readouterr().err
+    (tmp_path / "a.bin").write_bytes(b"12")
+    assert inspect_dataset.main(["--input", prefix]) == 1
+    assert "has 2 bytes, but" in capsys.readouterr().err
+    assert inspect_dataset.main([]) == 2
+
+
+def test_an_unknown_document_is_named(tmp_path, capsys):
+    assert inspect_dataset.main(["--input", write(tmp_path / "a", DOCUMENTS), "--document", "5"]) == 1
+    assert "--document 5:" in capsys.readouterr().err
+
+
+def test_a_plan_counts_what_a_run_reads(tmp_path, capsys):
+    """By hand: 90 of 100 documents are for training; a quarter of 40 x 5 samples is 50, of 8 tokens each 400."""
+    small = write(tmp_path / "small", [[[1] * 10]] * 100)
+    large = write(tmp_path / "large", [[[1] * 50]] * 100)
+    length = ["--seq-length", "8", "--global-batch-size", "5", "--train-iters", "40", "--split", "90,10,0"]
+    assert data_plan.main(["--data-path", "1", small, "3", large, *length]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows[0] == ["25.00%", "90", "900", "2,000", "50", "400", "0.44", small]
+    assert rows[1] == ["75.00%", "90", "4,500", "10,000", "150", "1,200", "0.27", large]
+    assert rows[2] == ["100.00%", "180", "5,400", "12,000", "200", "1,600", "0.30", "all"]
+    assert (
+        data_plan.main(["--data-path", small, large, "--seq-length", "8", "--train-samples", "1200", "--split", "1"])
+        == 0
+    )
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["16.67%", "83.33%", "100.00%"]
+    assert rows[0][6] == rows[1][6] == "1.60"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        ("", 2, "--data-path is needed; give either --train-iters"),
+        ("--data-path a --seq-length 0 --train-samples 5", 2, "--seq-length (0) must be at least 1"),
+        ("--data-path a --seq-length 8 --train-iters 5", 2, "--train-iters needs --global-batch-size"),
+        ("--data-path -1 a 2 b --seq-length 8 --train-samples 5", 1, "weights [-1.0, 2.0] must not be negative"),
+        ("--data-path none --seq-length 8 --train-samples 5", 1, "none.idx does not exist"),
+        ("--data-path e --seq-length 8 --train-samples 5", 1, "no token in the training split of e"),
+        ("--data-path 1 e 1 a --seq-length 8 --train-samples 5", 1, "e has no token in its training split"),
+        ("--data-path a --seq-length 8 --train-samples 5 --split 0,1", 1, "leaves nothing to training"),
+    ],
+)
+def test_planning_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, reason):
+    monkeypatch.chdir(tmp_path)
+    write("a", DOCUMENTS)
+    write("e", [])
+    assert data_plan.main(shlex.split(arguments)) == code
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+def commands_of(page):
+    """The commands of the page's bash blocks as words; comments and continued lines as bash reads them."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    """In the order of the page, in an empty folder: the tools called as functions, gzip and zcat by their names here."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    ran = set()
+    for words in commands_of(ROOT / "docs/data_preparation.md"):
+        if words[:2] == ["gzip", "--keep"]:
+            Path(f"{words[2]}.gz").write_bytes(gzip.compress(Path(words[2]).read_bytes()))
+            continue
+        if words[0] == "zcat":
+            monkeypatch.setattr(
+                sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.decompress(Path(words[1]).read_bytes())))
+            )
+            assert words[2] == "|"
+            words = words[3:]
+        assert words[0] == "python", f"the test does not know how to run {words}"
+        tool = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
+        assert tool.main(words[2:]) == 0, (words, capsys.readouterr().err)
+        ran.add(tool.__name__.removeprefix("tools."))
+    tools = {"stdlib_corpus", "train_tokenizer", "preprocess_data", "inspect_dataset", "merge_datasets", "data_plan"}
+    assert ran == tools
+    assert len(IndexedDataset("data/merged_text_document")) == 2 * len(IndexedDataset("data/library_text_document"))

@@ -1,0 +1,133 @@
+"""What is in a token file: its size, document n as tokens and text, and whether every token of it is sound.
+
+    python tools/inspect_dataset.py --input data/books_text_document
+    python tools/inspect_dataset.py --input data/books_text_document --document 3 --verify \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json
+
+With a tokenizer, --document writes text too, and --verify holds every token against the vocabulary.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
+from tools.merge_datasets import prefixes_of
+
+_TOKENS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Token files to look at."""
+
+    input: list[str] | None = knob(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders of them")
+    document: list[int] | None = knob(None, "numbers of documents to print, counted from 0; -1 is the last")
+    verify: bool = knob(False, "read every token and check it")
+
+    def __post_init__(self) -> None:
+        if not self.input:
+            raise ConfigError("--input is needed")
+
+
+def document_lengths(dataset: IndexedDataset) -> np.ndarray:
+    """Tokens of each document, int64 [documents]."""
+    tokens_before = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
+    return np.diff(tokens_before[dataset.document_indices])
+
+
+def summary(dataset: IndexedDataset) -> str:
+    """Counts and sizes, one a line."""
+    lengths = document_lengths(dataset)
+    spread = "none"
+    if len(lengths):
+        spread = f"shortest {lengths.min()}, median {int(np.median(lengths))}, mean {lengths.mean():.1f}, longest {lengths.max()}"
+    sizes = [os.path.getsize(path) for path in (dataset.data_path, dataset.index_path)]
+    return (
+        f"{dataset.prefix}\n"
+        f"  documents: {len(lengths)}, of which {int((lengths == 0).sum())} empty\n"
+        f"  sequences: {len(dataset)}\n"
+        f"  tokens: {int(lengths.sum())}, stored as {dataset.dtype}\n"
+        f"  tokens a document: {spread}\n"
+        f"  bytes: {sizes[0]} (.bin), {sizes[1]} (.idx)"
+    )
+
+
+def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> str:
+    """The sequences of a document: their tokens, and their text if there is a tokenizer."""
+    count = dataset.document_count
+    if not -count <= number < count:
+        raise ValueError(f"--document {number}: {dataset.prefix} has {count} documents, counted from 0")
+    first, past = dataset.document_indices[number % count : number % count + 2].tolist()
+    lines = [f"document {number % count}: {past - first} sequences"]
+    for i in range(first, past):
+        tokens = dataset.get(i).tolist()
+        lines.append(f"  sequence {i}, {len(tokens)} tokens: {' '.join(map(str, tokens))}")
+        if tokenizer is not None:
+            beyond = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
+            text = f"token {beyond[0]} is not in the vocabulary" if beyond else repr(tokenizer.detokenize(tokens))
+            lines.append(f"  text: {text}")
+    return "\n".join(lines)
+
+
+def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
+    """What reading every token shows. Raises ValueError for a token outside the vocabulary, naming where it is.
+
+    The index was checked against itself and the size of the data when `dataset` was opened.
+    """
+    starts = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
+    tokens = np.memmap(dataset.data_path, dataset.dtype, "r") if starts[-1] else np.empty(0, dataset.dtype)
+    limit = None if tokenizer is None else tokenizer.vocab_size
+    least, most = 0, 0
+    for first in range(0, len(tokens), _TOKENS_AT_ONCE):
+        some = tokens[first : first + _TOKENS_AT_ONCE]
+        least, most = min(least, some.min()), max(most, some.max())
+        if least < 0 or (limit is not None and most >= limit):
+            wrong = (some < 0) | (some >= (limit if limit is not None else np.inf))
+            at = first + int(np.argmax(wrong))
+            i = int(np.searchsorted(starts, at, side="right")) - 1
+            document = int(np.searchsorted(dataset.document_indices, i, side="right")) - 1
+            raise ValueError(
+                f"{dataset.data_path}: token {at - starts[i]} of sequence {i} (document {document}) is {tokens[at]}, "
+                + ("which is negative" if tokens[at] < 0 else f"but the vocabulary has {limit}: another tokenizer?")
+            )
+    if tokenizer is None:
+        return f"  verified: the index fits the data; largest token {most} (no tokenizer given to compare with)"
+    filled = document_lengths(dataset) > 0
+    ends = starts[dataset.document_indices[1:]][filled] - 1
+    without = int((tokens[ends] != tokenizer.eod).sum())
+    note = f"; {without} of {len(ends)} documents do not end in the end-of-document token" if without else ""
+    return f"  verified: the index fits the data; all tokens are below {limit}{note}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else, such as a damaged file."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, InspectConfig)
+    add_flags(parser, TokenizerConfig)
+    try:
+        given = read_flags(parser, arguments)
+        config, tokenizer_config = build(InspectConfig, given), build(TokenizerConfig, given)
+        tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
+        for prefix in prefixes_of(config.input):
+            dataset = IndexedDataset(prefix)
+            print(summary(dataset))
+            for number in config.document or []:
+                print(show_document(dataset, number, tokenizer))
+            if config.verify:
+                print(verify(dataset, tokenizer))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"inspect_dataset: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Several token files as one: PREFIX.bin and .idx with the documents of all inputs, in their order.
+
+    python tools/merge_datasets.py --input data/books_text_document data/wiki_text_document --output-prefix data/both
+
+A folder as --input stands for all token files in it, by name. Tokens are copied by the operating system; the output
+appears when it is complete.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
+
+_SEQUENCES_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Token files to merge."""
+
+    input: list[str] | None = knob(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders; merged in this order")
+    output_prefix: str | None = knob(None, "prefix of the merged files")
+
+    def __post_init__(self) -> None:
+        needed = {"--input": self.input, "--output-prefix": self.output_prefix}
+        if problems := [f"{flag} is needed" for flag, value in needed.items() if not value]:
+            raise ConfigError(problems)
+
+
+def prefixes_of(names: list[str]) -> list[str]:
+    """The prefixes that `names` stand for: prefixes, files of them, or folders. Raises ValueError for an empty folder."""
+    prefixes = []
+    for name in names:
+        if Path(name).is_dir():
+            found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
+            if not found:
+                raise ValueError(f"--input {name}: no token file (.idx) in this folder")
+            prefixes += found
+        else:
+            prefixes.append(str(Path(name).with_suffix("")) if name.endswith((".bin", ".idx")) else name)
+    return prefixes
+
+
+def merge(prefixes: list[str], output_prefix: str) -> IndexedDatasetWriter:
+    """Write the merged files. Raises ValueError for inputs that do not fit together, before anything is written."""
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    if len({dataset.dtype for dataset in datasets}) > 1:
+        kinds = ", ".join(f"{dataset.prefix} {dataset.dtype}" for dataset in datasets)
+        raise ValueError(f"the token types differ ({kinds}): the files were made with different tokenizers")
+    if Path(f"{output_prefix}.idx").resolve() in [Path(dataset.index_path).resolve() for dataset in datasets]:
+        raise ValueError(f"--output-prefix {output_prefix} is one of the inputs; choose another")
+    Path(output_prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetWriter(output_prefix, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            _append(dataset, writer)
+    return writer
+
+
+def _append(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
+    """Whole documents, about a million sequences at a time, so that memory stays constant."""
+    borders, offset = dataset.document_indices, 0
+    first = 0
+    with open(dataset.data_path, "rb") as file:
+        while first < dataset.document_count:
+            limit = borders[first] + _SEQUENCES_AT_ONCE
+            past = max(first + 1, int(np.searchsorted(borders, limit, side="right")) - 1)
+            lengths = dataset.sequence_lengths[borders[first] : borders[past]]
+            writer.copy_documents(file, offset, lengths, np.diff(borders[first : past + 1]))
+            offset += int(lengths.sum(dtype=np.int64)) * dataset.dtype.itemsize
+            first = past
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, MergeConfig)
+    try:
+        config = build(MergeConfig, read_flags(parser, arguments))
+        prefixes = prefixes_of(config.input)
+        merged = merge(prefixes, config.output_prefix)
+    except (ValueError, OSError) as error:
+        print(f"merge_datasets: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(
+        f"wrote {config.output_prefix}: {merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Finished pieces on disk: written by the workers, found again after a kill, put together without passing through memory.
+
+    PREFIX.pieces/lock                   held by the run that is at work
+    PREFIX.pieces/000012-<hash>.piece    what piece 12 became
+
+The hash is of the piece's text and of all settings that its tokens depend on, so a file that is there under its name is
+what the piece would become again. It appears under that name when it is complete. Its content:
+
+    8 bytes                 length of the header, little-endian
+    JSON                    documents, bad lines, and for each key [tokens, sequences, documents]
+    for each key            int32 length of each sequence, int64 sequences of each document, tokens
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron.core.datasets.indexed import IndexedDatasetWriter, atomic_file
+from tools.preprocessing.encode import Encoded
+from tools.preprocessing.sources import Piece
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class PieceStore:
+    """The folder of a run's pieces. settings: text that is the same only if the same text gives the same tokens."""
+
+    folder: str
+    settings: str
+
+    def path(self, piece: Piece) -> str:
+        digest = hashlib.blake2b(self.settings.encode(), digest_size=16)
+        for chunk in piece.chunks:
+            digest.update(f"{chunk.path}\n{chunk.first}\n{len(chunk.text)}\n".encode("utf-8", "surrogateescape"))
+            digest.update(chunk.text)
+        return os.path.join(self.folder, f"{piece.number:06}-{digest.hexdigest()}.piece")
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The folder, for this process alone. It stays if it holds pieces. Raises ValueError if another run has it."""
+        os.makedirs(self.folder, exist_ok=True)
+        lock = Path(self.folder, "lock")
+        with open(lock, "w") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(
+                    f"another run is writing this output (it holds {lock}); wait for it, or choose another --output-prefix"
+                ) from None
+            for left in Path(self.folder).glob("*.tmp"):  # of a run that was killed
+                left.unlink()
+            try:
+                yield
+            finally:
+                if not any(Path(self.folder).glob("*.piece")):
+                    lock.unlink()
+                    os.rmdir(self.folder)
+
+    def clear(self) -> None:
+        """Remove all pieces: the output is complete."""
+        for piece in Path(self.folder).glob("*.piece"):
+            piece.unlink()
+
+
+def write_piece(path: str, encoded: Encoded) -> None:
+    """Store a piece under its name, once it is complete. Raises OSError that names the file."""
+    header = {
+        "documents": encoded.documents,
+        "bad_count": encoded.bad_count,
+        "bad": encoded.bad,
+        "columns": {key: [len(c.tokens), len(c.lengths), len(c.counts)] for key, c in encoded.columns.items()},
+    }
+    text = json.dumps(header).encode()
+    with naming(path), atomic_file(path) as file:
+        file.write(_LENGTH.pack(len(text)) + text)
+        for column in encoded.columns.values():
+            for array in (column.lengths, column.counts, column.tokens):
+                file.write(array.data)
+
+
+def read_summary(path: str) -> Encoded:
+    """What a stored piece says of itself, without its columns."""
+    with open(path, "rb") as file:
+        header = _read_header(path, file)
+    header.pop("columns")
+    return Encoded(**header)
+
+
+def append_piece(path: str, writers: dict[str, IndexedDatasetWriter]) -> None:
+    """Add a stored piece to each key's output. Its tokens are copied from file to file by the operating system."""
+    with open(path, "rb") as file:
+        header = _read_header(path, file)
+        for key, (tokens, sequences, documents) in header["columns"].items():
+            lengths = np.frombuffer(file.read(4 * sequences), "<i4")
+            counts = np.frombuffer(file.read(8 * documents), "<i8")
+            offset = file.tell()
+            writers[key].copy_documents(file, offset, lengths, counts)
+            file.seek(offset + tokens * writers[key].dtype.itemsize)
+
+
+def _read_header(path: str, file: BinaryIO) -> dict[str, Any]:
+    """The header of a piece. Raises ValueError if the file was damaged since it was written."""
+    try:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        return json.loads(file.read(length))
+    except (struct.error, ValueError, MemoryError, OverflowError):
+        raise ValueError(f"{path} is damaged; delete it and run the same command again") from None
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """An OSError from within says which file it is about: that of a full disk does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, path) from error
+        raise
+
+
+def file_digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def settings_text(*configs: object) -> str:
+    """`configs` (dataclasses) with the content of the files they name, as text that changes when any of it does."""
+    given = [dataclasses.asdict(config) for config in configs]
+    paths = [value for config in given for value in config.values() if isinstance(value, str) and os.path.exists(value)]
+    files = [
+        p for path in paths for p in ([path] if os.path.isfile(path) else sorted(map(str, Path(path).glob("*.json"))))
+    ]
+    return json.dumps([given, [file_digest(path) for path in files]])

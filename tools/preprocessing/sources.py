@@ -1,0 +1,196 @@
+"""Text of any size and kind of file as numbered pieces of whole lines, in constant memory.
+
+    files   a.jsonl          b.jsonl.gz         -
+    chunks  |====|====|==|   |====|===|   |====|      whole lines of one file, 256 KB and the rest of a line
+    pieces  |0      |1        |2         |3           chunks in a row: 256 KB at first, up to 8 MB in a large input
+
+Where a piece ends depends on the lines alone: not on the workers, not on the size of the input. So a run that goes on
+after a kill cuts the same pieces, and a mended line changes the piece it lies in and hardly ever another.
+"""
+
+import contextlib
+import functools
+import glob
+import gzip
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+STDIN = "-"
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
+
+_CHUNK_BYTES = 256 << 10
+_PIECES_A_SIZE = 64  # so many pieces of 256 KB, then as many of 512 KB, ...
+_LARGEST_PIECE = 8 << 20
+_LONGEST_LINE = 1 << 30
+_PARQUET_ROWS = 256
+
+
+class Chunk(NamedTuple):
+    """Neighbouring lines of one file; the first has number `first`, counted from 1."""
+
+    path: str
+    first: int
+    text: bytes
+
+
+class Piece(NamedTuple):
+    """Chunks in a row. position: bytes of the input files that were read at its end, None if that is not known."""
+
+    number: int
+    chunks: list[Chunk]
+    position: int | None
+
+
+class Source(NamedTuple):
+    """An open file. blocks: its text in parts of any size; position: bytes of the file that were read so far."""
+
+    blocks: Iterator[bytes]
+    position: Callable[[], int | None]
+
+
+def input_files(patterns: list[str], endings: tuple[str, ...] = ENDINGS) -> list[str]:
+    """The files that `patterns` name: files, folders (their files with one of `endings`, at any depth), globs, or "-"."""
+    files = []
+    for pattern in patterns:
+        if pattern == STDIN:
+            found = [STDIN]
+        elif os.path.isdir(pattern):
+            found = sorted(str(p) for p in Path(pattern).rglob("*") if p.name.endswith(endings) and p.is_file())
+        else:
+            found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
+        if not found:
+            raise ValueError(f"--input {pattern}: no such file, or no file in it ends in {' or '.join(endings)}")
+        files += found
+    if files.count(STDIN) > 1:
+        raise ValueError(f"--input names standard input ({STDIN}) twice; it can be read once")
+    return files
+
+
+def total_size(files: list[str]) -> int | None:
+    """Bytes of the files; None with standard input among them."""
+    return None if STDIN in files else sum(map(os.path.getsize, files))
+
+
+def read_pieces(files: list[str], keys: list[str]) -> Iterator[Piece]:
+    """All text of all files, in order. keys: the columns to read of a Parquet file.
+
+    Raises ValueError for a damaged or unreadable file, ImportError where its kind needs a package that is not there.
+    """
+    number, chunks, size, before = 0, [], 0, 0
+    for path in files:
+        with _open_source(path, keys) as source:
+            for chunk in _chunks(path, source.blocks):
+                chunks.append(chunk)
+                size += len(chunk.text)
+                if size >= piece_bytes(number):
+                    read = source.position()
+                    yield Piece(number, chunks, None if read is None else before + read)
+                    number, chunks, size = number + 1, [], 0
+        before += 0 if path == STDIN else os.path.getsize(path)
+    if chunks:
+        yield Piece(number, chunks, before)
+
+
+def piece_bytes(number: int) -> int:
+    """Least size of a piece: small ones first, so that a small input occupies several workers too."""
+    return min(_LARGEST_PIECE, _CHUNK_BYTES << min(number // _PIECES_A_SIZE, 20))
+
+
+def _chunks(path: str, blocks: Iterator[bytes]) -> Iterator[Chunk]:
+    """The lines of a file; a chunk ends at the first line end past 256 KB."""
+    first, buffer, searched = 1, bytearray(), _CHUNK_BYTES - 1
+    for block in blocks:
+        buffer += block
+        while (end := buffer.find(b"\n", searched)) >= 0:
+            text = bytes(buffer[: end + 1])
+            del buffer[: end + 1]
+            yield Chunk(path, first, text)
+            first, searched = first + text.count(b"\n"), _CHUNK_BYTES - 1
+        searched = max(searched, len(buffer))
+        if searched > _LONGEST_LINE:
+            line = first + buffer.count(b"\n")
+            raise ValueError(f"{path}:{line}: a line of more than {_LONGEST_LINE >> 20} MB; is it JSON lines?")
+    if buffer:
+        yield Chunk(path, first, bytes(buffer))
+
+
+@contextlib.contextmanager
+def _open_source(path: str, keys: list[str]) -> Iterator[Source]:
+    if path == STDIN:
+        yield Source(_read_blocks(sys.stdin.buffer), lambda: None)
+        return
+    with open(path, "rb") as file:
+        if path.endswith(".parquet"):
+            yield _parquet(path, file, keys)
+        else:
+            read = {".gz": _gzip_blocks, ".zst": _zstd_blocks}.get(Path(path).suffix)
+            yield Source(read(path, file) if read else _read_blocks(file), file.tell)
+
+
+def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
+    return iter(functools.partial(file.read, _CHUNK_BYTES), b"")
+
+
+def _gzip_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
+    try:
+        with gzip.GzipFile(fileobj=file) as text:
+            yield from _read_blocks(text)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}; copy it again") from None
+
+
+def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
+    """Frame by frame, since the library's own reader takes a file that was cut off for one that ends."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ImportError(f"{path} needs the package zstandard: pip install zstandard") from None
+    frame = None
+    try:
+        for block in _read_blocks(file):
+            while block:
+                frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                yield frame.decompress(block)
+                block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy it again") from None
+    if frame is not None:
+        raise ValueError(f"{path} is incomplete: it ends within a frame; copy it again")
+
+
+def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
+    """The rows as JSON lines, so that all that follows is the same. Line n is row n."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no Parquet file, or damaged: {error}") from None
+    names = table.schema_arrow.names
+    if missing := [key for key in keys if key not in names]:
+        raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(map(repr, names))}; see --json-keys")
+    rows = 0
+
+    def blocks() -> Iterator[bytes]:
+        nonlocal rows
+        try:
+            for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=keys):
+                rows += batch.num_rows
+                yield b"".join(json.dumps(row, default=_unreadable).encode() + b"\n" for row in batch.to_pylist())
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is damaged near row {rows + 1}: {error}; copy it again") from None
+
+    size, total = os.path.getsize(path), max(table.metadata.num_rows, 1)
+    return Source(blocks(), lambda: size * rows // total)
+
+
+def _unreadable(value: Any) -> None:
+    """A value that JSON does not know, such as bytes, becomes null, which is reported as no string."""
