@@ -1,6 +1,6 @@
 """A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -183,33 +183,49 @@ def train_rank(
         result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
-        known["grads"].append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, buffers))
+        known["grads"].append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers}))
     for chunk in chunks.values():
         chunk.finish_param_gather()
-    known["weights"] = pieces_of_chunks(chunks, mesh, lambda p: p.data)
+    passing = [buffer for buffer in buffers if buffer.stage == 3]
+    known["weights"] = pieces_of_chunks(chunks, mesh, lambda p: p.data, {"owned_params": passing})
     return known
 
 
 def pieces_of_chunks(
-    chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of, summed: Sequence[ParamAndGradBuffer] = ()
+    chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of, shards: dict[str, list[ParamAndGradBuffer]]
 ) -> list[tuple]:
-    return [piece for chunk in chunks.values() for piece in my_pieces(chunk.module, mesh, tensor_of, summed)]
+    return [piece for chunk in chunks.values() for piece in my_pieces(chunk.module, mesh, tensor_of, shards)]
 
 
-def my_pieces(module: nn.Module, mesh: Mesh, tensor_of, summed: Sequence[ParamAndGradBuffer] = ()) -> list[tuple]:
-    """(name, whole shape, box, values) of everything that this rank speaks for. `summed`: only what these buffers own here."""
-    shards = {slot.name: (slot, b) for b in summed if b.plan.shards > 1 for slot in b.plan.slots}
+def my_pieces(
+    module: nn.Module, mesh: Mesh, tensor_of, shards: dict[str, list[ParamAndGradBuffer]] | None = None
+) -> list[tuple]:
+    """(name, whole shape, box, values) of everything that this rank speaks for.
+
+    shards: in which attribute of a buffer a rank has its part of the values, for buffers where it has no more.
+    """
+    held = {
+        slot.name: (slot, getattr(buffer, attribute))
+        for attribute, buffers in (shards or {}).items()
+        for buffer in buffers
+        if buffer.stage
+        for slot in buffer.plan.slots
+    }
     result = []
     for name, p in module.named_parameters():
-        owned = owned_pieces(p.placement, tuple(p.shape), mesh)
-        if name in shards and mesh["dp_outer"].is_first:
-            slot, buffer = shards[name]
-            for start, stop in overlaps(buffer.owned, slot.start, slot.stop):
-                run, values = (start - slot.start, stop - slot.start), tensor_of(p).flatten()[start - slot.start :]
-                for box, ((first, last),) in pieces_of_run(owned, run, tuple(p.shape)):
-                    result.append((name, p.placement.shape, box, values[first:last].reshape(size_of(box)).clone()))
-        elif name not in shards and mesh["dp"].is_first:
-            result += [(name, p.placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
+        shape, placement = tuple(p.shape), p.placement
+        owned = owned_pieces(placement, shape, mesh)
+        if name not in held:
+            if mesh["dp"].is_first:
+                result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
+            continue
+        slot, shard = held[name]
+        is_whole = shard.held == [(0, shard.held[-1][1])]  # in fixed order, every rank has all sums
+        speaks = mesh["dp"].is_first if is_whole else mesh["dp_outer"].is_first
+        for start, stop in overlaps(shard.held, slot.start, slot.stop) if speaks else ():
+            values, run = shard.at(start, stop), (start - slot.start, stop - slot.start)
+            for box, ((first, last),) in pieces_of_run(owned, run, shape):
+                result.append((name, placement.shape, box, values[first:last].reshape(size_of(box)).clone()))
     return result
 
 

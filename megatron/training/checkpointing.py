@@ -47,10 +47,13 @@ _NOTABLE = (
 
 
 def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of every parameter, by its name in the checkpoint."""
+    """This rank's part of every parameter, by its name in the checkpoint: in ZeRO stage 3 its shard."""
     return {
         f"model/{name}": _local(parameter, parameter.data, mesh)
+        if name not in shards
+        else _run(parameter, *shards[name], mesh)
         for chunk in chunks
+        for shards in [chunk.param_shards()]
         for name, parameter in chunk.module.named_parameters()
     }
 
@@ -60,7 +63,7 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
     parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
     kept = optimizer.kept_of()
     return {
-        f"optimizer/{kind}/{name}": _run(parameters[name], tensor, kept[name], mesh)
+        f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh)
         if name in kept
         else _local(parameters[name], tensor, mesh)
         for kind, tensors in optimizer.tensors().items()
@@ -76,7 +79,7 @@ def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
     return LocalTensor(tensor, placement.shape, owned, speaks, copies)
 
 
-def _run(parameter: nn.Parameter, values: Tensor, kept: tuple[int, int], mesh: Mesh) -> LocalTensor:
+def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh) -> LocalTensor:
     """The same of a parameter in shards over dp_inner, of which `values` are the elements `kept`."""
     whole = _local(parameter, parameter.data, mesh)
     owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))

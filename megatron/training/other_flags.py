@@ -339,7 +339,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "is not built yet; leave it out, or use --grad-reduce-in-bf16 without it": """
         --ddp-reduce-scatter-with-fp32-accumulation
     """,
-    "fully sharded data parallelism is not built yet; use --use-distributed-optimizer": """
+    "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards": """
         --use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2
     """,
     "is not built yet; leave it out, the numbers are the same": """

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.device import Device
-from megatron.core.parallel_state import Mesh
+from megatron.core.mesh import Mesh
 from megatron.training.watch_config import ProfileConfig
 
 

@@ -1,8 +1,8 @@
 """Numbers of whole tensors, counted once over any layout: norms, zeros, and the statistics of --inspect.
 
 A rank contributes the elements that it speaks for: of those that `placement.owned_pieces` says, the shard that it updates, or all
-of them on the first of the data-parallel ranks where these hold copies. Activations are divided over data-parallel ranks and microbatches; the tensor-parallel ranks hold copies of a
-layer's output, or with sequence parallelism parts of it.
+of them on the first of the data-parallel ranks where these hold copies. Activations are divided over data-parallel ranks and
+microbatches; the tensor-parallel ranks hold copies of a layer's output, or with sequence parallelism parts of it.
 """
 
 import json
@@ -18,8 +18,8 @@ from megatron.core import comm
 from megatron.core.boxes import flat_run, slices
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
+from megatron.core.mesh import Mesh
 from megatron.core.models.embedding import Embedding
-from megatron.core.parallel_state import Mesh
 from megatron.core.placement import owned_pieces
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.mlp import ParallelMLP
@@ -88,14 +88,14 @@ def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads:
     """
     for chunk in chunks:
         for buffer in (b for b in chunk.buffers if b.replica_axis.is_first):
-            flat = buffer.grads.data if grads else buffer.params.data
+            values = buffer.sums if grads else buffer.owned_params
             for slot in buffer.plan.slots:
                 parameter = buffer.parameters[slot.name]
                 shape = tuple(parameter.shape)
                 for _, local in owned_pieces(parameter.placement, shape, mesh):
                     first, last = (slot.start + at for at in flat_run(local, shape))
                     for start, stop in overlaps(buffer.owned, first, last):
-                        yield slot.name, flat[start:stop]
+                        yield slot.name, values.at(start, stop)
         if not grads and mesh["dp"].is_first:
             for name, parameter in chunk.module.named_parameters():
                 if not parameter.requires_grad:  # it has no place in a buffer

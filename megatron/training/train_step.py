@@ -101,8 +101,7 @@ class Pipeline:
         def begin(action: Action) -> None:
             self.keys.samples = self.batch.samples_of(first_sample, action.microbatch, dp)
             self.mesh.virtual_rank = action.stage // pp.size
-            if action.op is not Op.F:
-                self.chunks[action.stage].begin_microbatch(action.microbatch)
+            self.chunks[action.stage].begin_microbatch(action.microbatch, backward=action.op is not Op.F)
 
         executor = Executor(
             self.chunks,

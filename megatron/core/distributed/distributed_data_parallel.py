@@ -9,12 +9,16 @@
     update          the ranks give one another what they updated
 
 A buffer holds the parameters of one dtype that are reduced over one group; a tied embedding has a buffer of its own, laid out
-alike on the first and the last stage. What is whole and what is in shards:
+alike on the first and the last stage. What is whole and what is in shards over the data-parallel ranks, and what is sent, in a step
+of m microbatches (ZeRO, arXiv:1910.02054, section 5):
 
-    stage   gradients   their sums   masters, moments   sent in a step                          source
-    0       whole       whole        whole              all-reduce                              arXiv:2006.15704
-    1       whole       shard        shard              reduce-scatter, all-gather              arXiv:1910.02054, section 5.1
-            in shards over dp_inner, copies over dp_outer: then an all-reduce of the shard      arXiv:2304.11277 (HSDP)
+    stage   parameters   gradients   sums, masters, moments   sent
+    0       whole        whole       whole                    all-reduce of gradients
+    1       whole        whole       shard                    reduce-scatter of gradients, all-gather of parameters
+    2       whole        passing     shard                    m reduce-scatters, all-gather
+    3       passing      passing     shard                    m reduce-scatters, 2 m all-gathers (`fetch.py`)
+
+With shards over dp_inner and copies of them over dp_outer (hybrid sharding, arXiv:2304.11277), an all-reduce of the summed shard too.
 """
 
 from collections import Counter
@@ -29,10 +33,13 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError, knob
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.fetch import ParamFetcher, units_of
 from megatron.core.distributed.fixed_order import MicrobatchGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
-from megatron.core.distributed.plan import BucketPlan, BufferPlan, Cut, Item, lay_out, overlaps
+from megatron.core.distributed.plan import BufferPlan, Cut, Item, lay_out, overlaps
 from megatron.core.grid import ALONE
+from megatron.core.main_grad import grad_was_added, open_main_grad
 from megatron.core.mesh import Mesh
 from megatron.core.placement import Placement, partial_grads
 
@@ -76,16 +83,20 @@ class DataParallelConfig:
         problems = []
         if self.ddp_bucket_size is not None and self.ddp_bucket_size < 1:
             problems.append(f"--ddp-bucket-size is {self.ddp_bucket_size}; it must be at least 1")
-        asked = {flag: stage for flag, stage in self._stages_asked().items() if stage is not None}
+        asked = self._stages_asked()
         if len(set(asked.values())) > 1:
             problems.append(
                 f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
             )
-        problems += [
-            f"{flag} asks for ZeRO stage {stage}, which is not built yet; use stage 0 or 1"
-            for flag, stage in asked.items()
-            if stage not in (0, 1)
-        ]
+        elif self.use_distributed_optimizer and 0 in asked.values():
+            problems.append(
+                f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
+            )
+        if self.stage > 1 and self.fixed_order_grad_reduce:
+            problems.append(
+                f"--fixed-order-grad-reduce keeps the gradients of every microbatch, but ZeRO stage {self.stage} none of them; use "
+                "stage 0 or 1"
+            )
         instances = self.num_distributed_optimizer_instances
         if instances < 1:
             problems.append(f"--num-distributed-optimizer-instances is {instances}; it must be at least 1")
@@ -102,69 +113,24 @@ class DataParallelConfig:
         if problems:
             raise ConfigError(problems)
 
-    def _stages_asked(self) -> dict[str, int | None]:
+    def _stages_asked(self) -> dict[str, int]:
         strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-        name = self.data_parallel_sharding_strategy
-        return {
-            "--use-distributed-optimizer": 1 if self.use_distributed_optimizer else None,
-            f"--zero-stage {self.zero_stage}": self.zero_stage,
-            f"--data-parallel-sharding-strategy {name}": None if name is None else strategies.index(name),
-        }
+        name, stages = self.data_parallel_sharding_strategy, {}
+        if self.zero_stage is not None:
+            stages[f"--zero-stage {self.zero_stage}"] = self.zero_stage
+        if name is not None:
+            stages[f"--data-parallel-sharding-strategy {name}"] = strategies.index(name)
+        return stages
 
     @property
     def stage(self) -> int:
-        """What is in shards: 0 nothing, 1 masters and moments (ZeRO, arXiv:1910.02054)."""
-        return max(stage or 0 for stage in self._stages_asked().values())
+        """What is in shards: 0 nothing, 1 masters and moments, 2 gradients too, 3 parameters too (ZeRO, arXiv:1910.02054)."""
+        return max([int(self.use_distributed_optimizer), *self._stages_asked().values()])
 
     def bucket_numel(self, ranks: int) -> int | None:
         """Elements in a bucket; None for one bucket, where nothing overlaps."""
-        overlaps = self.overlap_grad_reduce or self.overlap_param_gather
-        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if overlaps else None
-
-
-class Bucket:
-    """A part of a buffer whose gradients are reduced by one call, once all its parameters are written.
-
-    `rounds`: a bfloat16 copy travels instead of the gradients, and its sum is copied back.
-    """
-
-    def __init__(self, buffer: ParamAndGradBuffer, plan: BucketPlan, *, rounds: bool = False):
-        self.buffer, self.names, self.missing = buffer, plan.names, set(plan.names)
-        self.grads = buffer.grads.data[plan.start : plan.stop]
-        self.params = buffer.params.data[plan.start : plan.stop]
-        self.mine = comm.my_part(plan.stop - plan.start, buffer.shard_axis)
-        self.rounds = rounds and buffer.reduce_axis.size > 1
-        self.reducing: comm.Pending | None = None
-        self.gathering: comm.Pending | None = None
-
-    def start(self) -> None:
-        if self.reducing is None:
-            gradients = self.grads.bfloat16() if self.rounds else self.grads
-            if self.buffer.plan.shards > 1:
-                self.reducing = comm.start_reduce_scatter(gradients, self.buffer.shard_axis)
-            else:
-                self.reducing = comm.start_all_reduce(gradients, self.buffer.reduce_axis)
-
-    def wait(self) -> None:
-        """The rank's part of the bucket, which is all of it without shards, is the sum over all ranks when this returns."""
-        if self.reducing is None:
-            return
-        total, self.reducing = self.reducing.wait(), None
-        if self.buffer.plan.shards > 1:
-            comm.all_reduce(total, self.buffer.replica_axis)
-        if self.rounds or self.buffer.plan.shards > 1:
-            self.grads[self.mine].copy_(total)
-
-    def start_gather(self) -> None:
-        """Begin to fetch what the other ranks have updated of the parameters."""
-        if self.buffer.plan.shards > 1:
-            mine = self.params[self.mine].clone()  # which may not lie where the result goes
-            self.gathering = comm.start_all_gather(mine, self.buffer.shard_axis, out=self.params)
-
-    def finish_gather(self) -> None:
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
+        passes = self.overlap_grad_reduce or self.overlap_param_gather or self.stage > 1
+        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if passes else None
 
 
 class DistributedDataParallel(nn.Module):
@@ -182,18 +148,26 @@ class DistributedDataParallel(nn.Module):
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
             parameter.grad_written = partial(self._count_gradient, name)
             parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
-        items = [Item(name, p.numel(), _buffer_key(p)) for name, p in trained.items()]
+        units = units_of(module)
+        items = [Item(name, p.numel(), _buffer_key(p), units[name]) for name, p in trained.items()]
         self.buffers = [self._buffer(plan, trained) for plan in lay_out(items, cut_of=self._cut)]
         self._microbatches = [MicrobatchGrads(b) for b in self.buffers] if self.config.fixed_order_grad_reduce else []
         self._written: Counter[str] = Counter()  # gradients added to each parameter in this step
         self._expected: Counter[str] | None = None  # in the step before, which is what overlap goes by
         self._buckets = [
-            Bucket(buffer, plan, rounds=self.config.grad_reduce_in_bf16)
+            Bucket(buffer, number, rounds=self.config.grad_reduce_in_bf16)
             for buffer in self.buffers
-            for plan in buffer.plan.buckets
+            for number in range(len(buffer.plan.buckets))
         ]
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
-        if self.config.overlap_param_gather:
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.plan.names}
+        self._travelling: Bucket | None = None  # the one whose gradients are being summed, in stages 2 and 3
+        self._fetcher = None
+        if self.config.stage > 1:
+            for name, parameter in trained.items():
+                parameter.open_grad = self._bucket_of[name].open_grads
+        if self.config.stage == 3:
+            self._fetcher = ParamFetcher(module, self._bucket_of, ahead=self.config.overlap_param_gather)
+        elif self.config.overlap_param_gather:
             for owner in module.modules():
                 self._wait_for_parameters_of(owner)
         self.zero_grad_buffer()
@@ -202,7 +176,7 @@ class DistributedDataParallel(nn.Module):
         """How the buffer of these parameters is divided."""
         reduce_over, _, _ = key
         shards = self.mesh["dp_inner"].size if self.config.stage > 0 else 1
-        return Cut(self.config.bucket_numel(self.mesh.over(reduce_over).size), shards)
+        return Cut(self.config.bucket_numel(self.mesh.over(reduce_over).size), shards, by_unit=self.config.stage == 3)
 
     def _buffer(self, plan: BufferPlan, parameters: dict[str, nn.Parameter]) -> ParamAndGradBuffer:
         reduce_axis, sharded = self.mesh.over(plan.key[0]), plan.shards > 1
@@ -212,13 +186,15 @@ class DistributedDataParallel(nn.Module):
             reduce_axis,
             self.mesh["dp_inner"] if sharded else ALONE,
             self.mesh["dp_outer"] if sharded else reduce_axis,
+            stage=self.config.stage,
             summed_in_shards=not self.config.fixed_order_grad_reduce,
         )
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        for bucket in self._buckets:
-            if _is_tied(bucket.buffer):  # used by the output layer, which does not hold it
-                bucket.finish_gather()
+        if self._fetcher is None:
+            for bucket in self._buckets:
+                if _is_tied(bucket.buffer):  # used by the output layer, which does not hold it
+                    bucket.finish_gather()
         return self.module(*inputs, **options)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
@@ -233,25 +209,32 @@ class DistributedDataParallel(nn.Module):
         """Forget the gradients of the step before."""
         self._expected, self._written = self._written or None, Counter()
         for buffer in self.buffers:
-            buffer.grads.zero()
+            for tensor in buffer.sums.tensors if buffer.grads is None else [buffer.grads.data]:
+                tensor.zero_()
         for bucket in self._buckets:
-            bucket.missing = {name for name in bucket.names if self._expected is None or self._expected[name] > 0}
+            bucket.missing = {name for name in bucket.plan.names if self._expected is None or self._expected[name] > 0}
 
-    def begin_microbatch(self, microbatch: int) -> None:
-        """A backward of this microbatch follows; only a reduction in fixed order asks which."""
-        for grads in self._microbatches:
+    def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
+        """A forward or a backward of this microbatch follows."""
+        if self._fetcher is not None:
+            self._fetcher.begin(backward=backward)
+        for grads in self._microbatches if backward else ():
             grads.begin(microbatch)
 
     def start_grad_reduce(self) -> None:
         """Begin to sum what is not under way; no backward of this chunk may follow before `finish_grad_reduce`."""
-        if not self._microbatches:
-            for bucket in self._buckets:
-                bucket.start()
+        for bucket in self._buckets if not self._microbatches else ():
+            if self.config.stage < 2 or bucket.written:
+                bucket.start_reduce()
 
     def finish_grad_reduce(self) -> None:
         """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns."""
+        if self._fetcher is not None:
+            self._fetcher.release()
         for bucket in self._buckets:
-            bucket.wait()
+            bucket.finish_reduce()
+            if self.config.stage > 1:
+                comm.all_reduce(bucket.sum, bucket.buffer.replica_axis)
         for grads in self._microbatches:
             grads.sum_in_order(self.mesh[ACROSS_STAGES] if _is_tied(grads.buffer) else None)
         for name in self.mesh:
@@ -259,12 +242,15 @@ class DistributedDataParallel(nn.Module):
                 self._sum_partial(name)
         if not self._microbatches:
             for buffer in filter(_is_tied, self.buffers):
-                for start, stop in buffer.summed:
-                    comm.all_reduce(buffer.grads.data[start:stop], self.mesh[ACROSS_STAGES])
+                for tensor in buffer.sums.tensors:
+                    comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
 
     def gather_params(self) -> None:
         """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the next
-        forward, where each module waits for its own; call `finish_param_gather` before anything else reads parameters."""
+        forward, where each module waits for its own; call `finish_param_gather` before anything else reads parameters.
+        In stage 3 each forward fetches for itself."""
+        if self._fetcher is not None:
+            return
         self.finish_param_gather()
         for bucket in reversed(self._buckets):
             bucket.start_gather()
@@ -272,9 +258,20 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_gather()
 
     def finish_param_gather(self) -> None:
-        """Every rank has all parameters of the chunk when this returns."""
+        """Every rank has all parameters of the chunk when this returns; in stage 3, its shards of them and nothing else."""
+        if self._fetcher is not None:
+            self._fetcher.release()
         for bucket in self._buckets:
             bucket.finish_gather()
+
+    def param_shards(self) -> dict[str, tuple[tuple[int, int], Tensor]]:
+        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank owns, and them."""
+        return {
+            slot.name: (buffer.kept(slot), buffer.owned_params.values(slot))
+            for buffer in self.buffers
+            if buffer.stage == 3
+            for slot in buffer.plan.slots
+        }
 
     def _count_gradient(self, name: str) -> None:
         """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will come.
@@ -282,6 +279,9 @@ class DistributedDataParallel(nn.Module):
         A step writes as often as the step before; a bucket whose parameters all have what they expect is complete.
         """
         self._written[name] += 1
+        if self.config.stage > 1:
+            self._sum_when_complete(self._bucket_of[name])
+            return
         if self._expected is None or not self.config.overlap_grad_reduce:
             return
         if self._written[name] > self._expected[name]:
@@ -293,22 +293,38 @@ class DistributedDataParallel(nn.Module):
             self._bucket_of[name].missing.discard(name)
             self._start_complete_buckets()
 
+    def _sum_when_complete(self, bucket: Bucket) -> None:
+        """Stages 2 and 3: hand a microbatch's gradients on as soon as the bucket has them all, one bucket at a time travelling. A
+        bucket that is written less often than said is summed at the end of the step, one that is written more often is twice."""
+        bucket.written += 1
+        bucket.written_now += 1
+        if self._fetcher is not None and bucket.written_now == bucket.uses:
+            bucket.release_params()
+        if bucket.written < bucket.uses:
+            return
+        if self._travelling is not None:
+            self._travelling.finish_reduce()
+        bucket.start_reduce()
+        self._travelling = bucket
+        if not self.config.overlap_grad_reduce:
+            bucket.finish_reduce()
+
     def _start_complete_buckets(self) -> None:
         """Begin to sum buckets in their order, which is the same on all ranks, up to the first incomplete one."""
         for bucket in self._buckets:
             if bucket.missing:
                 return
-            bucket.start()
+            bucket.start_reduce()
 
     def _sum_partial(self, axis_name: str) -> None:
         """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism, shared key/value
         heads), in one message."""
         for buffer in self.buffers:
             parts = [
-                buffer.grads.data[start:stop]
+                buffer.sums.at(start, stop)
                 for slot in buffer.plan.slots
                 for first, last in _partial_runs(buffer.parameters[slot.name], axis_name)
-                for start, stop in overlaps(buffer.summed, slot.start + first, slot.start + last)
+                for start, stop in overlaps(buffer.sums.held, slot.start + first, slot.start + last)
             ]
             if not parts or self.mesh[axis_name].size == 1:
                 continue
@@ -349,6 +365,6 @@ def _is_tied(buffer: ParamAndGradBuffer) -> bool:
 def _move_to_main_grad(parameter: nn.Parameter) -> None:
     """Add what autograd has left in `.grad`. A linear layer has written into the buffer itself, and left nothing."""
     if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)
+        open_main_grad(parameter).add_(parameter.grad)
         parameter.grad = None
-        parameter.grad_written()
+        grad_was_added(parameter)

@@ -21,6 +21,7 @@ class Item:
     name: str
     numel: int
     key: Hashable  # parameters of one key share a buffer
+    unit: Hashable = None  # those of one unit are used together
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,11 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a buffer is divided: into buckets of about `bucket` elements (None: one), each into `shards` equal parts."""
+    """How a buffer is divided: into buckets of about `bucket` elements (None: one) or one a unit, each into `shards` equal parts."""
 
     bucket: int | None = None
     shards: int = 1
+    by_unit: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def _lay_out_buffer(key: Hashable, items: list[Item], align: int, cut: Cut) -> B
         slots.append(Slot(item.name, at, at + item.numel))
         names.append(item.name)
         at = _round_up(at + item.numel, align)
-        if i + 1 == len(items) or (cut.bucket is not None and at - start >= cut.bucket):
+        is_full = cut.bucket is not None and at - start >= cut.bucket
+        if i + 1 == len(items) or (items[i + 1].unit != item.unit if cut.by_unit else is_full):
             at = start + _round_up(at - start, align * cut.shards)
             buckets.append(BucketPlan(start, at, tuple(names)))
             start, names = at, []

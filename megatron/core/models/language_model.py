@@ -53,6 +53,8 @@ class TransformerLanguageModel(nn.Module):
         )
         if post_process:
             self.output_layer = LanguageModelHead(config, vocab_size, tp=tp, shares_table=tied and pre_process)
+        if tied and pre_process and post_process:
+            self.embedding.word_embeddings.weight.uses = 2
         self._input_tensor: Tensor | None = None
 
     def set_input_tensor(self, x: Tensor | None) -> None:

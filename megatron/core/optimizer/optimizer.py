@@ -114,7 +114,7 @@ class FlatOptimizer:
         self.buffers, self.config, self.mesh, self.scaler = list(buffers), config, mesh, scaler
         self.fixed_order = fixed_order
         self.shard_axis = self.buffers[0].shard_axis if self.buffers else ALONE
-        self.device = self.buffers[0].grads.data.device if self.buffers else device
+        self.device = self.buffers[0].device if self.buffers else device
         self.masters = [_master_of(buffer) for buffer in self.buffers]
         self.moments = {kind: [master.zeros_like() for master in self.masters] for kind in config.moments}
         self.step_count = 0  # updates that the moments have seen
@@ -130,7 +130,7 @@ class FlatOptimizer:
             for group, first, last in runs(buffer.plan.slots, labels):
                 for start, stop in overlaps(buffer.owned, first, last):
                     segment = self.masters[i].at(start, stop)
-                    segment.grad = buffer.grads.data[start:stop]
+                    segment.grad = buffer.sums.at(start, stop)
                     segments.setdefault(group, []).append(segment)
                     states[segment] = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
         options = [{"params": held, "rule": group} for group, held in segments.items()]  # the rest comes with each step
@@ -170,8 +170,8 @@ class FlatOptimizer:
         """All sums of gradients that this rank has, in parts: weight 1 where it speaks for them, else 0."""
         for buffer, counted in zip(self.buffers, self._counted):
             for weight, first, last in _weighted(counted, buffer.plan.numel):
-                for start, stop in overlaps(buffer.summed, first, last):
-                    yield weight, buffer.grads.data[start:stop]
+                for start, stop in overlaps(buffer.sums.held, first, last):
+                    yield weight, buffer.sums.at(start, stop)
 
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
         """Divide the gradient by `divisor`, then scale it down to `clip_grad` if it is longer; returns its norm between the two.
@@ -184,8 +184,8 @@ class FlatOptimizer:
         factor = (limit if limit < 1 else 1.0) / divisor  # a norm that is no number limits nothing
         if factor != 1:
             for buffer in self.buffers:
-                for start, stop in buffer.summed:
-                    buffer.grads.data[start:stop].mul_(factor)
+                for gradients in buffer.sums.tensors:
+                    gradients.mul_(factor)
         return norm
 
     def step(self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None) -> None:
@@ -212,7 +212,7 @@ class FlatOptimizer:
         """(parameters, masters) that this rank owns, where these are not the same memory."""
         for buffer, master in zip(self.buffers, self.masters):
             if buffer.is_half_precision:
-                yield buffer.shard_of(buffer.params), master
+                yield buffer.owned_params, master
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter, or, of a
@@ -232,11 +232,10 @@ class FlatOptimizer:
     def kept_of(self) -> dict[str, tuple[int, int]]:
         """Of each parameter that lies in shards, the elements (start, stop), in row-major order, whose state this rank keeps."""
         return {
-            slot.name: (start - slot.start, stop - slot.start)
+            slot.name: buffer.kept(slot)
             for buffer in self.buffers
             if buffer.plan.shards > 1
             for slot in buffer.plan.slots
-            for start, stop in overlaps(buffer.owned, slot.start, slot.stop) or [(slot.start, slot.start)]
         }
 
     def set_step_count(self, steps: int) -> None:
@@ -271,17 +270,15 @@ _UPDATERS = {"adam": _adam, "sgd": _sgd}
 
 
 def _master_of(buffer: ParamAndGradBuffer) -> Shard:
-    mine = buffer.shard_of(buffer.params)
+    mine = buffer.owned_params
     if not buffer.is_half_precision:
         return mine
-    return Shard(mine.held, [tensor.to(buffer.grads.dtype) for tensor in mine.tensors])
+    return Shard(mine.held, [tensor.to(buffer.grad_dtype) for tensor in mine.tensors])
 
 
 def _values(flat: Shard, buffer: ParamAndGradBuffer, slot: Slot) -> Tensor:
-    if buffer.plan.shards == 1:
-        return flat.at(slot.start, slot.stop).view(buffer.parameters[slot.name].shape)
-    mine = overlaps(flat.held, slot.start, slot.stop)
-    return flat.at(*mine[0]) if mine else flat.tensors[0][:0]
+    values = flat.values(slot)
+    return values.view(buffer.parameters[slot.name].shape) if buffer.plan.shards == 1 else values
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:

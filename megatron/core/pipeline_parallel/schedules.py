@@ -144,8 +144,7 @@ def _beginner(by_stage: Mapping[int, nn.Module], mesh: Mesh, micro_batch_size: i
         first = first_sample + (action.microbatch * dp.size + dp.rank) * micro_batch_size
         for one in keys:
             one.samples = tuple(range(first, first + micro_batch_size))
-        if action.op is not Op.F:
-            _call(by_stage[action.stage], "begin_microbatch", action.microbatch)
+        _call(by_stage[action.stage], "begin_microbatch", action.microbatch, backward=action.op is not Op.F)
 
     return begin
 
@@ -166,7 +165,7 @@ def _finish(chunks: Sequence[nn.Module], mesh: Mesh, tokens: torch.Tensor | floa
                     parameter.grad.mul_(share)
 
 
-def _call(chunk: nn.Module, method: str, *arguments: Any) -> None:
+def _call(chunk: nn.Module, method: str, *arguments: Any, **named: Any) -> None:
     """A method that DistributedDataParallel has and a plain module has not."""
     if hasattr(chunk, method):
-        getattr(chunk, method)(*arguments)
+        getattr(chunk, method)(*arguments, **named)

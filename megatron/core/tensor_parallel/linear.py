@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
+from megatron.core.main_grad import grad_was_added, open_main_grad
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -26,12 +27,11 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     grad: [..., out], x: [..., in], weight: [out, in].
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad = open_main_grad(weight)
     if main_grad is None:
         return grad.t() @ x
     _accumulate_for(grad.device, main_grad.dtype, grad.dtype)(main_grad, grad, x)
-    if (written := getattr(weight, "grad_written", None)) is not None:
-        written()
+    grad_was_added(weight)
     return None
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.core.main_grad import grad_was_added, open_main_grad
+
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
@@ -19,7 +21,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor | None]:
         (ids,), table = ctx.saved_tensors, ctx.table
-        main_grad = getattr(table, "main_grad", None)
+        main_grad = open_main_grad(table)
         if main_grad is None:
             return None, _sums_of_rows(grad, ids, table.shape[0])
         grad = grad.to(main_grad.dtype)
@@ -28,8 +30,7 @@ class _Lookup(torch.autograd.Function):
             main_grad.index_add_(0, occurring, _sums_of_rows(grad, position, len(occurring)))
         else:
             main_grad.add_(_sums_of_rows(grad, ids, table.shape[0]))
-        if (written := getattr(table, "grad_written", None)) is not None:
-            written()
+        grad_was_added(table)
         return None, None
 
 

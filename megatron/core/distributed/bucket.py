@@ -1,0 +1,91 @@
+"""A bucket: the part of a buffer whose gradients are summed by one call, and whose parameters are gathered by one."""
+
+from megatron.core import comm
+from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
+
+
+class Bucket:
+    """Bucket `number` of a buffer. Every rank of the buffer's axes must make the same calls in the same order.
+
+    `rounds`: a bfloat16 copy of the gradients travels, and what comes back is widened.
+    """
+
+    def __init__(self, buffer: ParamAndGradBuffer, number: int, *, rounds: bool = False):
+        self.buffer, self.plan = buffer, buffer.plan.buckets[number]
+        start, stop = self.plan.start, self.plan.stop
+        self.missing = set(self.plan.names)  # parameters whose gradient is still to come in this step
+        self.uses = sum(getattr(buffer.parameters[name], "uses", 1) for name in self.plan.names)  # in one backward
+        self.written = 0  # gradients added since the last sum
+        self.written_now = 0  # in this action; of a backward whose weight gradients are put off, fewer than `uses`
+        part = comm.my_part(stop - start, buffer.shard_axis)
+        mine = (start + part.start, start + part.stop)
+        self.sum, self.owned_params = buffer.sums.at(*mine), buffer.owned_params.at(*mine)
+        self._part, self._rounds = part, rounds and buffer.reduce_axis.size > 1
+        self._params = buffer.params_of[number] if buffer.params_of else None
+        self._grads = buffer.grads_of[number] if buffer.grads_of else None
+        self._span = slice(start, stop)
+        self._reducing: comm.Pending | None = None
+        self._gathering: comm.Pending | None = None
+
+    # ---------------------------------------------------------------- gradients
+
+    def open_grads(self) -> None:
+        """Make room for gradients that are about to be added (stages 2 and 3)."""
+        self.finish_reduce()
+        if not self._grads.is_open:
+            self._grads.open().zero_()
+
+    def start_reduce(self) -> None:
+        """Begin to sum the gradients over the ranks, once."""
+        if self._reducing is not None:
+            return
+        gradients = self.buffer.grads.data[self._span] if self._grads is None else self._grads.data
+        gradients = gradients.bfloat16() if self._rounds else gradients
+        if self.buffer.stage == 0:
+            self._reducing = comm.start_all_reduce(gradients, self.buffer.reduce_axis)
+        else:
+            self._reducing = comm.start_reduce_scatter(gradients, self.buffer.shard_axis)
+
+    def finish_reduce(self) -> None:
+        """`sum`, the rank's part, is summed over all ranks when this returns; in stages 2 and 3 over those of shard_axis, and
+        added to what earlier microbatches gave."""
+        if self._reducing is None:
+            return
+        total, self._reducing, self.written = self._reducing.wait(), None, 0
+        if self._grads is not None:
+            self.sum.add_(total)
+            self._grads.release()
+            return
+        if self.buffer.stage == 1:
+            comm.all_reduce(total, self.buffer.replica_axis)
+        if self._rounds or self.buffer.stage == 1:
+            self.sum.copy_(total)
+
+    # ---------------------------------------------------------------- parameters
+
+    def start_gather(self) -> None:
+        """Begin to fetch the other ranks' parts of the parameters."""
+        if self._gathering is not None or (self._params is not None and self._params.is_open):
+            return
+        if self._params is not None:
+            out = self._params.open()
+            if self.buffer.shard_axis.size == 1:
+                out.copy_(self.owned_params)
+            self._gathering = comm.start_all_gather(self.owned_params, self.buffer.shard_axis, out=out)
+        elif self.buffer.shard_axis.size > 1:
+            mine = self.owned_params.clone()  # which may not lie where the result goes
+            self._gathering = comm.start_all_gather(
+                mine, self.buffer.shard_axis, out=self.buffer.params.data[self._span]
+            )
+
+    def finish_gather(self) -> None:
+        """The parameters are all there when this returns."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release_params(self) -> None:
+        """Keep the owned part only (stage 3)."""
+        self.finish_gather()
+        if self._params is not None:
+            self._params.release()

@@ -1,0 +1,114 @@
+"""ZeRO stage 3: a unit's parameters are fetched before it is used, forward and backward, and given up after.
+
+A unit is what is used together: a layer of a list of layers, or, outside of lists, a module that holds parameters itself. Hooks say
+when it is used. In a backward a unit's parameters stay until their gradients are complete; recomputation inside a backward fetches,
+and leaves giving up to that. So a layer with a backward of its own must compute its input's gradient before the last one of its
+parameters, as ours do.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.distributed.bucket import Bucket
+
+
+def units_of(module: nn.Module) -> dict[str, str]:
+    """The unit of every parameter, by the names of both."""
+    listed = _listed(module)
+    return {
+        f"{owner}.{name}" if owner else name: _outermost(owner, listed)
+        for owner, holder in module.named_modules()
+        for name, _ in holder.named_parameters(recurse=False)
+    }
+
+
+def _listed(module: nn.Module) -> set[str]:
+    """The names of modules that stand in a list of modules."""
+    return {
+        f"{name}.{child}" if name else child
+        for name, parent in module.named_modules()
+        if isinstance(parent, nn.ModuleList | nn.ModuleDict)
+        for child, _ in parent.named_children()
+    }
+
+
+def _outermost(owner: str, listed: set[str]) -> str:
+    """The first of a module's ancestors, and itself, that stands in a list, or itself."""
+    parts = owner.split(".")
+    above = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next((name for name in above if name in listed), owner)
+
+
+class ParamFetcher:
+    """Hooks on the units of a model chunk. With `ahead` the next unit's parameters travel while one computes."""
+
+    def __init__(self, module: nn.Module, bucket_of: Mapping[str, Bucket], *, ahead: bool):
+        self.ahead, self.in_backward = ahead, False
+        self._bucket_of = {id(p): bucket_of[name] for name, p in module.named_parameters() if name in bucket_of}
+        self._buckets = list(dict.fromkeys(bucket_of.values()))
+        self._needs: dict[str, list[Bucket]] = {}  # of each unit, when last used
+        self._order: list[str] = []  # units as the first forward used them
+        units, listed = units_of(module), _listed(module)
+        alone = [
+            name for name, used in module.named_modules() if not any(used.children())
+        ]  # perhaps with a table of others
+        for unit in dict.fromkeys((*units.values(), *(_outermost(name, listed) for name in alone))):
+            held = list(dict.fromkeys(bucket_of[name] for name in bucket_of if units[name] == unit))
+            used = module.get_submodule(unit)
+            used.register_forward_pre_hook(partial(self._before_forward, unit, held))
+            used.register_forward_hook(partial(self._after_forward, unit))
+
+    def begin(self, *, backward: bool) -> None:
+        """Before the forward or the backward of a microbatch."""
+        self.release()
+        self.in_backward = backward
+        for bucket in self._buckets:
+            bucket.written_now = 0
+
+    def release(self) -> None:
+        """Keep what this rank owns only."""
+        for bucket in self._buckets:
+            bucket.release_params()
+
+    def _before_forward(self, unit: str, held: list[Bucket], _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        lent = [
+            self._bucket_of[id(x)] for x in inputs if id(x) in self._bucket_of
+        ]  # a tied table, held by another unit
+        self._needs[unit] = list(dict.fromkeys((*held, *lent)))
+        if self._needs[unit]:
+            self._fetch(unit, +1)
+
+    def _after_forward(self, unit: str, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        for x in _tensors(output) if self._needs[unit] else ():
+            if x.requires_grad:
+                x.register_hook(partial(self._before_backward, unit))
+        if not self.in_backward:
+            for bucket in self._needs[unit]:
+                bucket.release_params()
+
+    def _before_backward(self, unit: str, _: Tensor) -> None:
+        self._fetch(unit, -1)
+
+    def _fetch(self, unit: str, direction: int) -> None:
+        for bucket in self._needs[unit]:
+            bucket.start_gather()
+        for bucket in self._needs[unit]:
+            bucket.finish_gather()
+        if unit not in self._order:
+            self._order.append(unit)
+        after = self._order.index(unit) + direction
+        recomputes = self.in_backward and direction > 0
+        if self.ahead and not recomputes and 0 <= after < len(self._order):
+            for bucket in self._needs[self._order[after]]:
+                bucket.start_gather()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for part in output:
+            yield from _tensors(part)

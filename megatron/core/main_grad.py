@@ -1,0 +1,21 @@
+"""How a gradient is handed over: where it is added, and that it was.
+
+`DistributedDataParallel` sets on each parameter that it trains: `main_grad`, a view of a gradient buffer; `grad_written()`, to be
+called once for each gradient that was added; and, where the buffer's memory comes and goes (ZeRO stages 2 and 3), `open_grad()`. A
+model says in `uses` of a parameter how many gradients one backward adds, where that is not one (a tied word table: two). A layer that adds gradients itself, instead of leaving them to autograd, goes through these two functions.
+"""
+
+from torch import Tensor, nn
+
+
+def open_main_grad(parameter: nn.Parameter | Tensor) -> Tensor | None:
+    """Where gradients of the parameter are added, ready to be; None where it has no buffer."""
+    if (open_grad := getattr(parameter, "open_grad", None)) is not None:
+        open_grad()
+    return getattr(parameter, "main_grad", None)
+
+
+def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
+    """Say that the gradient of one use is in `main_grad`."""
+    if (written := getattr(parameter, "grad_written", None)) is not None:
+        written()
