@@ -33,7 +33,7 @@ def test_a_job_is_watched_over_a_restart(tmp_path):
     entries = read(metrics)
     assert [(e["kind"], e["iteration"]) for e in entries if e["kind"] != "inspect"] == [
         ("interval", 1), ("interval", 2), ("validation", 2), ("interval", 3), ("interval", 4), ("validation", 4),
-        ("validation", 4), ("validation", 4),
+        ("validation", 4),
     ]  # fmt: skip
     assert {e["iteration"] for e in entries if e["kind"] == "inspect"} == {3}
     (root / "latest_checkpointed_iteration.txt").write_text("2\n")

@@ -32,7 +32,7 @@ REFUSALS = {
     "empty value": (1, MOCK + "--save ''", ["--save", "the value is empty", "leave the flag out"]),
     "not a choice": (1, MOCK + "--normalization Batch", ["--normalization", "'Batch'", "LayerNorm, RMSNorm"]),
     "renamed": (1, MOCK + "--batch-size 4", ["--batch-size: was renamed", "use --micro-batch-size"]),
-    "not built": (1, MOCK + "--use-megatron-fsdp", ["--use-megatron-fsdp: there is one data-parallel wrapper", "use --use-distributed-optimizer"]),
+    "not built": (1, MOCK + "--use-megatron-fsdp", ["--use-megatron-fsdp: there is one data-parallel wrapper", "use --zero-stage 3"]),
     "experts": (1, MOCK + "--num-experts 8", ["--num-experts: mixtures of experts are not built yet", "leave it out"]),
     "context parallel": (2, MOCK + "--context-parallel-size 2", ["--context-parallel-size is 2", "use 1"]),
     "contradiction": (
