@@ -7,6 +7,8 @@
         job.kill(1)
         outcome = job.wait(timeout=30)
 
+pretrain_gpt.py is forked from a process that has imported torch already (`nursery.py`); anything else is started from nothing.
+
 Every line that looks like a training or validation line must match the format that scripts parse, to the blank.
 """
 
@@ -21,6 +23,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from nursery import Child, born
 
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT = str(ROOT / "pretrain_gpt.py")
@@ -115,20 +119,25 @@ class Job:
         """commands: of each rank, what follows `python`. launcher: whose variables they are given."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._began = time.monotonic()
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[subprocess.Popen | Child] = []
         port = free_port()
         for rank, command in enumerate(commands):
             self.processes.append(self._start(rank, command, _environment(rank, len(commands), port, launcher)))
 
-    def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
-        with open(self._path(rank, "out"), "wb") as out, open(self._path(rank, "err"), "wb") as err:
+    def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen | Child:
+        out, err, folder = self._path(rank, "out"), self._path(rank, "err"), self._folder.name
+        for path in (out, err):
+            path.touch()
+        if command[0] == PRETRAIN_GPT:
+            return born(command, environment, folder, out, err)
+        with out.open("wb") as out_file, err.open("wb") as err_file:
             return subprocess.Popen(
                 [sys.executable, *command],
                 env=environment,
-                cwd=self._folder.name,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                stdout=out_file,
+                stderr=err_file,
                 start_new_session=True,  # so that a process which starts others is ended with them
             )
 
