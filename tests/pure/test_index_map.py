@@ -81,11 +81,14 @@ def test_sample_index_of_small_cases(lengths, s, x, k, rows):
     assert index.dtype == np.int32
 
 
-def test_sample_index_is_the_same_whatever_number_of_rows_is_computed_at_once(monkeypatch):
+def test_sample_index_is_the_same_however_much_is_computed_at_once(monkeypatch):
     lengths = np.random.RandomState(0).randint(0, 20, 300).astype(np.int32)
     whole = build_sample_index(lengths, np.arange(300), 900, 3, 1)
-    monkeypatch.setattr("megatron.core.datasets.index_map._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("megatron.core.datasets.index_map._AT_ONCE", 7)
     assert np.array_equal(whole, build_sample_index(lengths, np.arange(300), 900, 3, 1))
+    lengths[13:40] = 400  # many blocks of rows within a block of documents
+    walked = walk(lengths.tolist(), range(300), 3000, 3, 0)
+    assert build_sample_index(lengths, np.arange(300), 3000, 3, 0).tolist() == [list(row) for row in walked]
 
 
 def test_sample_index_widens_with_the_longest_document():
