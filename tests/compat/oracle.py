@@ -41,8 +41,6 @@ class Tokenizer:
 def gpt_config(seed: int, seq_length: int, cache: str, tokenizer: dict | None = None, **options) -> GPTDatasetConfig:
     defaults = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, "split": "1"}
     settings = defaults | {"blend": (["unused"], None)} | options
-    if "split_per_file" in settings:
-        settings.pop("split_per_file")
     tokenizer = Tokenizer(**(tokenizer or {"vocab_size": 1000, "eod": 999, "pad": 998}))
     return GPTDatasetConfig(
         random_seed=seed, sequence_length=seq_length, path_to_cache=cache, tokenizer=tokenizer, **settings
@@ -72,6 +70,12 @@ def blending(weights, size):
     return {"dataset_index": chosen, "dataset_sample_index": numbers}
 
 
+def normalize(weights):
+    from megatron.core.datasets.utils import normalize
+
+    return {"shares": np.array(normalize(weights))}
+
+
 def exhaustive_blending(sizes):
     from megatron.core.datasets import helpers
 
@@ -83,6 +87,7 @@ def exhaustive_blending(sizes):
 
 def blended_run(sizes, items, blend=None, blend_per_split=None, **config):
     """Whole data sets as a training script builds them: of each split its length and its first items."""
+    with_processes()
     given = {}
     if blend:
         given = {"blend": (blend[0], blend[1])}
@@ -133,7 +138,7 @@ def masked_config(cls, seed, seq_length, cache, vocab_words, **options):
 
 
 def with_processes():
-    """The masked data sets ask torch.distributed for their rank, even alone."""
+    """Blends and masked data sets ask torch.distributed for their rank, even alone."""
     if not torch.distributed.is_initialized():
         store = torch.distributed.FileStore(os.path.join(output, "store"), 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -160,7 +165,7 @@ def t5(**case):
 
 
 KINDS: dict[str, types.FunctionType] = {
-    f.__name__: f for f in (gpt, blending, exhaustive_blending, blended_run, write, read, bert, t5)
+    f.__name__: f for f in (gpt, blending, normalize, exhaustive_blending, blended_run, write, read, bert, t5)
 }
 with open(cases_path) as file:
     for number, (kind, case) in enumerate(json.load(file)):

@@ -11,11 +11,15 @@ import os
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
 
@@ -124,3 +128,80 @@ def test_multimodal_files_of_either_are_read_by_the_other(ask, tmp_path):
         assert theirs.with_suffix(ending).read_bytes() == ours.with_suffix(ending).read_bytes()
     assert read["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
     assert read["modes"].tolist() == IndexedDataset(ours, multimodal=True).sequence_modes.tolist() == [0, 1, 2]
+
+
+def test_blends_choose_the_same_data_sets(ask):
+    dice = random.Random(3)
+    blends = [[dice.random() + 1e-3 for _ in range(dice.choice([1, 2, 3, 11, 12, 13, 40]))] for _ in range(150)]
+    blends += [[dice.choice([1, 1, 2, 5]) for _ in range(dice.randint(1, 20))] for _ in range(50)]  # ties
+    sizes = [dice.choice([0, 1, 7, 3000]) for _ in blends]
+    answers = ask([("blending", {"weights": weights, "size": size}) for weights, size in zip(blends, sizes)])
+    for weights, size, answer in zip(blends, sizes, answers):
+        # The oracle adds the weights one by one here; the last bit of the sum is no matter of this test.
+        shares = [weight / sum(weights) for weight in weights]
+        for name, array in weighted_indices(shares, size)._asdict().items():
+            assert_same(array, answer[name])
+
+
+def test_exhaustive_blends_choose_the_same_data_sets(ask):
+    dice = random.Random(4)
+    cases = [[dice.choice([1, 1, 5, dice.randint(1, 300)]) for _ in range(dice.randint(1, 20))] for _ in range(100)]
+    answers = ask([("exhaustive_blending", {"sizes": sizes}) for sizes in cases])
+    for sizes, answer in zip(cases, answers):
+        for name, array in exhaustive_indices(sizes)._asdict().items():
+            assert_same(array, answer[name])
+
+
+def random_run(dice: random.Random, prefixes: list[str]) -> dict:
+    """A whole run's data, by blends of the one kind or the other."""
+
+    def blend() -> tuple[list[str], list[float] | None]:
+        chosen = dice.sample(prefixes, dice.randint(1, len(prefixes)))
+        return chosen, dice.choice([None, [dice.random() + 0.01 for _ in chosen]])
+
+    case: dict = {"seed": dice.randrange(2**31), "seq_length": dice.choice([3, 8]), "items": 60}
+    case["sizes"] = [dice.randint(1, 300) for _ in range(3)]
+    if dice.random() < 0.5:
+        case |= {"blend": blend(), "split": dice.choice(["6,2,2", "5,5,0", "1"])}
+    else:
+        case["blend_per_split"] = [blend(), dice.choice([None, blend()]), dice.choice([None, blend()])]
+    return case
+
+
+def words_of(blend: tuple[list[str], list[float] | None] | None) -> list[str] | None:
+    """As the command line spells a blend."""
+    if blend is None:
+        return None
+    prefixes, weights = blend
+    return prefixes if weights is None else [word for pair in zip(map(repr, weights), prefixes) for word in pair]
+
+
+def test_whole_runs_read_the_same_samples(ask, tmp_path):
+    dice = random.Random(11)
+    prefixes = []
+    for i in range(13):
+        with IndexedDatasetWriter(tmp_path / f"data{i}", np.uint16) as writer:
+            for _ in range(dice.randint(20, 60)):
+                writer.add_document([dice.randrange(900) for _ in range(dice.randint(5, 30))])
+        prefixes.append(str(tmp_path / f"data{i}"))
+    cases = [random_run(dice, prefixes) for _ in range(60)]
+    answers = ask([("blended_run", {**case, "cache": str(tmp_path / "theirs")}) for case in cases])
+    tokenizer = types.SimpleNamespace(vocab_size=1000, eod=999, pad=998)
+    for case, answer in zip(cases, answers):
+        paths = {"data_path": words_of(case.get("blend")), "split": case.get("split")}
+        for name, blend in zip(("train", "valid", "test"), case.get("blend_per_split", [])):
+            paths[f"{name}_data_path"] = words_of(blend)
+        config = DataConfig(seq_length=case["seq_length"], data_cache_path=str(tmp_path / "ours"), **paths)
+        datasets = build_gpt_datasets(config, tokenizer, case["sizes"], case["seed"])
+        for name, dataset in zip(("train", "valid", "test"), datasets):
+            assert answer[f"{name}_length"] == (-1 if dataset is None else len(dataset)), case
+            if dataset is not None:
+                tokens = [dataset[i]["tokens"] for i in range(min(60, len(dataset)))]
+                assert np.array_equal(tokens, answer[f"{name}_tokens"]), case
+
+
+def test_weights_are_normalized_to_the_last_bit(ask):
+    dice = random.Random(5)
+    cases = [[dice.random() for _ in range(dice.randint(1, 300))] for _ in range(200)]
+    for weights, answer in zip(cases, ask([("normalize", {"weights": weights}) for weights in cases])):
+        assert normalized(weights) == answer["shares"].tolist()

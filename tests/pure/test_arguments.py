@@ -99,7 +99,7 @@ MIXED_FIELDS = {
             LLAMA_8B_FIELDS,
             {
                 *("--use-mcore-models", "--transformer-impl", "--use-flash-attn", "--cross-entropy-loss-fusion"),
-                *("--calculate-per-token-loss", "--no-mmap-bin-files", "--no-create-attention-mask-in-dataloader"),
+                *("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader"),
                 *("--num-workers", "--no-load-rng"),
             },
         ),
@@ -370,7 +370,7 @@ RULES = [
     ("--lr-warmup-iters -5", "--lr-warmup-iters is -5; it must not be negative"),
     ("--lr-decay-iters 0", "--lr-decay-iters is 0; it must be at least 1"),
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes is 0; it must be at least 1"),
-    ("--data-path a b", "--data-path takes one prefix, given a b: blends are not built yet; merge the data first"),
+    ("--data-path 0 a", "--data-path: weight 0.0 of a must be a positive number; leave the data set out or give it a share"),
     ("--seq-length 0", "--seq-length (0) must be at least 1"),
     ("--mock-data --split 9,1,0", "--split 9,1,0 has no meaning with --mock-data; leave one of them out"),
     ("--reset-position-ids", "--reset-position-ids is not built yet; leave it out"),

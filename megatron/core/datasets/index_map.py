@@ -205,6 +205,13 @@ def check_enough_tokens(lengths: np.ndarray, request: IndexRequest) -> None:
         )
 
 
+def number_of_samples(lengths: np.ndarray, request: IndexRequest) -> int:
+    """K, the length of the data set that `build_indices` gives, without building it. Raises as `check_enough_tokens` does."""
+    check_enough_tokens(lengths, request)
+    tokens = split_tokens(lengths, request)
+    return samples_in(num_epochs(tokens, request) * tokens, request)
+
+
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
     """All three arrays. lengths: tokens of every sequence of the file, by id. Raises as `check_enough_tokens` does."""
     check_enough_tokens(lengths, request)
