@@ -6,6 +6,7 @@
 It runs in a process of its own (`oracle.py`), since it is called `megatron` too, and its results come back as files.
 """
 
+import itertools
 import json
 import os
 import random
@@ -16,12 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.gpt import build_gpt_datasets
+from megatron.core.datasets.gpt import GPTDataset, TokenRules, build_gpt_datasets
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
+from megatron.core.transformer.core_attention import Documents
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")
 pytestmark = pytest.mark.skipif(
@@ -105,6 +108,32 @@ def test_gpt_indices_are_equal_on_hundreds_of_configurations(ask, tmp_path):
     for (_, ours), answer in zip(possible, answers):
         for name, array in ours._asdict().items():
             assert_same(array, answer[name])
+
+
+def test_gpt_items_are_equal_with_every_rule(ask, tmp_path):
+    dice = random.Random(9)
+    prefix = write_random(tmp_path / "data", dice)
+    cases = []
+    for flags in itertools.product([False, True], repeat=3):
+        rules = dict(zip(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), flags))
+        for pad in (998, 999, 5):
+            tokenizer = {"vocab_size": 1000, "eod": 999, "pad": pad}
+            case = random_gpt_case(dice, prefix, str(tmp_path / "cache")) | {"num_samples": 40, "split": "valid"}
+            cases.append(case | rules | {"items": 40, "tokenizer": tokenizer, "add_extra_token_to_sequence": True})
+    for case, answer in zip(cases, ask([("gpt", {**case, "allow_ambiguous_pad_tokens": True}) for case in cases])):
+        tokenizer, indexed = case["tokenizer"], IndexedDataset(prefix)
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        rules = TokenRules(1000, 999, tokenizer["pad"], *(case[name] for name in names))
+        dataset = GPTDataset(
+            indexed, build_indices(indexed.sequence_lengths, request_of(case)), case["seq_length"], rules
+        )
+        for i in range(min(40, len(dataset))):
+            for name, array in dataset[i].items():
+                if name != "document_ids":
+                    assert np.array_equal(array, answer[f"item_{name}"][i]), (case, i, name)
+            if case["reset_attention_mask"]:
+                mask = Documents(torch.from_numpy(dataset[i]["document_ids"])[None]).mask[0]
+                assert np.array_equal(mask, answer["item_attention_mask"][i])
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(d).name for d in DTYPES.values()])

@@ -373,8 +373,6 @@ RULES = [
     ("--data-path 0 a", "--data-path: weight 0.0 of a must be a positive number; leave the data set out or give it a share"),
     ("--seq-length 0", "--seq-length (0) must be at least 1"),
     ("--mock-data --split 9,1,0", "--split 9,1,0 has no meaning with --mock-data; leave one of them out"),
-    ("--reset-position-ids", "--reset-position-ids is not built yet; leave it out"),
-    ("--reset-attention-mask", "--reset-attention-mask is not built yet; leave it out"),
     ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
     ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),

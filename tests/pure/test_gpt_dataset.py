@@ -109,6 +109,25 @@ def test_eod_mask_loss_reaches_the_samples(data):
         assert (masked[i]["loss_mask"] == (masked[i]["tokens"] != EOD)).all()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "positions", "documents"),
+    [
+        ([1, 2, 8, 3, 4, 5], [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1]),
+        ([8, 8, 3, 8, 1, 8], [0, 0, 0, 1, 0, 1], [0, 1, 2, 2, 3, 3]),  # a document of its end alone
+        ([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_document_ends_with_its_eod_token(tokens, positions, documents):
+    text = np.array([*tokens, 7])
+    plain = training_item(text, TokenRules(9, eod_id=8))
+    assert plain["position_ids"].tolist() == list(range(6))
+    assert "document_ids" not in plain
+    item = training_item(text, TokenRules(9, eod_id=8, reset_position_ids=True, reset_attention_mask=True))
+    assert item["position_ids"].tolist() == positions
+    assert item["document_ids"].tolist() == documents
+    assert all(np.array_equal(item[key], plain[key]) for key in ("tokens", "labels", "loss_mask"))
+
+
 def test_splits_share_no_document(data):
     for dataset, ids in zip(build(data), (range(48), range(48, 54), range(54, 60))):
         assert set(dataset.indices.document_index.tolist()) == set(ids)
@@ -295,14 +314,11 @@ def test_too_few_tokens_for_one_sample_warns_that_they_repeat(data):
 
 def test_config_problems_are_collected():
     with pytest.raises(ConfigError) as caught:
-        DataConfig(
-            data_path=["0.5", "a", "-1", "b"], seq_length=0, mid_level_dataset_surplus=-1.0, reset_position_ids=True
-        )
+        DataConfig(data_path=["0.5", "a", "-1", "b"], seq_length=0, mid_level_dataset_surplus=-1.0)
     assert [problem.split()[0] for problem in caught.value.problems] == [
         "--data-path:",
         "--mid-level-dataset-surplus",
         "--seq-length",
-        "--reset-position-ids",
     ]
     with pytest.raises(ConfigError, match="--split 1,1,1 has no meaning with --mock-data"):
         DataConfig(mock_data=True, split="1,1,1")

@@ -45,8 +45,10 @@ class DataConfig:
     mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of mapping them into memory")
     mock_data: bool = knob(False, "train on made-up, learnable token sequences instead of files")
     eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
-    reset_position_ids: bool = knob(False, "restart positions after each end-of-document token (not built yet)")
-    reset_attention_mask: bool = knob(False, "attend only within a document (not built yet)")
+    reset_position_ids: bool = knob(False, "restart positions after each end-of-document token")
+    reset_attention_mask: bool = knob(
+        False, "attend only within a document: nobody looks past an end-of-document token"
+    )
 
     def __post_init__(self) -> None:
         problems = []
@@ -66,10 +68,6 @@ class DataConfig:
                 parse_split(self.split)
             except ValueError as error:
                 problems.append(str(error))
-        if self.reset_position_ids:
-            problems.append("--reset-position-ids is not built yet; leave it out")
-        if self.reset_attention_mask:
-            problems.append("--reset-attention-mask is not built yet; leave it out")
         if problems:
             raise ConfigError(problems)
 

@@ -53,24 +53,33 @@ class TokenRules:
     eod_id: int
     pad_id: int | None = None
     eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
 
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
     """The arrays of one sample from its seq_length + 1 tokens, of which labels are the inputs shifted by one.
 
     tokens, labels, position_ids: int64 [s]; loss_mask: float32 [s], 0 where the label is padding and, with
-    eod_mask_loss, where the input ends a document. Padding reads as token 0, which every vocabulary has.
+    eod_mask_loss, where the input ends a document. Padding reads as token 0, which every vocabulary has. A document ends
+    with its eod token: with reset_position_ids the position after it is 0, and with reset_attention_mask there is
+    document_ids: int64 [s], which document of the sample each token belongs to.
     """
     tokens, labels = text[:-1].copy(), text[1:].copy()
     loss_mask = np.ones(len(tokens), np.float32)
+    positions = np.arange(len(tokens), dtype=np.int64)
+    begins = np.append(False, tokens[:-1] == rules.eod_id)  # the first token of a sample's second or later document
+    documents = np.cumsum(begins)
+    if rules.reset_position_ids:
+        positions -= np.append(0, np.flatnonzero(begins))[documents]
     if rules.eod_mask_loss:
         loss_mask[tokens == rules.eod_id] = 0.0
     pad = _pad_id(rules)
     loss_mask[labels == pad] = 0.0
     tokens[tokens == pad] = 0
     labels[labels == pad] = 0
-    positions = np.arange(len(tokens), dtype=np.int64)
-    return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
+    item = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
+    return item | ({"document_ids": documents} if rules.reset_attention_mask else {})
 
 
 def _pad_id(rules: TokenRules) -> int:
@@ -193,7 +202,14 @@ def build_gpt_datasets(
         raise ValueError("no sequence length; set --seq-length")
     if num_samples[0] is not None and num_samples[0] < 1:
         raise ValueError(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
-    rules = TokenRules(tokenizer.vocab_size, tokenizer.eod, getattr(tokenizer, "pad", None), config.eod_mask_loss)
+    rules = TokenRules(
+        tokenizer.vocab_size,
+        tokenizer.eod,
+        getattr(tokenizer, "pad", None),
+        config.eod_mask_loss,
+        config.reset_position_ids,
+        config.reset_attention_mask,
+    )
     if config.mock_data:
         return _mock_datasets(config, rules, num_samples, seed)
     if not any(blends := config.blends()):
