@@ -132,7 +132,7 @@ def read(prefix, multimodal=False):
 
 
 def masked_config(cls, seed, seq_length, cache, vocab_words, **options):
-    tokenizer = Tokenizer(len(vocab_words), 0, 0, vocab_words)
+    tokenizer = Tokenizer(len(vocab_words), 6, 0, vocab_words)
     settings = {"split": "1", "blend": (["unused"], None)} | options
     return cls(random_seed=seed, sequence_length=seq_length, path_to_cache=cache, tokenizer=tokenizer, **settings)
 

@@ -24,6 +24,14 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset, TokenRules, build_gpt_datasets
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.masked import (
+    BertDataset,
+    MaskingRules,
+    SampleRequest,
+    T5Dataset,
+    WordPieces,
+    build_sample_map,
+)
 from megatron.core.transformer.core_attention import Documents
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")
@@ -234,3 +242,95 @@ def test_weights_are_normalized_to_the_last_bit(ask):
     cases = [[dice.random() for _ in range(dice.randint(1, 300))] for _ in range(200)]
     for weights, answer in zip(cases, ask([("normalize", {"weights": weights}) for weights in cases])):
         assert normalized(weights) == answer["shares"].tolist()
+
+
+WORDS = [f"{'##' if i % 3 == 1 and i > 10 else ''}w{i}" for i in range(400)]  # the last 100 are sentinels
+PIECES = WordPieces(tuple(WORDS), cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=tuple(range(300, 400)))
+
+
+def write_sentences(prefix: Path, dice: random.Random) -> str:
+    """Documents of 1 to 9 sentences; some sentences are too long."""
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(dice.randint(3, 25)):
+            longest = dice.choice([5, 30, 90])
+            lengths = [600 if dice.random() < 0.01 else dice.randint(1, longest) for _ in range(dice.randint(1, 9))]
+            writer.add_document([dice.randrange(6, 300) for _ in range(sum(lengths))], lengths)
+        writer.add_document([7] * 12, [5, 4, 3])
+    return str(prefix)
+
+
+def masked_case(dice: random.Random, prefix: str, cache: str) -> dict:
+    geometric = dice.random() < 0.5
+    return {
+        "prefix": prefix,
+        "ids": [dice.randint(0, 2), IndexedDataset(prefix).document_count],
+        "num_samples": dice.randint(1, 150),  # one epoch, None, fails there
+        "items": 25,
+        "config": {
+            "seed": dice.randrange(2**31),
+            "seq_length": dice.choice([24, 64, 128]),
+            "cache": cache,
+            "vocab_words": WORDS,
+            "masking_probability": dice.choice([0.15, 0.3]),
+            "short_sequence_probability": dice.choice([0.0, 0.1, 0.5]),
+            "masking_max_ngram": dice.choice([1, 3, 10]),
+            "masking_do_full_word": dice.random() < 0.7,
+            "masking_do_permutation": False,
+            "masking_use_longer_ngrams": not geometric and dice.random() < 0.3,
+            "masking_use_geometric_distribution": geometric,
+        },
+    }
+
+
+def parts_of(case: dict, *, special_tokens: int, min_sentences: int) -> tuple:
+    """Our data set's arguments."""
+    config, indexed = case["config"], IndexedDataset(case["prefix"])
+    rules = MaskingRules(
+        config["masking_probability"],
+        config["masking_max_ngram"],
+        config["masking_do_full_word"],
+        config["masking_use_longer_ngrams"],
+        config["masking_use_geometric_distribution"],
+    )
+    request = SampleRequest(
+        tuple(case["ids"]), case["num_samples"], config["seq_length"] - special_tokens, min_sentences,
+        config["short_sequence_probability"], config["seed"],
+    )  # fmt: skip
+    sample_map = build_sample_map(indexed.sequence_lengths, indexed.document_indices, request)
+    return indexed, sample_map, config["seq_length"], config["seed"], PIECES, rules
+
+
+def assert_same_items(dataset, answer: dict[str, np.ndarray], names: tuple[str, ...]) -> None:
+    assert_same(dataset.sample_map, answer["sample_index"])
+    for i in range(min(25, len(dataset))):
+        item = dataset[i]
+        for name in names:
+            assert np.array_equal(item[name], answer[f"item_{name}"][i]), (i, name)
+
+
+def test_bert_samples_are_equal(ask, tmp_path):
+    dice = random.Random(21)
+    cases = []
+    for i in range(120):
+        case = masked_case(dice, write_sentences(tmp_path / f"data{i}", dice), str(tmp_path / f"cache{i}"))
+        case["config"]["classification_head"] = dice.random() < 0.6
+        cases.append(case)
+    for case, answer in zip(cases, ask([("bert", case) for case in cases])):
+        head = case["config"]["classification_head"]
+        dataset = BertDataset(*parts_of(case, special_tokens=3, min_sentences=1 + head), binary_head=head)
+        names = ("text", "types", "labels", "is_random", "padding_mask", "loss_mask", "truncated")
+        assert_same_items(dataset, answer, names)
+
+
+def test_t5_samples_are_equal(ask, tmp_path):
+    dice = random.Random(22)
+    cases = []
+    for i in range(80):
+        case = masked_case(dice, write_sentences(tmp_path / f"data{i}", dice), str(tmp_path / f"cache{i}"))
+        length = case["config"]["seq_length"]
+        case["config"] |= {"sequence_length_decoder": length}
+        cases.append(case)
+    for case, answer in zip(cases, ask([("t5", case) for case in cases])):
+        length = case["config"]["seq_length"]
+        dataset = T5Dataset(*parts_of(case, special_tokens=2, min_sentences=1), decoder_seq_length=length)
+        assert_same_items(dataset, answer, ("text_enc", "text_dec", "labels", "loss_mask", "truncated"))
