@@ -142,7 +142,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "no mask is ever made for causal attention": """
         --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
     """,
-    "samples are read by the training process": "--num-workers N --num-dataset-builder-threads N",
+    "one process builds all indices": "--num-dataset-builder-threads N",
     "no padding token is guessed: a pad that is a word of its own is never masked": "--allow-ambiguous-pad-tokens",
     "only the data of BERT and T5 reads it, and they are not built yet": """
         --mask-prob X --short-seq-prob X --sample-rate X --retriever-seq-length N
@@ -352,7 +352,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --encoder-tensor-model-parallel-size 0|N --encoder-pipeline-model-parallel-size 0|N
     """,
     # ---- data
-    "samples are read in an order that follows from --seed; leave it out": "--dataloader-type single|NAME",
     "several validation sets are not built yet; blend them with --valid-data-path": "--multiple-validation-sets",
     "is not built yet; use --eval-iters": "--full-validation",
     "every sample has --seq-length tokens; leave it out": "--variable-seq-lengths",

@@ -100,7 +100,7 @@ MIXED_FIELDS = {
             {
                 *("--use-mcore-models", "--transformer-impl", "--use-flash-attn", "--cross-entropy-loss-fusion"),
                 *("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader"),
-                *("--num-workers", "--no-load-rng"),
+                "--no-load-rng",
             },
         ),
         (MIXED, MIXED_FIELDS, set()),

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron.core.config import ConfigError, knob
 from megatron.core.datasets.blend import Blend, parse_blend
@@ -43,6 +44,11 @@ class DataConfig:
         0.005, "share of samples that each data set of a blend holds in reserve", metavar="X"
     )
     mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of mapping them into memory")
+    dataloader_type: Literal["single", "cyclic", "external"] = knob(
+        "single",
+        "read the training set once; or again and again, each epoch in another order; or as the script's own loader does",
+    )
+    num_workers: int = knob(2, "threads of each rank that read samples ahead; 0 reads them when they are needed")
     mock_data: bool = knob(False, "train on made-up, learnable token sequences instead of files")
     eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = knob(False, "restart positions after each end-of-document token")
@@ -61,6 +67,8 @@ class DataConfig:
             problems.append(f"--mid-level-dataset-surplus ({self.mid_level_dataset_surplus}) must not be negative")
         if self.seq_length is not None and self.seq_length < 1:
             problems.append(f"--seq-length ({self.seq_length}) must be at least 1")
+        if self.num_workers < 0:
+            problems.append(f"--num-workers ({self.num_workers}) must not be negative")
         if self.mock_data and self.split is not None:
             problems.append(f"--split {self.split} has no meaning with --mock-data; leave one of them out")
         if self.split is not None:
