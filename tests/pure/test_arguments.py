@@ -191,11 +191,11 @@ def test_a_flag_given_twice_is_noted_and_the_last_one_counts():
 
 
 def test_flags_without_effect_are_listed_by_reason():
-    _, _, notes = parse_args(["--no-bias-gelu-fusion", "--num-workers", "2", "--no-rope-fusion", "--num-experts", "1"])
+    _, _, notes = parse_args(["--no-bias-gelu-fusion", "--data-impl", "mmap", "--no-rope-fusion", "--num-experts", "1"])
     assert sorted(notes) == [
+        "no effect here: --data-impl: data files are always memory-mapped",
         "no effect here: --no-bias-gelu-fusion --no-rope-fusion: kernels are chosen by what the device can do",
         "no effect here: --num-experts: the value asks for what happens anyway",
-        "no effect here: --num-workers: samples are read by the training process",
     ]
 
 
