@@ -284,7 +284,7 @@ def problems_of_rest(parts: dict[str, Any], world_size: int) -> list[str]:
 
 
 def _data_problems(config: Config) -> list[str]:
-    problems = config.data.file_problems()
+    problems = config.data.source_problems()
     if config.tokenizer.tokenizer_type is None:
         problems.append("--tokenizer-type is required (NullTokenizer with --vocab-size for data without text)")
     return problems

@@ -399,9 +399,7 @@ class Trainer:
             "num_workers": self.config.data.num_workers,
         }
         return {
-            stage: loader(kind, self.datasets[split], split, **where)
-            if self.mesh["tp"].is_first
-            else None
+            stage: loader(kind, self.datasets[split], split, **where) if self.mesh["tp"].is_first else None
             for stage in self.chunks
         }
 

@@ -73,10 +73,10 @@ def test_bad_weights_and_missing_files_are_named(tmp_path):
     for weight in ("0", "-1", "nan", "inf"):
         with pytest.raises(ConfigError, match=r"--data-path: weight .* of b must be a positive number"):
             DataConfig(data_path=["0.3", "a", weight, "b"])
-    problems = DataConfig(data_path=["0.3", f"{tmp_path}/a", "b"]).file_problems()
-    assert len(problems) == 6
-    assert problems[0].startswith("0.3.idx does not exist")
-    assert problems[0].endswith("is 0.3 a weight? then every prefix needs one before it: 0.3 a 0.7 b")
+    problems = DataConfig(data_path=["0.3", f"{tmp_path}/a", "b"]).missing_files()
+    assert len(problems) == 3
+    assert problems[0].startswith("--data-path 0.3: 0.3.idx does not exist")
+    assert problems[0].endswith("is 0.3 a weight? then every prefix needs one before it: 0.3 A 0.7 B")
 
 
 def test_samples_of_each_are_rounded_up_twice():
@@ -128,10 +128,10 @@ def test_lists_of_data_may_lie_in_files(files, tmp_path):
     assert blend == Blend((a, b), (0.3, 0.7))
     own = DataConfig(per_split_data_args_path=str(tmp_path / "lists"))
     assert own.blends() == (Blend((a, b)), Blend((c,)), None)
-    assert own.file_problems() == []
+    assert own.source_problems() == own.missing_files() == []
     (tmp_path / "lists").write_text('{"training": []}')
-    assert "not an object with lists under train, valid and test" in own.file_problems()[0]
-    assert "cannot be read" in DataConfig(data_args_path=str(tmp_path / "none")).file_problems()[0]
+    assert "not an object with lists under train, valid and test" in own.source_problems()[0]
+    assert "cannot be read" in DataConfig(data_args_path=str(tmp_path / "none")).source_problems()[0]
 
 
 def test_a_list_without_weights_gives_each_data_set_once(files, tmp_path):
@@ -180,10 +180,10 @@ def test_settings_that_contradict_each_other_are_refused(settings, reason):
 
 def test_data_come_from_one_place():
     for other in ({"train_data_path": ["b"]}, {"mock_data": True}, {"data_args_path": "c"}):
-        (problem,) = DataConfig(data_path=["a"], **other).file_problems()
+        (problem,) = DataConfig(data_path=["a"], **other).source_problems()
         assert problem.startswith("--data-path and --")
         assert problem.endswith("exclude each other; give one")
 
 
 def test_validation_data_alone_are_not_enough():
-    assert DataConfig(valid_data_path=["a"]).file_problems() == ["no training data: give --train-data-path"]
+    assert DataConfig(valid_data_path=["a"]).source_problems() == ["no training data: give --train-data-path"]

@@ -259,3 +259,23 @@ def test_impossible_requests_say_what_to_change():
     for lengths, n in (([0, 0], 4), ([8, 9], None)):
         with pytest.raises(ValueError, match=r"fewer than the 9 of one sample; .* --split .* --seq-length"):
             build_indices(np.array(lengths, np.int32), request(n))
+
+
+def test_an_epoch_stable_order_does_not_change_when_a_run_gets_longer():
+    lengths = np.array([50, 3, 0, 21, 40, 7, 33], np.int32)
+    tokens, longest = 154, None
+    for n in (300, 60, 35, 16, 14, 3):
+        indices = build_indices(lengths, IndexRequest((0, 7), n, 10, 5, epoch_stable=True))
+        epochs = -(-(n * 10 + 1) // tokens)
+        assert len(indices.document_index) == 7 * epochs
+        assert len(indices.shuffle_index) == (epochs * tokens - 1) // 10 >= n
+        assert sorted(indices.shuffle_index) == list(range(len(indices.shuffle_index)))
+        for epoch in range(epochs):
+            assert sorted(indices.document_index[epoch * 7 : epoch * 7 + 7]) == list(range(7))
+        rows = walk(lengths.tolist(), indices.document_index.tolist(), len(indices.shuffle_index), 10, 1)
+        assert indices.sample_index.tolist() == [list(row) for row in rows]
+        longest = longest or indices
+        for part, whole in zip(indices, longest):
+            assert np.array_equal(part, whole[: len(part)])
+    shuffled = longest.document_index.reshape(-1, 7)
+    assert not np.array_equal(shuffled[0], shuffled[1])

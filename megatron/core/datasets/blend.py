@@ -45,12 +45,18 @@ class Blend:
         ]
 
     def missing_files(self) -> list[str]:
-        """The files that are not there, and what may be meant."""
-        missing = [f"{prefix}{ending}" for prefix in self.prefixes for ending in (".idx", ".bin")]
-        missing = [path for path in missing if not Path(path).is_file()]
+        """A line for each prefix that lacks a file, and what may be meant."""
         numbers = [prefix for prefix in self.prefixes if _number(prefix) is not None]
-        hint = f"; is {numbers[0]} a weight? then every prefix needs one before it: 0.3 a 0.7 b" if numbers else ""
-        return [f"{path} does not exist; give the prefix of PREFIX.bin and PREFIX.idx{hint}" for path in missing]
+        hint = f"; is {numbers[0]} a weight? then every prefix needs one before it: 0.3 A 0.7 B" if numbers else ""
+        lines = []
+        for prefix in self.prefixes:
+            missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not Path(path).is_file()]
+            if missing:
+                lines.append(
+                    f"--data-path {prefix}: {missing[0]} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, "
+                    f"without the ending{hint}"
+                )
+        return lines
 
 
 def parse_blend(words: list[str]) -> Blend:

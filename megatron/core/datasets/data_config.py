@@ -44,6 +44,10 @@ class DataConfig:
         0.005, "share of samples that each data set of a blend holds in reserve", metavar="X"
     )
     mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of mapping them into memory")
+    epoch_stable_order: bool = knob(
+        False,
+        "shuffle each epoch by itself: a longer run goes on in the same order (Megatron's changes with the length)",
+    )
     dataloader_type: Literal["single", "cyclic", "external"] = knob(
         "single",
         "read the training set once; or again and again, each epoch in another order; or as the script's own loader does",
@@ -106,8 +110,8 @@ class DataConfig:
             raise ConfigError(list(problems))
         return tuple(parse_blend(words) if words else None for words in given)  # type: ignore[return-value]
 
-    def file_problems(self) -> list[str]:
-        """What contradicts or is missing on this host's disks. Every rank calls, before anything communicates."""
+    def source_problems(self) -> list[str]:
+        """Whether it is clear where data come from; reads the lists that files hold."""
         if len(self._sources) > 1:
             return [f"{' and '.join(self._sources)} exclude each other; give one"]
         if self.mock_data:
@@ -120,7 +124,13 @@ class DataConfig:
             return error.problems
         if blends[0] is None:
             return ["no training data: give --train-data-path"]
-        return list({problem: None for blend in blends if blend for problem in blend.missing_files()})
+        return []
+
+    def missing_files(self) -> list[str]:
+        """A line for each prefix without files on this host's disks; none while `source_problems` are there."""
+        if self.mock_data or self.source_problems():
+            return []
+        return list({problem: None for blend in self.blends() if blend for problem in blend.missing_files()})
 
     @property
     def _uses_splits(self) -> bool:

@@ -378,6 +378,6 @@ def _split_request(
             raise ValueError(f"{where}; use more data or a larger share")
         files.say(f"{where}: it is left out")
         return None
-    request = IndexRequest(ids, count, config.seq_length, seed)
+    request = IndexRequest(ids, count, config.seq_length, seed, epoch_stable=config.epoch_stable_order)
     check_enough_tokens(lengths, request)
     return request

@@ -36,7 +36,8 @@ class IndexRequest:
     """Everything that the order of samples depends on, apart from the lengths of the documents.
 
     ids_range: first and one past the last sequence of the split. num_samples: None asks for exactly one epoch.
-    drop_last: False keeps a last sample shorter than seq_length (validation only).
+    drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled by
+    itself, so that the order of the first epochs does not depend on how many there are; Megatron's order does.
     """
 
     ids_range: tuple[int, int]
@@ -45,6 +46,7 @@ class IndexRequest:
     seed: int
     extra_token: int = 1
     drop_last: bool = True
+    epoch_stable: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples is not None and self.num_samples < 1:
@@ -217,6 +219,8 @@ def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
     check_enough_tokens(lengths, request)
     tokens = split_tokens(lengths, request)
     epochs = num_epochs(tokens, request)
+    if request.epoch_stable:
+        return _epoch_stable_indices(lengths, request, tokens, epochs)
     separate = separate_final_epoch(tokens, epochs, request)
     total = samples_in(epochs * tokens, request)
     rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
@@ -224,3 +228,22 @@ def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
     samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
     before = samples_before_final_epoch(tokens, epochs, request) if separate else total
     return Indices(documents, samples, build_shuffle_index(before, total, rng))
+
+
+def _epoch_stable_indices(lengths: np.ndarray, request: IndexRequest, tokens: int, epochs: int) -> Indices:
+    """As `build_indices`, but the documents of epoch e, and the samples that end in it, are shuffled by (seed, e) alone.
+
+    documents   |--- epoch 0 ---|--- epoch 1 ---|
+    samples     |s0  |s1  |s2  |s3  |s4  |s5  |          s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, ...
+    """
+    count, total = request.ids_range[1] - request.ids_range[0], samples_in(epochs * tokens, request)
+    documents = np.tile(np.arange(*request.ids_range, dtype=np.int32), epochs)
+    order = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
+    for epoch in range(epochs):
+        rng = np.random.RandomState([request.seed, epoch])
+        rng.shuffle(documents[epoch * count : (epoch + 1) * count])
+        first = max(0, (epoch * tokens - request.extra_token) // request.seq_length)
+        past = total if epoch == epochs - 1 else ((epoch + 1) * tokens - request.extra_token) // request.seq_length
+        rng.shuffle(order[first:past])
+    samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
+    return Indices(documents, samples, order)
