@@ -52,7 +52,9 @@ class DataConfig:
         "single",
         "read the training set once; or again and again, each epoch in another order; or as the script's own loader does",
     )
-    num_workers: int = knob(2, "threads of each rank that read samples ahead; 0 reads them when they are needed")
+    num_workers: int = knob(
+        1, "threads of each rank that read samples ahead; 1 reads them in order, 0 when they are needed"
+    )
     mock_data: bool = knob(False, "train on made-up, learnable token sequences instead of files")
     eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = knob(False, "restart positions after each end-of-document token")

@@ -217,7 +217,8 @@ def build_gpt_datasets(
     try:
         files = _Files(config, rules, say)
         plans = [
-            _plan_split(files, blend, split, count, seed) for split, (blend, count) in enumerate(zip(blends, num_samples))
+            _plan_split(files, blend, split, count, seed)
+            for split, (blend, count) in enumerate(zip(blends, num_samples))
         ]
         for plan in filter(None, plans):
             if is_builder:
@@ -308,9 +309,7 @@ class _SplitPlan:
         return BlendedDataset(datasets, BlendIndices(*self.blend_cache.load()), names)
 
 
-def _plan_split(
-    files: _Files, blend: Blend | None, split: int, count: int | None, seed: int
-) -> _SplitPlan | None:
+def _plan_split(files: _Files, blend: Blend | None, split: int, count: int | None, seed: int) -> _SplitPlan | None:
     """What to build for one split; None if it is left out. Raises ValueError if it cannot give its samples."""
     config = files.config
     has_share = config.has_own_splits or parse_split(config.split_shares)[split] > 0
@@ -344,9 +343,7 @@ def _plan_split(
     return _SplitPlan(parts, IndexCache(folder, "BlendedDataset", SPLIT_NAMES[split], fields, BlendIndices._fields))
 
 
-def _plan_part(
-    files: _Files, prefix: str, split: int, count: int | None, seed: int
-) -> _Part | None:
+def _plan_part(files: _Files, prefix: str, split: int, count: int | None, seed: int) -> _Part | None:
     indexed, fingerprint = files.open(prefix)
     request = _split_request(files, indexed.sequence_lengths, split, count, seed)
     if request is None:
@@ -356,9 +353,7 @@ def _plan_part(
     return _Part(indexed, request, IndexCache(folder, "GPTDataset", SPLIT_NAMES[split], fields, Indices._fields))
 
 
-def _split_request(
-    files: _Files, lengths: np.ndarray, split: int, count: int | None, seed: int
-) -> IndexRequest | None:
+def _split_request(files: _Files, lengths: np.ndarray, split: int, count: int | None, seed: int) -> IndexRequest | None:
     """What to build for a split that has a share of a file of sequences of these lengths; None if that has no document.
 
     Raises ValueError if it cannot fill one sample.
