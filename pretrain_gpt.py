@@ -15,6 +15,7 @@ from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.core.transformer.core_attention import Documents
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
 
 
@@ -36,18 +37,23 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
         is_builder=world.is_first,
         wait=lambda: comm.barrier(world, device),
         say=print_rank_0,
+        progress=print_rank_0,
     )
 
 
-def get_batch(data_iterator: Iterator | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tokens, labels, loss_mask and position_ids, each [b, s]: read on the first tensor-parallel rank, sent to the others."""
+def get_batch(data_iterator: Iterator | None) -> tuple[Tensor, Tensor, Tensor, Documents | None, Tensor]:
+    """tokens, labels, loss_mask, documents, position_ids: read on the first tensor-parallel rank, sent to the others.
+
+    All are [b, s]; documents is None unless --reset-attention-mask asks for documents that do not see each other.
+    """
     runtime = get_runtime()
     shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)
     data = next(data_iterator) if data_iterator is not None else None
     where = (shape, runtime.mesh["tp"], runtime.device.torch_device)
-    tokens, labels, position_ids = broadcast_data(["tokens", "labels", "position_ids"], data, torch.int64, *where)
+    keys = ["tokens", "labels", "position_ids"] + ["document_ids"] * runtime.config.data.reset_attention_mask
+    tokens, labels, position_ids, *document_ids = broadcast_data(keys, data, torch.int64, *where)
     (loss_mask,) = broadcast_data(["loss_mask"], data, torch.float32, *where)
-    return tokens, labels, loss_mask, position_ids
+    return tokens, labels, loss_mask, Documents(*document_ids) if document_ids else None, position_ids
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -58,12 +64,13 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """One microbatch through this stage. Only the ends of the pipeline need a batch."""
-    if not (mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()):
+    """One microbatch through this stage. Only the ends of the pipeline need a batch, and all where documents are apart."""
+    is_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    if not is_end and not get_runtime().config.data.reset_attention_mask:
         return model(None, None), None
     with get_timers()("batch-generator", log_level=2):
-        tokens, labels, loss_mask, position_ids = get_batch(data_iterator)
-    return model(tokens, position_ids, None, labels=labels), partial(loss_func, loss_mask)
+        tokens, labels, loss_mask, documents, position_ids = get_batch(data_iterator)
+    return model(tokens, position_ids, documents, labels=labels), partial(loss_func, loss_mask)
 
 
 if __name__ == "__main__":

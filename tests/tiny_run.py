@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.core_attention import Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape, Pipeline, train_step
 
@@ -83,6 +84,7 @@ class Texts:
 
     vocab: int = VOCAB
     documents: bool = False  # mask attention by hand: causal, and not across a document's end at position number % SEQ
+    as_mask: bool = True  # ... with a mask of s x s, or else with the numbers of the documents
 
 
 def sample(number: int, texts: Texts = Texts()) -> dict[str, Tensor]:
@@ -93,6 +95,8 @@ def sample(number: int, texts: Texts = Texts()) -> dict[str, Tensor]:
     row = {"tokens": text[:-1], "labels": text[1:], "mask": mask, "positions": torch.arange(SEQ)}
     if texts.documents:
         document = (torch.arange(SEQ) > number % SEQ).long()
+        if not texts.as_mask:
+            return row | {"documents": document}
         other = document[:, None] != document[None, :]
         row["attention_mask"] = (torch.ones(SEQ, SEQ).triu(1).bool() | other)[None]  # [1, s, s]
     return row
@@ -113,7 +117,8 @@ def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 def forward_step(data: Iterator, model: nn.Module) -> tuple[Tensor, partial]:
     batch = next(data)
-    losses = model(batch["tokens"], batch["positions"], batch.get("attention_mask"), labels=batch["labels"])
+    mask = Documents(batch["documents"]) if "documents" in batch else batch.get("attention_mask")
+    losses = model(batch["tokens"], batch["positions"], mask, labels=batch["labels"])
     return losses, partial(loss_func, batch["mask"])
 
 

@@ -284,11 +284,7 @@ def problems_of_rest(parts: dict[str, Any], world_size: int) -> list[str]:
 
 
 def _data_problems(config: Config) -> list[str]:
-    data, problems = config.data, []
-    if data.data_path is None and not data.mock_data:
-        problems.append("no data: give --data-path PREFIX, or --mock-data to try things out")
-    if data.data_path is not None and data.mock_data:
-        problems.append("--data-path and --mock-data exclude each other; give one")
+    problems = config.data.source_problems()
     if config.tokenizer.tokenizer_type is None:
         problems.append("--tokenizer-type is required (NullTokenizer with --vocab-size for data without text)")
     return problems

@@ -131,14 +131,7 @@ def select_device(config: DeviceConfig) -> Device:
 
 def file_problems(config: Config) -> list[str]:
     """Files that this rank should find and does not, and a --save folder that cannot come to be. Nothing is made yet."""
-    problems = []
-    for prefix in config.data.data_path or ():
-        missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
-        if missing:
-            problems.append(
-                f"--data-path {prefix}: {missing[0]} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without "
-                "the ending"
-            )
+    problems = config.data.missing_files()
     for flag, folder in (("--save", config.checkpoint.save), ("--data-cache-path", config.data.data_cache_path)):
         if folder is not None and (obstacle := _obstacle(Path(folder))):
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")

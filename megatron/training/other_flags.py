@@ -138,12 +138,11 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --logging-level N --disable-msc --run-workload-inspector-server --dump-param-to-param-group-map FILE
     """,
     # ---- data
-    "data files are always memory-mapped": "--data-impl NAME --no-mmap-bin-files",
+    "data files are always memory-mapped": "--data-impl NAME",
     "no mask is ever made for causal attention": """
         --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
     """,
-    "samples are read by the training process": "--num-workers N --num-dataset-builder-threads N",
-    "only blends of data files read it, and they are not built yet": "--mid-level-dataset-surplus X",
+    "one process builds all indices": "--num-dataset-builder-threads N",
     "no padding token is guessed: a pad that is a word of its own is never masked": "--allow-ambiguous-pad-tokens",
     "only the data of BERT and T5 reads it, and they are not built yet": """
         --mask-prob X --short-seq-prob X --sample-rate X --retriever-seq-length N
@@ -353,12 +352,7 @@ REFUSED_BY_REASON: dict[str, str] = {
         --encoder-tensor-model-parallel-size 0|N --encoder-pipeline-model-parallel-size 0|N
     """,
     # ---- data
-    "samples are read in an order that follows from --seed; leave it out": "--dataloader-type single|NAME",
-    "data of its own for each part is not built yet; use --data-path and --split": """
-        --train-data-path TEXT... --valid-data-path TEXT... --test-data-path TEXT... --per-split-data-args-path FILE
-        --multiple-validation-sets
-    """,
-    "is not built yet; give the path with --data-path": "--data-args-path FILE",
+    "several validation sets are not built yet; blend them with --valid-data-path": "--multiple-validation-sets",
     "is not built yet; use --eval-iters": "--full-validation",
     "every sample has --seq-length tokens; leave it out": "--variable-seq-lengths",
     "data are read from local files; copy them, and give --data-path and --data-cache-path": """

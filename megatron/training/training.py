@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
-from megatron.core.datasets.batches import batches
+from megatron.core.datasets.batches import loader
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule, schedule_in_force
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -390,11 +390,16 @@ class Trainer:
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
         """Batches for each chunk, on the ranks that may read: the first of each tensor-parallel group. A stage between the ends
         has them too, for scripts that ask before they look where they are; nothing is read before it is asked for."""
-        dp, micro_batch_size = self.mesh["dp"], self.config.training.micro_batch_size
+        dp, kind = self.mesh["dp"], self.config.data.dataloader_type
+        where = {
+            "consumed_samples": first_sample,
+            "micro_batch_size": self.config.training.micro_batch_size,
+            "data_parallel_rank": dp.rank,
+            "data_parallel_size": dp.size,
+            "num_workers": self.config.data.num_workers,
+        }
         return {
-            stage: batches(self.datasets[split], first_sample, micro_batch_size, dp.rank, dp.size)
-            if self.mesh["tp"].is_first
-            else None
+            stage: loader(kind, self.datasets[split], split, **where) if self.mesh["tp"].is_first else None
             for stage in self.chunks
         }
 

@@ -99,8 +99,8 @@ MIXED_FIELDS = {
             LLAMA_8B_FIELDS,
             {
                 *("--use-mcore-models", "--transformer-impl", "--use-flash-attn", "--cross-entropy-loss-fusion"),
-                *("--calculate-per-token-loss", "--no-mmap-bin-files", "--no-create-attention-mask-in-dataloader"),
-                *("--num-workers", "--no-load-rng"),
+                *("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader"),
+                "--no-load-rng",
             },
         ),
         (MIXED, MIXED_FIELDS, set()),
@@ -191,11 +191,11 @@ def test_a_flag_given_twice_is_noted_and_the_last_one_counts():
 
 
 def test_flags_without_effect_are_listed_by_reason():
-    _, _, notes = parse_args(["--no-bias-gelu-fusion", "--num-workers", "2", "--no-rope-fusion", "--num-experts", "1"])
+    _, _, notes = parse_args(["--no-bias-gelu-fusion", "--data-impl", "mmap", "--no-rope-fusion", "--num-experts", "1"])
     assert sorted(notes) == [
+        "no effect here: --data-impl: data files are always memory-mapped",
         "no effect here: --no-bias-gelu-fusion --no-rope-fusion: kernels are chosen by what the device can do",
         "no effect here: --num-experts: the value asks for what happens anyway",
-        "no effect here: --num-workers: samples are read by the training process",
     ]
 
 
@@ -370,11 +370,9 @@ RULES = [
     ("--lr-warmup-iters -5", "--lr-warmup-iters is -5; it must not be negative"),
     ("--lr-decay-iters 0", "--lr-decay-iters is 0; it must be at least 1"),
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes is 0; it must be at least 1"),
-    ("--data-path a b", "--data-path takes one prefix, given a b: blends are not built yet; merge the data first"),
+    ("--data-path 0 a", "--data-path: weight 0.0 of a must be a positive number; leave the data set out or give it a share"),
     ("--seq-length 0", "--seq-length (0) must be at least 1"),
     ("--mock-data --split 9,1,0", "--split 9,1,0 has no meaning with --mock-data; leave one of them out"),
-    ("--reset-position-ids", "--reset-position-ids is not built yet; leave it out"),
-    ("--reset-attention-mask", "--reset-attention-mask is not built yet; leave it out"),
     ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
     ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),

@@ -18,7 +18,8 @@ from megatron.core.datasets import (
     build_gpt_datasets,
 )
 from megatron.core.datasets.batches import batches, micro_batch_ids
-from megatron.core.datasets.gpt import TokenRules, content_fingerprint, training_item
+from megatron.core.datasets.gpt import TokenRules, training_item
+from megatron.core.datasets.index_cache import content_fingerprint
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 
 EOD, VOCAB, S = 99, 100, 16
@@ -106,6 +107,25 @@ def test_eod_mask_loss_reaches_the_samples(data):
     for i in range(len(plain)):
         assert plain[i]["loss_mask"].all()
         assert (masked[i]["loss_mask"] == (masked[i]["tokens"] != EOD)).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "documents"),
+    [
+        ([1, 2, 8, 3, 4, 5], [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1]),
+        ([8, 8, 3, 8, 1, 8], [0, 0, 0, 1, 0, 1], [0, 1, 2, 2, 3, 3]),  # a document of its end alone
+        ([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_document_ends_with_its_eod_token(tokens, positions, documents):
+    text = np.array([*tokens, 7])
+    plain = training_item(text, TokenRules(9, eod_id=8))
+    assert plain["position_ids"].tolist() == list(range(6))
+    assert "document_ids" not in plain
+    item = training_item(text, TokenRules(9, eod_id=8, reset_position_ids=True, reset_attention_mask=True))
+    assert item["position_ids"].tolist() == positions
+    assert item["document_ids"].tolist() == documents
+    assert all(np.array_equal(item[key], plain[key]) for key in ("tokens", "labels", "loss_mask"))
 
 
 def test_splits_share_no_document(data):
@@ -205,6 +225,17 @@ def test_damage_after_the_wait_is_refused_by_name(data, kind):
         build_gpt_datasets(*arguments, is_builder=False)
 
 
+def test_a_copied_cache_is_read_once_and_taken(data):
+    build(data)
+    path = next(data.cache.glob("*train-shuffle_index.npy"))
+    os.utime(path, ns=(1, 1))
+    described = next(data.cache.glob("*train-description.txt"))
+    before = described.read_text()
+    build(data)
+    assert described.read_text() != before
+    assert path.stat().st_mtime_ns == 1
+
+
 def test_an_interrupted_build_is_built_again(data):
     build(data)
     next(data.cache.glob("*train-description.txt")).unlink()
@@ -238,8 +269,8 @@ def test_a_builder_that_fails_still_reaches_the_others(data):
 
 
 def test_a_large_index_is_told_apart_by_its_blocks(data, monkeypatch):
-    monkeypatch.setattr("megatron.core.datasets.gpt._FINGERPRINT_BYTES", 256)
-    monkeypatch.setattr("megatron.core.datasets.gpt._FINGERPRINT_BLOCK", 64)
+    monkeypatch.setattr("megatron.core.datasets.index_cache._FINGERPRINT_BYTES", 256)
+    monkeypatch.setattr("megatron.core.datasets.index_cache._FINGERPRINT_BLOCK", 64)
     first = content_fingerprint(IndexedDataset(data.prefix))
     assert content_fingerprint(IndexedDataset(data.prefix)) == first
     write_documents(data.prefix, seed=1)
@@ -283,14 +314,12 @@ def test_too_few_tokens_for_one_sample_warns_that_they_repeat(data):
 
 def test_config_problems_are_collected():
     with pytest.raises(ConfigError) as caught:
-        DataConfig(data_path=["0.5", "a", "0.5", "b"], seq_length=0, reset_position_ids=True, reset_attention_mask=True)
+        DataConfig(data_path=["0.5", "a", "-1", "b"], seq_length=0, mid_level_dataset_surplus=-1.0)
     assert [problem.split()[0] for problem in caught.value.problems] == [
-        "--data-path",
+        "--data-path:",
+        "--mid-level-dataset-surplus",
         "--seq-length",
-        "--reset-position-ids",
-        "--reset-attention-mask",
     ]
-    assert "blends are not built yet" in str(caught.value)
     with pytest.raises(ConfigError, match="--split 1,1,1 has no meaning with --mock-data"):
         DataConfig(mock_data=True, split="1,1,1")
 

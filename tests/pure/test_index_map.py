@@ -81,11 +81,14 @@ def test_sample_index_of_small_cases(lengths, s, x, k, rows):
     assert index.dtype == np.int32
 
 
-def test_sample_index_is_the_same_whatever_number_of_rows_is_computed_at_once(monkeypatch):
+def test_sample_index_is_the_same_however_much_is_computed_at_once(monkeypatch):
     lengths = np.random.RandomState(0).randint(0, 20, 300).astype(np.int32)
     whole = build_sample_index(lengths, np.arange(300), 900, 3, 1)
-    monkeypatch.setattr("megatron.core.datasets.index_map._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("megatron.core.datasets.index_map._AT_ONCE", 7)
     assert np.array_equal(whole, build_sample_index(lengths, np.arange(300), 900, 3, 1))
+    lengths[13:40] = 400  # many blocks of rows within a block of documents
+    walked = walk(lengths.tolist(), range(300), 3000, 3, 0)
+    assert build_sample_index(lengths, np.arange(300), 3000, 3, 0).tolist() == [list(row) for row in walked]
 
 
 def test_sample_index_widens_with_the_longest_document():
@@ -256,3 +259,23 @@ def test_impossible_requests_say_what_to_change():
     for lengths, n in (([0, 0], 4), ([8, 9], None)):
         with pytest.raises(ValueError, match=r"fewer than the 9 of one sample; .* --split .* --seq-length"):
             build_indices(np.array(lengths, np.int32), request(n))
+
+
+def test_an_epoch_stable_order_does_not_change_when_a_run_gets_longer():
+    lengths = np.array([50, 3, 0, 21, 40, 7, 33], np.int32)
+    tokens, longest = 154, None
+    for n in (300, 60, 35, 16, 14, 3):
+        indices = build_indices(lengths, IndexRequest((0, 7), n, 10, 5, epoch_stable=True))
+        epochs = -(-(n * 10 + 1) // tokens)
+        assert len(indices.document_index) == 7 * epochs
+        assert len(indices.shuffle_index) == (epochs * tokens - 1) // 10 >= n
+        assert sorted(indices.shuffle_index) == list(range(len(indices.shuffle_index)))
+        for epoch in range(epochs):
+            assert sorted(indices.document_index[epoch * 7 : epoch * 7 + 7]) == list(range(7))
+        rows = walk(lengths.tolist(), indices.document_index.tolist(), len(indices.shuffle_index), 10, 1)
+        assert indices.sample_index.tolist() == [list(row) for row in rows]
+        longest = longest or indices
+        for part, whole in zip(indices, longest):
+            assert np.array_equal(part, whole[: len(part)])
+    shuffled = longest.document_index.reshape(-1, 7)
+    assert not np.array_equal(shuffled[0], shuffled[1])

@@ -140,7 +140,7 @@ DAMAGE = {
     "truncated": (INDEX[:-1], "101 bytes, its header describes 102"),
     "too long": (INDEX + b"\0", "103 bytes, its header describes 102"),
     "sequence count": (replaced(INDEX, 18, struct.pack("<Q", 2**60)), "copy is incomplete"),
-    "multimodal": (INDEX + b"\0\0\0", "multimodal files are not built yet"),
+    "multimodal": (INDEX + b"\0\0\0", "a mode for each sequence.*open it with multimodal=True"),
     "negative length": (replaced(INDEX, 34, struct.pack("<i", -3)), "sequence 0 has the negative length -3"),
     "start": (replaced(INDEX, 46 + 8, struct.pack("<q", 4)), "sequence 1 begins at byte 4"),
     "first document": (replaced(INDEX, 70, struct.pack("<q", 1)), "must rise from 0"),
@@ -181,3 +181,54 @@ def test_missing_files_are_named(tmp_path):
 )
 def test_dtype_follows_the_vocabulary(vocab, dtype):
     assert token_dtype(vocab) is dtype
+
+
+def test_a_multimodal_file_says_the_mode_of_each_sequence(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16, multimodal=True) as writer:
+        writer.add_document([7, 8, 9], [3, 0], [0, 1])
+        writer.add_documents([1, 2], [2], [0, 1], [5])
+    assert (tmp_path / "a.idx").read_bytes() == hand_made_index(8, 2) + bytes([0, 1, 5])
+    dataset = IndexedDataset(tmp_path / "a", multimodal=True)
+    assert dataset.sequence_modes.tolist() == [0, 1, 5]
+    assert dataset[0].tolist() == [7, 8, 9]
+    write_sample(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"b\.idx carries no mode.* open it with multimodal=False"):
+        IndexedDataset(tmp_path / "b", multimodal=True)
+    with (
+        pytest.raises(ValueError, match="1 sequences with none modes"),
+        IndexedDatasetWriter(tmp_path / "c", np.uint16, multimodal=True) as writer,
+    ):
+        writer.add_document([1])
+
+
+def test_reads_without_a_map_give_the_same_tokens(tmp_path):
+    prefix = write_sample(tmp_path / "a")
+    mapped, read = IndexedDataset(prefix), IndexedDataset(prefix, mmap=False)
+    assert [part.tolist() for part in read[:]] == [part.tolist() for part in mapped[:]]
+    assert read.get(0, 1, 1).tolist() == [8]
+
+
+@pytest.mark.parametrize("ending", [".idx", ".bin"])
+def test_a_file_cut_anywhere_is_refused(tmp_path, ending):
+    prefix = write_sample(tmp_path / "a")
+    content = (tmp_path / f"a{ending}").read_bytes()
+    for size in range(len(content)):
+        (tmp_path / f"a{ending}").write_bytes(content[:size])
+        with pytest.raises(ValueError, match=rf"a\{ending}"):
+            IndexedDataset(prefix)
+
+
+def test_any_flipped_bit_of_the_index_is_refused_or_changes_no_token(tmp_path):
+    """What may pass: a signed for an unsigned dtype, and a document border, which says nothing of the tokens."""
+    prefix = write_sample(tmp_path / "a")
+    passed = set()
+    for at in range(len(INDEX)):
+        for bit in range(8):
+            (tmp_path / "a.idx").write_bytes(replaced(INDEX, at, bytes([INDEX[at] ^ 1 << bit])))
+            try:
+                dataset = IndexedDataset(prefix)
+            except ValueError:
+                continue
+            passed.add(at)
+            assert [part.tolist() for part in dataset[:]] == [[7, 8, 9], [], [1, 2]]
+    assert passed <= {17, 78, 86}

@@ -61,7 +61,7 @@ REFUSALS = {
     "recompute what": (1, MOCK + "--recompute-method block", ["--recompute-method", "need --recompute-granularity full"]),
     "split": (1, REAL + "--data-path x --split 1e3,1", ["--split 1e3,1", "'1e3' is not a number", "969,30,1"]),
     "split of nan": (1, REAL + "--data-path x --split 1,nan,0", ["--split 1,nan,0", "'nan' is not a number"]),
-    "blend": (1, REAL + "--data-path 0.5 a 0.5 b", ["--data-path takes one prefix, given 0.5 a 0.5 b", "merge"]),
+    "blend": (1, REAL + "--data-path 0.5 a 0 b", ["--data-path: weight 0.0 of b must be a positive number"]),
     "tokenizer without files": (
         1, " --mock-data --tokenizer-type GPT2BPETokenizer",
         ["--tokenizer-type GPT2BPETokenizer needs --vocab-file", "--tokenizer-type GPT2BPETokenizer needs --merge-file"],

@@ -105,7 +105,7 @@ class Numbers:
 
 
 def test_a_smaller_batch_goes_on_after_the_last_sample_read(said, tmp_path):
-    both = f"--train-iters 6 --save {tmp_path} --load {tmp_path}"
+    both = f"--train-iters 6 --save {tmp_path} --load {tmp_path} --num-workers 0"  # nothing is read ahead
     asked, data = [], Numbers(100)
 
     def provide(counts: list[int]) -> tuple:

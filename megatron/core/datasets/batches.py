@@ -5,10 +5,15 @@ Samples are taken in order. A block of micro_batch_size * data_parallel_size sam
     stream, 2 ranks, micro-batches of 2:    | 0  1 | 2  3 | 4  5 | 6  7 | ...
                                             | rank0  rank1|rank0  rank1 |
 
-so the samples of an iteration are the next global_batch_size of the stream, whatever the layout.
+so the samples of an iteration are the next global_batch_size of the stream, whatever the layout and however many threads read.
 """
 
-from collections.abc import Iterator
+import itertools
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -43,19 +48,69 @@ def micro_batch_ids(
         yield range(first, first + micro_batch_size)
 
 
+class Cyclic:
+    """A data set without an end: epoch after epoch, each in an order of its own, drawn from the number of the epoch.
+
+    The epochs are laid end to end, so that which sample comes next follows from how many have been consumed, in any layout.
+    """
+
+    def __init__(self, dataset: Samples):
+        if not len(dataset):
+            raise ValueError("a data set without samples cannot be repeated; use more data")
+        self.dataset = dataset
+        self._order = lru_cache(maxsize=2)(self._draw_order)  # a batch may lie across a border
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        epoch, number = divmod(i, len(self.dataset))
+        return self.dataset[int(self._order(epoch)[number])]
+
+    def _draw_order(self, epoch: int) -> torch.Tensor:
+        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch))
+
+
 def batches(
     dataset: Samples,
     consumed_samples: int,
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
+    *,
+    num_workers: int = 0,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """One rank's micro-batches, [micro_batch, seq] for each key of the dataset's items, until the dataset ends.
 
-    Validation counts its own consumed_samples. No global random state is read or changed.
+    Validation counts its own consumed_samples. num_workers: threads that read ahead, two micro-batches each; 0 reads when
+    asked. No global random state is read or changed.
     """
-    for ids in micro_batch_ids(
-        len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
-    ):
+
+    def read(ids: range) -> dict[str, torch.Tensor]:
         items = [dataset[i] for i in ids]
-        yield {key: torch.from_numpy(np.stack([item[key] for item in items])) for key in items[0]}
+        return {key: torch.from_numpy(np.stack([item[key] for item in items])) for key in items[0]}
+
+    ids = micro_batch_ids(len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+    if num_workers == 0:
+        yield from map(read, ids)
+        return
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reads ahead")
+    try:
+        ahead = deque(pool.submit(read, some) for some in itertools.islice(ids, 2 * num_workers))
+        while ahead:
+            batch = ahead.popleft().result()
+            ahead.extend(pool.submit(read, some) for some in itertools.islice(ids, 1))
+            yield batch
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def loader(kind: str, dataset: Samples | Iterable, split: str, **reading: int) -> Iterator[dict[str, torch.Tensor]]:
+    """`--dataloader-type` KIND: single reads a data set once, cyclic repeats the training set, external is the user's own.
+
+    An external loader is what the script's provider gave in place of a data set: an iterable of this rank's micro-batches.
+    reading: the other arguments of `batches`.
+    """
+    if kind == "external":
+        return iter(dataset)
+    return batches(Cyclic(dataset) if kind == "cyclic" and split == "train" else dataset, **reading)

@@ -1,12 +1,17 @@
 """The knobs of the training data."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from megatron.core.config import ConfigError, knob
+from megatron.core.datasets.blend import Blend, parse_blend
 from megatron.core.datasets.index_map import parse_split
 
 DEFAULT_SPLIT = "969,30,1"
 MOCK_SPLIT = "1,1,1"
+SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,16 @@ class DataConfig:
     """Training data."""
 
     data_path: list[str] | None = knob(
-        None, "prefix of PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py writes", metavar="PREFIX"
+        None,
+        "prefix of PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py writes; a blend: 0.3 A 0.7 B, or A B C",
+        metavar="PREFIX",
+    )
+    train_data_path: list[str] | None = knob(None, "prefix or blend of the training data alone", metavar="PREFIX")
+    valid_data_path: list[str] | None = knob(None, "prefix or blend of the validation data alone", metavar="PREFIX")
+    test_data_path: list[str] | None = knob(None, "prefix or blend of the test data alone", metavar="PREFIX")
+    data_args_path: str | None = knob(None, "file that holds what --data-path would be given", metavar="FILE")
+    per_split_data_args_path: str | None = knob(
+        None, 'JSON file {"train": [..], "valid": [..], "test": [..]}, likewise', metavar="FILE"
     )
     split: str | None = knob(
         None, f"shares of train, validation and test; unset: {DEFAULT_SPLIT}, with mock data {MOCK_SPLIT}",
@@ -26,20 +40,41 @@ class DataConfig:
     data_cache_path: str | None = knob(
         None, "folder for index files; unset: PREFIX/cache/GPTDataset_indices", metavar="DIR"
     )
+    mid_level_dataset_surplus: float = knob(
+        0.005, "share of samples that each data set of a blend holds in reserve", metavar="X"
+    )
+    mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of mapping them into memory")
+    epoch_stable_order: bool = knob(
+        False,
+        "shuffle each epoch by itself: a longer run goes on in the same order (Megatron's changes with the length)",
+    )
+    dataloader_type: Literal["single", "cyclic", "external"] = knob(
+        "single",
+        "read the training set once; or again and again, each epoch in another order; or as the script's own loader does",
+    )
+    num_workers: int = knob(
+        1, "threads of each rank that read samples ahead; 1 reads them in order, 0 when they are needed"
+    )
     mock_data: bool = knob(False, "train on made-up, learnable token sequences instead of files")
     eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
-    reset_position_ids: bool = knob(False, "restart positions after each end-of-document token (not built yet)")
-    reset_attention_mask: bool = knob(False, "attend only within a document (not built yet)")
+    reset_position_ids: bool = knob(False, "restart positions after each end-of-document token")
+    reset_attention_mask: bool = knob(
+        False, "attend only within a document: nobody looks past an end-of-document token"
+    )
 
     def __post_init__(self) -> None:
         problems = []
-        if self.data_path is not None and len(self.data_path) != 1:
-            given = " ".join(self.data_path) or "nothing"
-            problems.append(
-                f"--data-path takes one prefix, given {given}: blends are not built yet; merge the data first"
-            )
+        for flag, words in self._lists().items():
+            if words is not None:
+                problems += [f"{flag}: {problem}" for problem in _blend_problems(words)]
+        if self._uses_splits and self.split is not None:
+            problems.append(f"--split {self.split} has no meaning with data of each split's own; leave it out")
+        if not self.mid_level_dataset_surplus >= 0:
+            problems.append(f"--mid-level-dataset-surplus ({self.mid_level_dataset_surplus}) must not be negative")
         if self.seq_length is not None and self.seq_length < 1:
             problems.append(f"--seq-length ({self.seq_length}) must be at least 1")
+        if self.num_workers < 0:
+            problems.append(f"--num-workers ({self.num_workers}) must not be negative")
         if self.mock_data and self.split is not None:
             problems.append(f"--split {self.split} has no meaning with --mock-data; leave one of them out")
         if self.split is not None:
@@ -47,10 +82,6 @@ class DataConfig:
                 parse_split(self.split)
             except ValueError as error:
                 problems.append(str(error))
-        if self.reset_position_ids:
-            problems.append("--reset-position-ids is not built yet; leave it out")
-        if self.reset_attention_mask:
-            problems.append("--reset-attention-mask is not built yet; leave it out")
         if problems:
             raise ConfigError(problems)
 
@@ -58,3 +89,92 @@ class DataConfig:
     def split_shares(self) -> str:
         """The split string in force."""
         return self.split or (MOCK_SPLIT if self.mock_data else DEFAULT_SPLIT)
+
+    @property
+    def has_own_splits(self) -> bool:
+        """Whether train, validation and test come from files of their own, each used whole."""
+        return self._uses_splits
+
+    def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
+        """What train, validation and test are read from; None for a split without data.
+
+        Reads the file of --data-args-path or --per-split-data-args-path. Raises ConfigError if it cannot be used.
+        """
+        if self.per_split_data_args_path:
+            given = _read_split_lists(self.per_split_data_args_path)
+        elif self._uses_splits:
+            given = [self.train_data_path, self.valid_data_path, self.test_data_path]
+        else:
+            words = _read_words(self.data_args_path) if self.data_args_path else self.data_path
+            given = [words] * 3
+        problems = {problem: None for words in given if words for problem in _blend_problems(words)}
+        if problems:
+            raise ConfigError(list(problems))
+        return tuple(parse_blend(words) if words else None for words in given)  # type: ignore[return-value]
+
+    def source_problems(self) -> list[str]:
+        """Whether it is clear where data come from; reads the lists that files hold."""
+        if len(self._sources) > 1:
+            return [f"{' and '.join(self._sources)} exclude each other; give one"]
+        if self.mock_data:
+            return []
+        if not self._sources:
+            return ["no data: give --data-path PREFIX, or --mock-data to try things out"]
+        try:
+            blends = self.blends()
+        except ConfigError as error:
+            return error.problems
+        if blends[0] is None:
+            return ["no training data: give --train-data-path"]
+        return []
+
+    def missing_files(self) -> list[str]:
+        """A line for each prefix without files on this host's disks; none while `source_problems` are there."""
+        if self.mock_data or self.source_problems():
+            return []
+        return list({problem: None for blend in self.blends() if blend for problem in blend.missing_files()})
+
+    @property
+    def _uses_splits(self) -> bool:
+        paths = (self.train_data_path, self.valid_data_path, self.test_data_path, self.per_split_data_args_path)
+        return any(path is not None for path in paths)
+
+    def _lists(self) -> dict[str, list[str] | None]:
+        names = ("data_path", *(f"{split}_data_path" for split in SPLITS))
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+
+    @property
+    def _sources(self) -> list[str]:
+        """The flags that say where data come from; the three of the splits count as one."""
+        given = {
+            "--data-path": self.data_path,
+            "--data-args-path": self.data_args_path,
+            "--train-data-path, --valid-data-path or --test-data-path": (
+                self.train_data_path or self.valid_data_path or self.test_data_path
+            ),
+            "--per-split-data-args-path": self.per_split_data_args_path,
+            "--mock-data": self.mock_data or None,
+        }
+        return [flag for flag, value in given.items() if value is not None]
+
+
+def _blend_problems(words: list[str]) -> list[str]:
+    return parse_blend(words).problems() if words else ["nothing is given; name a prefix"]
+
+
+def _read_words(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}, the list of data, cannot be read ({error}); give a text file") from None
+
+
+def _read_split_lists(path: str) -> list[list[str] | None]:
+    try:
+        lists = json.loads(Path(path).read_text())
+        known = isinstance(lists, dict) and set(lists) <= set(SPLITS)
+        if not known or not all(isinstance(words, list | None) for words in lists.values()):
+            raise ValueError("it is not an object with lists under train, valid and test")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}, the lists of data, cannot be read ({error}); give a JSON file") from None
+    return [[str(word) for word in lists[split]] if lists.get(split) else None for split in SPLITS]

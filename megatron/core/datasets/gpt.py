@@ -1,45 +1,44 @@
 """GPT training samples: from a token file through cached index arrays, or made up for --mock-data.
 
 A sample is a pure function of (data, request, number): any process can read any of them, and a resumed run needs only
-the number of samples consumed. The index arrays (`index_map`) are built once, by one process, into a cache folder:
+the number of samples consumed. The index arrays (`index_map`, and `blend` for several files) are built once, by one process, into a cache
+folder (`index_cache`):
 
     builder:  build, write ---- wait() ---- map the cache
     others:                     wait() ---- map the cache
-
-The cache is keyed by content, not by path or date: moved data keeps its cache, changed data gets a new one.
 """
 
-import contextlib
-import hashlib
-import json
-import os
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+from megatron.core.datasets.blend import (
+    Blend,
+    BlendedDataset,
+    BlendIndices,
+    exhaustive_indices,
+    normalized,
+    samples_of_each,
+    weighted_indices,
+)
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import (
     SPLIT_NAMES,
     IndexRequest,
     Indices,
     build_indices,
     check_enough_tokens,
+    number_of_samples,
     parse_split,
     split_ranges,
     split_tokens,
 )
-from megatron.core.datasets.indexed import IndexedDataset, atomic_file
-
-_FORMAT = 1  # of the cache; raise it whenever the same request gives other arrays
-
-# An index file up to this size goes into the cache key whole; of a larger one, blocks that add up to this size do.
-_FINGERPRINT_BYTES = 1 << 26
-_FINGERPRINT_BLOCK = 1 << 20
+from megatron.core.datasets.indexed import IndexedDataset
 
 
 def _warn(message: str) -> None:
@@ -54,24 +53,33 @@ class TokenRules:
     eod_id: int
     pad_id: int | None = None
     eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
 
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
     """The arrays of one sample from its seq_length + 1 tokens, of which labels are the inputs shifted by one.
 
     tokens, labels, position_ids: int64 [s]; loss_mask: float32 [s], 0 where the label is padding and, with
-    eod_mask_loss, where the input ends a document. Padding reads as token 0, which every vocabulary has.
+    eod_mask_loss, where the input ends a document. Padding reads as token 0, which every vocabulary has. A document ends
+    with its eod token: with reset_position_ids the position after it is 0, and with reset_attention_mask there is
+    document_ids: int64 [s], which document of the sample each token belongs to.
     """
     tokens, labels = text[:-1].copy(), text[1:].copy()
     loss_mask = np.ones(len(tokens), np.float32)
+    positions = np.arange(len(tokens), dtype=np.int64)
+    begins = np.append(False, tokens[:-1] == rules.eod_id)  # the first token of a sample's second or later document
+    documents = np.cumsum(begins)
+    if rules.reset_position_ids:
+        positions -= np.append(0, np.flatnonzero(begins))[documents]
     if rules.eod_mask_loss:
         loss_mask[tokens == rules.eod_id] = 0.0
     pad = _pad_id(rules)
     loss_mask[labels == pad] = 0.0
     tokens[tokens == pad] = 0
     labels[labels == pad] = 0
-    positions = np.arange(len(tokens), dtype=np.int64)
-    return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
+    item = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
+    return item | ({"document_ids": documents} if rules.reset_attention_mask else {})
 
 
 def _pad_id(rules: TokenRules) -> int:
@@ -178,13 +186,15 @@ def build_gpt_datasets(
     is_builder: bool = True,
     wait: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = _warn,
-) -> tuple[GPTDataset | MockGPTDataset | None, ...]:
+    progress: Callable[[str], None] = lambda message: None,
+) -> tuple[GPTDataset | BlendedDataset | MockGPTDataset | None, ...]:
     """(train, valid, test); None for a split that has no share, no documents, or no samples requested.
 
     tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. num_samples: for each split; None is one
     epoch. Every process calls; one on each file system that holds the cache is the builder. `wait` returns when all
     have called it, and all call it exactly once, also a process that fails; mock data need no builder and no wait. `say`
-    hears of what is strange but can be; every process says it, so let one of them print.
+    hears of what is strange but can be; every process says it, so let one of them print. `progress` hears what the builder
+    does.
     Raises ValueError on every process for data or settings that cannot work; if the cache cannot be written, with the
     reason on the builder and with a pointer to it on the others.
     """
@@ -192,12 +202,30 @@ def build_gpt_datasets(
         raise ValueError("no sequence length; set --seq-length")
     if num_samples[0] is not None and num_samples[0] < 1:
         raise ValueError(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
-    rules = TokenRules(tokenizer.vocab_size, tokenizer.eod, getattr(tokenizer, "pad", None), config.eod_mask_loss)
+    rules = TokenRules(
+        tokenizer.vocab_size,
+        tokenizer.eod,
+        getattr(tokenizer, "pad", None),
+        config.eod_mask_loss,
+        config.reset_position_ids,
+        config.reset_attention_mask,
+    )
     if config.mock_data:
         return _mock_datasets(config, rules, num_samples, seed)
-    if config.data_path is None:
+    if not any(blends := config.blends()):
         raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
-    return _file_datasets(config, rules, num_samples, seed, is_builder, wait, say)
+    try:
+        files = _Files(config, rules, say)
+        plans = [
+            _plan_split(files, blend, split, count, seed)
+            for split, (blend, count) in enumerate(zip(blends, num_samples))
+        ]
+        for plan in filter(None, plans):
+            if is_builder:
+                plan.build(progress, say)
+    finally:
+        wait()  # also after an error: nobody may wait for a process that is gone
+    return tuple(plan and plan.load(rules) for plan in plans)
 
 
 def _mock_datasets(config: DataConfig, rules: TokenRules, num_samples: list[int | None], seed: int) -> tuple:
@@ -209,34 +237,6 @@ def _mock_datasets(config: DataConfig, rules: TokenRules, num_samples: list[int 
     )
 
 
-def _file_datasets(
-    config: DataConfig,
-    rules: TokenRules,
-    num_samples: list[int | None],
-    seed: int,
-    is_builder: bool,
-    wait: Callable[[], None],
-    say: Callable[[str], None],
-) -> tuple:
-    try:
-        indexed = IndexedDataset(config.data_path[0])
-        _note_small_ids(indexed, rules, say)
-        requests = split_requests(config, indexed.sequence_lengths, num_samples, seed, say)
-        folder = Path(config.data_cache_path or f"{indexed.prefix}/cache/GPTDataset_indices")
-        fingerprint = content_fingerprint(indexed)
-        caches = [
-            None if request is None else IndexCache(folder, name, request, fingerprint, say)
-            for name, request in zip(SPLIT_NAMES, requests)
-        ]
-        if is_builder:
-            for cache in filter(None, caches):
-                if not cache.is_complete():
-                    cache.build(indexed.sequence_lengths)
-    finally:
-        wait()  # also after an error: nobody may wait for a process that is gone
-    return tuple(cache and GPTDataset(indexed, cache.load(), config.seq_length, rules) for cache in caches)
-
-
 def _note_small_ids(indexed: IndexedDataset, rules: TokenRules, say: Callable[[str], None]) -> None:
     """A file of ids too small for the whole vocabulary: preprocessing with this tokenizer would have made larger ones."""
     if indexed.dtype.kind in "iu" and rules.vocab_size - 1 > np.iinfo(indexed.dtype).max:
@@ -246,142 +246,133 @@ def _note_small_ids(indexed: IndexedDataset, rules: TokenRules, say: Callable[[s
         )
 
 
-def split_requests(
-    config: DataConfig,
-    lengths: np.ndarray,
-    num_samples: list[int | None],
-    seed: int,
-    say: Callable[[str], None] = _warn,
-) -> list[IndexRequest | None]:
-    """What to build for train, valid and test of a file of sequences of these lengths; None for a split left out.
+class _Files:
+    """The token files of a run, each opened once, and the hash that tells each from others."""
 
-    Raises ValueError if a split cannot fill one sample.
-    """
-    requests: list[IndexRequest | None] = []
-    ranges = split_ranges(parse_split(config.split_shares), len(lengths))
-    for name, ids, count in zip(SPLIT_NAMES, ranges, num_samples):
-        if ids is None or count == 0:
-            requests.append(None)
-        elif ids[0] == ids[1]:
-            where = f"--split {config.split_shares} leaves no document of {len(lengths)} to the {name} split"
-            if name == "train":
-                raise ValueError(f"{where}; use more data or a larger share")
-            say(f"{where}: it is left out")
-            requests.append(None)
-        else:
-            requests.append(IndexRequest(ids, count, config.seq_length, seed))
-            check_enough_tokens(lengths, requests[-1])
-    return requests
+    def __init__(self, config: DataConfig, rules: TokenRules, say: Callable[[str], None]):
+        self.config, self.rules, self.say = config, rules, say
+        self.opened: dict[str, tuple[IndexedDataset, dict[str, Any]]] = {}
+
+    def open(self, prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
+        if prefix not in self.opened:
+            indexed = IndexedDataset(prefix, mmap=self.config.mmap_bin_files)
+            _note_small_ids(indexed, self.rules, self.say)
+            self.opened[prefix] = (indexed, content_fingerprint(indexed))
+        return self.opened[prefix]
 
 
-def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
-    """What tells one token file from another: its size, and a hash of the index.
+@dataclass(frozen=True)
+class _Part:
+    """One token file's share in one split."""
 
-    The arrays follow from the lengths alone, so the tokens are not read. Of an index past 64 MB (3 million documents)
-    the hash takes 64 blocks spread evenly from its first byte to its last.
-    """
-    size = os.path.getsize(indexed.index_path)
-    blocks = _FINGERPRINT_BYTES // _FINGERPRINT_BLOCK
-    digest = hashlib.blake2b(digest_size=16)
-    with open(indexed.index_path, "rb") as file:
-        if size <= _FINGERPRINT_BYTES:
-            digest.update(file.read())
-        else:
-            for i in range(blocks):
-                file.seek((size - _FINGERPRINT_BLOCK) * i // (blocks - 1))
-                digest.update(file.read(_FINGERPRINT_BLOCK))
-    return {"idx": digest.hexdigest(), "idx_bytes": size, "bin_bytes": os.path.getsize(indexed.data_path)}
+    indexed: IndexedDataset
+    request: IndexRequest
+    cache: IndexCache
 
-
-class IndexCache:
-    """The files in which the index arrays of one split are kept.
-
-    They are written whole or not at all. The description, with a checksum of each array, comes last, so that an
-    interrupted build is seen as unfinished and a damaged file as damaged.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        request: IndexRequest,
-        fingerprint: dict[str, Any],
-        say: Callable[[str], None] = _warn,
-    ):
-        self.folder, self.say = folder, say
-        self.request = request
-        self.fields = {"format": _FORMAT, "class": "GPTDataset", "split": split, **asdict(request), **fingerprint}
-        key = hashlib.blake2b(json.dumps(self.fields).encode(), digest_size=16).hexdigest()
-        self.stem = f"{key}-GPTDataset-{split}"
-
-    def path(self, part: str) -> Path:
-        return self.folder / f"{self.stem}-{part}"
-
-    def build(self, lengths: np.ndarray) -> None:
-        """Make the arrays from the `lengths` of all sequences and write them. Raises ValueError if that fails."""
-        indices = build_indices(lengths, self.request)
-        tokens, need = split_tokens(lengths, self.request), self.request.seq_length + self.request.extra_token
+    def build(self, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
+        if self.cache.is_complete(say):
+            return
+        lengths, request = self.indexed.sequence_lengths, self.request
+        progress(f"building the index of {number_of_samples(lengths, request):,} samples of {self.indexed.prefix}")
+        tokens, need = split_tokens(lengths, request), request.seq_length + request.extra_token
         if tokens < need:
             message = f"a split has {tokens} tokens and a sample {need}: documents repeat within a sample"
-            self.say(f"{message}; use more data or another --split")
-        with self._named_when_unwritable():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.path("description.txt").unlink(missing_ok=True)
-            for part, array in indices._asdict().items():
-                with atomic_file(self.path(f"{part}.npy")) as file:
-                    np.save(file, array, allow_pickle=False)
-            with atomic_file(self.path("description.txt")) as file:
-                file.write(self._description())
+            say(f"{message}; use more data or another --split")
+        self.cache.write(build_indices(lengths, request))
 
-    def is_complete(self) -> bool:
-        """Whether every file is there as it was written; warns of damaged ones. Reads them once, at about 1 GB/s."""
-        described = self.path("description.txt")
-        if not described.exists():
-            return False
-        try:
-            whole = described.read_bytes() == self._description()
-        except OSError:
-            whole = False
-        if not whole:
-            self.say(f"index cache {self.path('*')} is damaged and is built again")
-        return whole
+    def load(self, rules: TokenRules) -> GPTDataset:
+        return GPTDataset(self.indexed, Indices(*self.cache.load()), self.request.seq_length, rules)
 
-    def load(self) -> Indices:
-        """The arrays, memory-mapped. Raises ValueError for files that cannot be read or are no arrays."""
-        arrays = []
-        for part in Indices._fields:
-            path = self.path(f"{part}.npy")
-            try:
-                arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
-            except OSError as error:
-                raise ValueError(
-                    f"{path} cannot be read ({error.strerror}): the process that builds the index cache failed (see "
-                    "its message), or its folder is not shared by all hosts; set --data-cache-path to a folder that "
-                    "they share"
-                ) from None
-            except (ValueError, EOFError) as error:
-                raise ValueError(f"{path} is damaged ({error}); delete it") from None
-        return Indices(*arrays)
 
-    def _description(self) -> bytes:
-        """What was asked for, and what the files that hold it look like now."""
-        checksums = {part: _checksum(self.path(f"{part}.npy")) for part in Indices._fields}
-        return json.dumps({**self.fields, "crc32": checksums}, indent=4).encode()
+@dataclass(frozen=True)
+class _SplitPlan:
+    """What train, valid or test is made of. blend_cache None: of one file, without blending."""
 
-    @contextlib.contextmanager
-    def _named_when_unwritable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
+    parts: list[_Part]
+    blend_cache: IndexCache | None = None
+
+    def build(self, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
+        for part in self.parts:
+            part.build(progress, say)
+        if self.blend_cache is None or self.blend_cache.is_complete(say):
+            return
+        order = self.blend_cache.fields
+        progress(f"building the order of a blend of {len(self.parts)} data sets")
+        indices = exhaustive_indices(order["sizes"]) if order["size"] is None else None
+        self.blend_cache.write(indices or weighted_indices(order["shares"], order["size"]))
+
+    def load(self, rules: TokenRules) -> GPTDataset | BlendedDataset:
+        datasets = [part.load(rules) for part in self.parts]
+        if self.blend_cache is None:
+            return datasets[0]
+        names = [part.indexed.prefix for part in self.parts]
+        return BlendedDataset(datasets, BlendIndices(*self.blend_cache.load()), names)
+
+
+def _plan_split(files: _Files, blend: Blend | None, split: int, count: int | None, seed: int) -> _SplitPlan | None:
+    """What to build for one split; None if it is left out. Raises ValueError if it cannot give its samples."""
+    config = files.config
+    has_share = config.has_own_splits or parse_split(config.split_shares)[split] > 0
+    if blend is None or count == 0 or not has_share:
+        return None
+    # Files of a split's own are not blended when there is one, whatever its weight.
+    if blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1):
+        part = _plan_part(files, blend.prefixes[0], split, count, seed)
+        return part and _SplitPlan([part])
+    shares, counts = None, [None] * len(blend.prefixes)
+    if blend.weights is not None:
+        if count is None:
             raise ValueError(
-                f"cannot write the index cache in {self.folder}: {error.strerror}; set --data-cache-path to a folder "
-                "that can be written"
-            ) from error
+                "a blend with weights has no end, so one epoch cannot be requested; give a number of samples"
+            )
+        shares = normalized(blend.weights)
+        counts = samples_of_each(count, shares, config.mid_level_dataset_surplus)
+    parts = [_plan_part(files, prefix, split, c, seed) for prefix, c in zip(blend.prefixes, counts)]
+    if None in parts:
+        missing = blend.prefixes[parts.index(None)]
+        raise ValueError(
+            f"{missing} has no document for the {SPLIT_NAMES[split]} split; change --split or leave it out"
+        )
+    sizes = [number_of_samples(part.indexed.sequence_lengths, part.request) for part in parts]
+    if shares is None:
+        shares, size = normalized(sizes), None if count is None else min(count, sum(sizes))
+    else:  # normalized a second time, as the files in the wild are: it may change the last bit
+        shares, size = normalized(shares), sum(samples_of_each(count, shares))
+    fields = {"shares": shares, "size": size, "sizes": sizes if size is None else None}
+    folder = Path(config.data_cache_path or f"{blend.prefixes[0]}/cache/BlendedDataset_indices")
+    return _SplitPlan(parts, IndexCache(folder, "BlendedDataset", SPLIT_NAMES[split], fields, BlendIndices._fields))
 
 
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with open(path, "rb") as file:
-        while some := file.read(1 << 24):
-            checksum = zlib.crc32(some, checksum)
-    return checksum
+def _plan_part(files: _Files, prefix: str, split: int, count: int | None, seed: int) -> _Part | None:
+    indexed, fingerprint = files.open(prefix)
+    request = _split_request(files, indexed.sequence_lengths, split, count, seed)
+    if request is None:
+        return None
+    folder = Path(files.config.data_cache_path or f"{prefix}/cache/GPTDataset_indices")
+    fields = {**asdict(request), **fingerprint}
+    return _Part(indexed, request, IndexCache(folder, "GPTDataset", SPLIT_NAMES[split], fields, Indices._fields))
+
+
+def _split_request(files: _Files, lengths: np.ndarray, split: int, count: int | None, seed: int) -> IndexRequest | None:
+    """What to build for a split that has a share of a file of sequences of these lengths; None if that has no document.
+
+    Raises ValueError if it cannot fill one sample.
+    """
+    config = files.config
+    if config.has_own_splits:
+        ids, share = (0, len(lengths)), "the file"
+    else:
+        ids, share = (
+            split_ranges(parse_split(config.split_shares), len(lengths))[split],
+            f"--split {config.split_shares}",
+        )
+    if ids[0] == ids[1]:
+        name = SPLIT_NAMES[split]
+        where = f"{share} leaves no document of {len(lengths)} to the {name} split"
+        if name == "train":
+            raise ValueError(f"{where}; use more data or a larger share")
+        files.say(f"{where}: it is left out")
+        return None
+    request = IndexRequest(ids, count, config.seq_length, seed, epoch_stable=config.epoch_stable_order)
+    check_enough_tokens(lengths, request)
+    return request

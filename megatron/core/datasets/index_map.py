@@ -27,8 +27,8 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 # A last epoch that is used less than this is shuffled on its own, so that no document of it crowds out earlier epochs.
 _SEPARATE_BELOW = 0.80
-# Rows of the sample index computed at a time: the temporaries then stay in cache and below 50 MB.
-_ROWS_AT_ONCE = 1 << 20
+# Documents, and rows of the sample index, computed at a time: the temporaries then stay in cache.
+_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class IndexRequest:
     """Everything that the order of samples depends on, apart from the lengths of the documents.
 
     ids_range: first and one past the last sequence of the split. num_samples: None asks for exactly one epoch.
-    drop_last: False keeps a last sample shorter than seq_length (validation only).
+    drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled by
+    itself, so that the order of the first epochs does not depend on how many there are; Megatron's order does.
     """
 
     ids_range: tuple[int, int]
@@ -45,6 +46,7 @@ class IndexRequest:
     seed: int
     extra_token: int = 1
     drop_last: bool = True
+    epoch_stable: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples is not None and self.num_samples < 1:
@@ -139,12 +141,8 @@ def samples_in(tokens: int, request: IndexRequest) -> int:
 
 def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.random.RandomState) -> np.ndarray:
     """`epochs` copies of `ids`, shuffled together, the last copy apart if `separate`. [epochs * len(ids)] int32."""
-    if separate:
-        earlier = build_document_index(ids, epochs - 1, False, rng)
-        return np.concatenate([earlier, build_document_index(ids, 1, False, rng)])
-    documents = np.tile(ids.astype(np.int32), epochs)
-    rng.shuffle(documents)
-    return documents
+    documents = np.tile(ids.astype(np.int32, copy=False), epochs)
+    return _shuffled_in_parts(documents, (epochs - 1) * len(ids) if separate else len(documents), rng)
 
 
 def build_sample_index(
@@ -156,33 +154,41 @@ def build_sample_index(
     k - 1 ended: the first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length, and an
     empty document is passed over. Past the end of the tokens (drop-last off) the row is the last document's last token.
 
-    lengths: tokens of every sequence of the file, by id. Cost: a binary search per sample, no Python loop over samples.
+    lengths: tokens of every sequence of the file, by id. Cost: some passes over the documents and the rows, no Python loop
+    over either, and no memory beyond the result that grows with them.
     """
-    ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    starts = ends - lengths[document_index]
     longest = max(len(document_index), int(lengths.max(initial=0)))
     rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if longest <= np.iinfo(np.int32).max else np.int64)
-    for first in range(1, num_samples + 1, _ROWS_AT_ONCE):
-        past = min(first + _ROWS_AT_ONCE, num_samples + 1)
-        tokens = np.arange(first, past, dtype=np.int64) * seq_length
-        positions = np.searchsorted(ends, tokens + extra_token)
-        inside = positions < len(ends)
-        positions[~inside] = len(ends) - 1
-        rows[first:past, 0] = positions
-        rows[first:past, 1] = np.where(inside, tokens - starts[positions], ends[-1] - starts[-1] - extra_token)
+    done, token = 0, 0  # rows after row 0 that are filled; tokens of the documents before
+    for first in range(0, len(document_index), _AT_ONCE):
+        some = lengths[document_index[first : first + _AT_ONCE]].astype(np.int64)
+        starts = np.cumsum(some)
+        token, starts = token + int(starts[-1]), starts + (token - some)
+        # The last row that starts no later than in each of these documents: row k does if k * S + x <= its end.
+        last_rows = np.minimum((starts + (some - extra_token)) // seq_length, num_samples)
+        while done < last_rows[-1]:  # the rows of these documents, so many at a time
+            past = min(done + _AT_ONCE, int(last_rows[-1]))
+            counts = np.diff(np.clip(last_rows, done, past), prepend=done)
+            at = np.repeat(np.arange(len(some)), counts)
+            rows[done + 1 : past + 1, 0] = first + at
+            rows[done + 1 : past + 1, 1] = np.arange(done + 1, past + 1) * seq_length - starts[at]
+            done = past
+    rows[done + 1 :] = len(document_index) - 1, lengths[document_index[-1]] - extra_token
     return rows
 
 
 def build_shuffle_index(before: int, total: int, rng: np.random.RandomState) -> np.ndarray:
     """The numbers 0..total-1, shuffled below `before` and from `before` on; before == total shuffles them as one."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    first = np.arange(before, dtype=dtype)
-    rng.shuffle(first)
-    if before == total:
-        return first
-    last = np.arange(before, total, dtype=dtype)
-    rng.shuffle(last)
-    return np.concatenate([first, last])
+    return _shuffled_in_parts(np.arange(total, dtype=dtype), before, rng)
+
+
+def _shuffled_in_parts(array: np.ndarray, before: int, rng: np.random.RandomState) -> np.ndarray:
+    """`array`, shuffled in place: its elements below `before` first, then those from there on."""
+    rng.shuffle(array[:before])
+    if before < len(array):
+        rng.shuffle(array[before:])
+    return array
 
 
 def split_tokens(lengths: np.ndarray, request: IndexRequest) -> int:
@@ -201,11 +207,20 @@ def check_enough_tokens(lengths: np.ndarray, request: IndexRequest) -> None:
         )
 
 
+def number_of_samples(lengths: np.ndarray, request: IndexRequest) -> int:
+    """K, the length of the data set that `build_indices` gives, without building it. Raises as `check_enough_tokens` does."""
+    check_enough_tokens(lengths, request)
+    tokens = split_tokens(lengths, request)
+    return samples_in(num_epochs(tokens, request) * tokens, request)
+
+
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
     """All three arrays. lengths: tokens of every sequence of the file, by id. Raises as `check_enough_tokens` does."""
     check_enough_tokens(lengths, request)
     tokens = split_tokens(lengths, request)
     epochs = num_epochs(tokens, request)
+    if request.epoch_stable:
+        return _epoch_stable_indices(lengths, request, tokens, epochs)
     separate = separate_final_epoch(tokens, epochs, request)
     total = samples_in(epochs * tokens, request)
     rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
@@ -213,3 +228,22 @@ def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
     samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
     before = samples_before_final_epoch(tokens, epochs, request) if separate else total
     return Indices(documents, samples, build_shuffle_index(before, total, rng))
+
+
+def _epoch_stable_indices(lengths: np.ndarray, request: IndexRequest, tokens: int, epochs: int) -> Indices:
+    """As `build_indices`, but the documents of epoch e, and the samples that end in it, are shuffled by (seed, e) alone.
+
+    documents   |--- epoch 0 ---|--- epoch 1 ---|
+    samples     |s0  |s1  |s2  |s3  |s4  |s5  |          s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, ...
+    """
+    count, total = request.ids_range[1] - request.ids_range[0], samples_in(epochs * tokens, request)
+    documents = np.tile(np.arange(*request.ids_range, dtype=np.int32), epochs)
+    order = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
+    for epoch in range(epochs):
+        rng = np.random.RandomState([request.seed, epoch])
+        rng.shuffle(documents[epoch * count : (epoch + 1) * count])
+        first = max(0, (epoch * tokens - request.extra_token) // request.seq_length)
+        past = total if epoch == epochs - 1 else ((epoch + 1) * tokens - request.extra_token) // request.seq_length
+        rng.shuffle(order[first:past])
+    samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
+    return Indices(documents, samples, order)

@@ -11,6 +11,7 @@ PREFIX.idx, little-endian, N sequences, D = documents + 1:
     34      4 N    int32 tokens of each sequence
             8 N    int64 byte at which each sequence begins in PREFIX.bin
             8 D    int64 sequences before each document, and N at the end; an empty document repeats its number
+            N      int8 mode of each sequence (its modality), in multimodal files only: nothing in the file says so
 
 Plain text has one sequence a document; text split into sentences has many.
 """
@@ -100,9 +101,12 @@ class IndexedDataset:
 
     `dataset[i]` is sequence i, `dataset[a:b]` a list of neighbours, `dataset.get(i, offset, length)` a part of one.
     Arrays are views of the map. Raises FileNotFoundError for missing files and ValueError for damaged ones.
+
+    multimodal: the file says the mode of each sequence, here `sequence_modes` (None otherwise). mmap: False reads tokens
+    with ordinary reads, for file systems that map badly; arrays are copies then.
     """
 
-    def __init__(self, prefix: str | Path):
+    def __init__(self, prefix: str | Path, *, multimodal: bool = False, mmap: bool = True):
         self.prefix = str(prefix)
         for path in (self.index_path, self.data_path):
             if not os.path.isfile(path):
@@ -110,10 +114,13 @@ class IndexedDataset:
                     f"{path} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without the ending"
                     + _meant(self.prefix)
                 )
-        self.dtype, self.sequence_lengths, self._starts, self.document_indices = _read_index(self.index_path)
+        self.dtype, *arrays = _read_index(self.index_path, multimodal)
+        self.sequence_lengths, self._starts, self.document_indices, modes = arrays
+        self.sequence_modes = modes if multimodal else None
         _check_sequences(self.index_path, self.sequence_lengths, self._starts, self.dtype.itemsize)
         _check_documents(self.index_path, self.document_indices, len(self))
-        self._tokens = self._map_tokens()
+        self._check_data_size()
+        self._tokens = _map(self.data_path, self.dtype) if mmap else None
 
     @property
     def index_path(self) -> str:
@@ -151,9 +158,15 @@ class IndexedDataset:
                 f"tokens {offset} to {offset + length} of sequence {number} of {self.index_path}, which has {tokens}"
             )
         first = int(self._starts[number]) // self.dtype.itemsize + offset
-        return self._tokens[first : first + length]
+        return self.tokens(first, first + length)
 
-    def _map_tokens(self) -> np.ndarray:
+    def tokens(self, first: int, past: int) -> np.ndarray:
+        """Tokens [first, past) of the whole file, counted over all sequences."""
+        if self._tokens is not None:
+            return self._tokens[first:past]
+        return np.fromfile(self.data_path, self.dtype, past - first, offset=first * self.dtype.itemsize)
+
+    def _check_data_size(self) -> None:
         expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         actual = os.path.getsize(self.data_path)
         if actual != expected:
@@ -161,7 +174,6 @@ class IndexedDataset:
                 f"{self.data_path} has {actual} bytes, but {self.index_path} describes {expected}: the two are not of "
                 "one run, or a copy is incomplete; copy both again or preprocess again"
             )
-        return _map(self.data_path, self.dtype)
 
 
 def _meant(prefix: str) -> str:
@@ -182,8 +194,8 @@ def _map(path: str, dtype: np.dtype) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """(dtype, lengths [N], starts [N] in bytes, document array [D]), with the header and the file size checked."""
+def _read_index(path: str, multimodal: bool) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(dtype, lengths [N], starts [N] in bytes, document array [D], modes [N] or [0]); header and file size are checked."""
     content = _map(path, np.dtype(np.uint8))
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
         raise ValueError(
@@ -195,16 +207,22 @@ def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray
         raise ValueError(f"{path} has version {version}; this reader knows version {VERSION}; preprocess again")
     if code not in DTYPES:
         raise ValueError(f"{path} has the unknown dtype code {code}, known are 1 to {len(DTYPES)}; preprocess again")
-    expected = HEADER.size + 12 * sequences + 8 * documents
-    if len(content) == expected + sequences and sequences:
-        raise ValueError(f"{path} carries a mode for each sequence: multimodal files are not built yet")
+    without_modes = HEADER.size + 12 * sequences + 8 * documents
+    expected = without_modes + sequences * multimodal
+    if sequences and {len(content), expected} == {without_modes, without_modes + sequences}:
+        carries = "no mode for each sequence: it is" if multimodal else "a mode for each sequence: it seems"
+        raise ValueError(
+            f"{path} carries {carries} {'not ' * multimodal}multimodal; open it with multimodal={not multimodal}"
+        )
     if len(content) != expected:
         raise ValueError(
             f"{path} has {len(content)} bytes, its header describes {expected}: a copy is incomplete, or the file is "
             "damaged; copy it again or preprocess again"
         )
-    lengths, starts, document_array = np.split(content[HEADER.size :], [4 * sequences, 12 * sequences])
-    return np.dtype(DTYPES[code]), lengths.view("<i4"), starts.view("<i8"), document_array.view("<i8")
+    ends = [4 * sequences, 12 * sequences, without_modes - HEADER.size]
+    lengths, starts, document_array, modes = np.split(content[HEADER.size :], ends)
+    arrays = lengths.view("<i4"), starts.view("<i8"), document_array.view("<i8"), modes.view("i1")
+    return np.dtype(DTYPES[code]), *arrays
 
 
 def _check_sequences(path: str, lengths: np.ndarray, starts: np.ndarray, itemsize: int) -> None:
@@ -242,11 +260,12 @@ class IndexedDatasetWriter:
             writer.add_document(tokens)
 
     Both files appear when the block ends; after an error neither does, and files that were there before stay. Lengths
-    and document ends go to side files meanwhile. One process owns a prefix.
+    and document ends go to side files meanwhile. One process owns a prefix. multimodal: every sequence has a mode.
     """
 
-    def __init__(self, prefix: str | Path, dtype: type | np.dtype):
+    def __init__(self, prefix: str | Path, dtype: type | np.dtype, *, multimodal: bool = False):
         self.prefix = str(prefix)
+        self.multimodal = multimodal
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES:
             raise ValueError(f"tokens of dtype {self.dtype} cannot be stored; use one of {[str(d) for d in _CODES]}")
@@ -260,6 +279,7 @@ class IndexedDatasetWriter:
             self._data = opened.enter_context(_Unpublished(f"{self.prefix}.bin"))
             self._lengths = opened.enter_context(_Unpublished(f"{self.prefix}.idx.lengths"))
             self._documents = opened.enter_context(_Unpublished(f"{self.prefix}.idx.documents"))
+            self._modes = opened.enter_context(_Unpublished(f"{self.prefix}.idx.modes"))
             self._cleanup = opened.pop_all()
         self._documents.file.write(struct.pack("<q", 0))
         return self
@@ -269,13 +289,19 @@ class IndexedDatasetWriter:
             if kind is None:
                 self._finish()
 
-    def add_document(self, tokens: list[int] | np.ndarray, lengths: list[int] | None = None) -> None:
-        """One document. lengths: tokens of each of its sequences; None: it is one sequence."""
+    def add_document(
+        self, tokens: list[int] | np.ndarray, lengths: list[int] | None = None, modes: list[int] | None = None
+    ) -> None:
+        """One document. lengths: tokens of each of its sequences; None: it is one sequence. modes: of each sequence."""
         lengths = [len(tokens)] if lengths is None else lengths
-        self.add_documents(tokens, lengths, [len(lengths)])
+        self.add_documents(tokens, lengths, [len(lengths)], modes)
 
     def add_documents(
-        self, tokens: list[int] | np.ndarray, lengths: list[int] | np.ndarray, sequences: list[int] | np.ndarray
+        self,
+        tokens: list[int] | np.ndarray,
+        lengths: list[int] | np.ndarray,
+        sequences: list[int] | np.ndarray,
+        modes: list[int] | np.ndarray | None = None,
     ) -> None:
         """Several documents. tokens: all of them end to end; lengths: of each sequence; sequences: in each document."""
         tokens, lengths, sequences = _integers(tokens), _integers(lengths), _integers(sequences)
@@ -286,9 +312,16 @@ class IndexedDatasetWriter:
             )
         if lengths.max(initial=0) > np.iinfo(np.int32).max:
             raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format ends at 2**31 - 1")
+        if self.multimodal != (modes is not None) or (self.multimodal and len(modes) != len(lengths)):
+            given = "none" if modes is None else len(modes)
+            raise ValueError(
+                f"{len(lengths)} sequences with {given} modes; multimodal files have one each, others none"
+            )
         self._data.file.write(_stored(tokens, self.dtype).tobytes())
         self._lengths.file.write(lengths.astype("<i4").tobytes())
         self._documents.file.write((self.sequences + np.cumsum(sequences)).astype("<i8").tobytes())
+        if self.multimodal:
+            self._modes.file.write(_stored(_integers(modes), np.dtype(np.int8)).tobytes())
         self.tokens += len(tokens)
         self.sequences += len(lengths)
         self.documents += len(sequences)
@@ -298,8 +331,11 @@ class IndexedDatasetWriter:
     ) -> None:
         """As `add_documents`, the tokens being the bytes of `source` from `offset` on, little-endian in this dtype.
 
-        The operating system copies them from file to file. Raises ValueError if `source` has too few.
+        The operating system copies them from file to file. Raises ValueError if `source` has too few. Not for multimodal
+        files, whose modes it would leave out.
         """
+        if self.multimodal:
+            raise ValueError(f"{self.prefix} is multimodal; add its documents with their modes")
         lengths, sequences = _integers(lengths).astype("<i4"), _integers(sequences)
         if sequences.sum() != len(lengths) or (lengths < 0).any():
             raise ValueError(
@@ -327,8 +363,9 @@ class IndexedDatasetWriter:
                 ends = start + np.cumsum(sizes)
                 index.write((ends - sizes).astype("<i8").tobytes())
                 start = int(ends[-1])
-            for some in self._documents.chunks(8 * _AT_ONCE):
-                index.write(some)
+            for side_file in (self._documents, self._modes):
+                for some in side_file.chunks(8 * _AT_ONCE):
+                    index.write(some)
             with contextlib.suppress(FileNotFoundError):
                 os.remove(f"{self.prefix}.idx")  # an index of earlier data must not meet the new tokens
             self._data.publish()

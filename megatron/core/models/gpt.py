@@ -16,7 +16,7 @@ class GPTModel(nn.Module):
 
     forward(tokens [b, s], position_ids [b, s], attention_mask, labels [b, s]) -> on the last stage the loss of each token
     [b, s], or without labels the scores [b, s, padded vocabulary / t]; on other stages hidden states [s, b, h].
-    attention_mask: True where a query may not look, [b or 1, 1, s, s]; None for causal, which is faster.
+    attention_mask: True where a query may not look, [b or 1, 1, s, s]; None for causal, or `Documents`: both are faster.
     cache: of the tokens before these, for generation; the last stage then gives the scores of the last token, [b, 1, ..].
     """
 

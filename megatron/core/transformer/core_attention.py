@@ -5,12 +5,37 @@ The plain kernel is the reference; a faster one is used where it can do the work
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.random import AttentionDropout
+
+
+class Documents:
+    """In place of a mask: samples made of several documents, which do not see each other.
+
+        tokens      a b c | d e | f g h         numbers     0 0 0 1 1 2 2 2
+
+    A kernel that takes documents one by one never holds an s x s mask; one that cannot asks for `mask`.
+    """
+
+    def __init__(self, numbers: Tensor):
+        """numbers: [b, s], which document of its sample each token belongs to; they never fall."""
+        self.numbers = numbers
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each document of each sample. The first call waits for the device."""
+        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.numbers]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[b, 1, s, s], True where a query may not look: at what comes later, and at other documents."""
+        other = self.numbers[:, :, None] != self.numbers[:, None, :]
+        return (other | torch.ones_like(other[0]).triu(1))[:, None]
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: AttentionDropout) -> Tensor:
@@ -36,6 +61,15 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropou
     )
 
 
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: AttentionDropout) -> Tensor:
+    """The fused kernel on every document alone: less work than on the whole sample, and no mask."""
+    rows = []
+    for row, lengths in enumerate(documents.lengths):
+        parts = zip(*(x[row : row + 1].split(lengths, dim=2) for x in (q, k, v)))
+        rows.append(torch.cat([fused_attention(*part, None, dropout) for part in parts], dim=2))
+    return torch.cat(rows)
+
+
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionDropout], Tensor]
 _KERNELS: dict[str, Kernel] = {"fused": fused_attention, "unfused": plain_attention}
 
@@ -44,14 +78,21 @@ _PLAIN = ("unfused", "local")  # --attention-backend; the other names ask for th
 
 
 class CoreAttention(nn.Module):
-    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d], causal when the mask is None."""
+    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d], causal when the mask is None.
+
+    mask: as the kernels take it, or `Documents`.
+    """
 
     def __init__(self, backend: str, dropout: AttentionDropout):
         super().__init__()
         self.backend, self.dropout = backend, dropout
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None = None) -> Tensor:
         drops = self.training and self.dropout.probability > 0
-        kernel = _KERNELS["unfused" if drops or self.backend in _PLAIN else "fused"]
+        name = "unfused" if drops or self.backend in _PLAIN else "fused"
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
+        if isinstance(mask, Documents) and name == "fused":
+            return attention_by_document(q, k, v, mask, self.dropout).permute(2, 0, 1, 3).flatten(2)
+        mask = mask.mask if isinstance(mask, Documents) else mask
+        kernel = _KERNELS[name]
         return kernel(q, k, v, mask, self.dropout).permute(2, 0, 1, 3).flatten(2)  # [s, b, n * d]

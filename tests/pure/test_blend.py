@@ -1,0 +1,189 @@
+"""Blends: the order against a plain loop, the words of the command line, and data sets built from them."""
+
+import json
+import random
+import types
+
+import numpy as np
+import pytest
+
+from megatron.core.config import ConfigError
+from megatron.core.datasets import DataConfig, IndexedDatasetWriter, build_gpt_datasets
+from megatron.core.datasets.blend import (
+    Blend,
+    BlendedDataset,
+    BlendIndices,
+    exhaustive_indices,
+    normalized,
+    parse_blend,
+    samples_of_each,
+    weighted_indices,
+)
+
+TOKENIZER = types.SimpleNamespace(vocab_size=1000, eod=999, pad=None)
+
+
+def plain_order(shares, size, limits=None):
+    """The rule as it reads: who is furthest behind gives the next sample, unless it is spent."""
+    counts, chosen = [0] * len(shares), []
+    for i in range(size):
+        behind = [share * max(i, 1) - count for share, count in zip(shares, counts)]
+        able = [d for d in range(len(shares)) if limits is None or counts[d] < limits[d]]
+        best = max(able, key=lambda d: (behind[d], -d))
+        chosen.append((best, counts[best]))
+        counts[best] += 1
+    return chosen
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 12, 13, 50])
+def test_the_data_set_furthest_behind_gives_the_next_sample(count):
+    dice = random.Random(count)
+    for weights in ([1.0] * count, [dice.random() for _ in range(count)], [dice.choice([1, 2]) for _ in range(count)]):
+        shares = normalized(weights)
+        indices = weighted_indices(shares, 400)
+        assert list(zip(*(part.tolist() for part in indices))) == plain_order(shares, 400)
+        assert [part.dtype for part in indices] == [np.int16, np.int64]
+
+
+def test_an_exhaustive_blend_takes_every_sample_once():
+    for sizes in ([3], [1, 5], [0, 4, 2], [20, 1, 1, 7]):
+        indices = exhaustive_indices(sizes)
+        pairs = list(zip(*(part.tolist() for part in indices)))
+        assert pairs == plain_order([size / sum(sizes) for size in sizes], sum(sizes), sizes)
+        assert sorted(pairs) == [(d, k) for d, size in enumerate(sizes) for k in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("words", "blend"),
+    [
+        ("a", Blend(("a",))),
+        ("1 a", Blend(("a",), (1.0,))),
+        ("a b", Blend(("a", "b"))),
+        ("a b c", Blend(("a", "b", "c"))),
+        ("0.3 a 0.7 b", Blend(("a", "b"), (0.3, 0.7))),
+        ("1 2", Blend(("2",), (1.0,))),
+        ("1 a x b", Blend(("1", "a", "x", "b"))),
+    ],
+)
+def test_words_are_weights_and_prefixes_or_prefixes_alone(words, blend):
+    assert parse_blend(words.split()) == blend
+
+
+def test_bad_weights_and_missing_files_are_named(tmp_path):
+    for weight in ("0", "-1", "nan", "inf"):
+        with pytest.raises(ConfigError, match=r"--data-path: weight .* of b must be a positive number"):
+            DataConfig(data_path=["0.3", "a", weight, "b"])
+    problems = DataConfig(data_path=["0.3", f"{tmp_path}/a", "b"]).missing_files()
+    assert len(problems) == 3
+    assert problems[0].startswith("--data-path 0.3: 0.3.idx does not exist")
+    assert problems[0].endswith("is 0.3 a weight? then every prefix needs one before it: 0.3 A 0.7 B")
+
+
+def test_samples_of_each_are_rounded_up_twice():
+    assert samples_of_each(100, [0.301, 0.699]) == [31, 70]
+    assert samples_of_each(100, [0.301, 0.699], 0.005) == [32, 71]
+
+
+def write(prefix, token, documents=30, length=20):
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document([token] * length)
+    return str(prefix)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [write(tmp_path / name, token) for token, name in enumerate("abc", start=1)]
+
+
+def build(tmp_path, sizes=(100, 20, 20), **settings):
+    config = DataConfig(seq_length=8, data_cache_path=str(tmp_path / "cache"), **settings)
+    return build_gpt_datasets(config, TOKENIZER, list(sizes), 1)
+
+
+def test_a_blend_holds_each_data_set_by_its_weight(files, tmp_path):
+    a, b, c = files
+    train, valid, _ = build(tmp_path, data_path=["0.5", a, "3", b, "1.5", c], split="8,1,1")
+    tokens = [int(train[i]["tokens"][0]) for i in range(len(train))]
+    assert len(train) == 10 + 60 + 30
+    assert [tokens.count(token) for token in (1, 2, 3)] == [10, 60, 30]
+    assert isinstance(valid, BlendedDataset)
+    with pytest.raises(IndexError, match="sample 100 of 100"):
+        train[100]
+
+
+def test_each_split_may_have_data_of_its_own(files, tmp_path):
+    a, b, c = files
+    train, valid, test = build(tmp_path, train_data_path=["1", a, "1", b], valid_data_path=[c])
+    assert {int(train[i]["tokens"][0]) for i in range(len(train))} == {1, 2}
+    assert {int(valid[i]["tokens"][0]) for i in range(len(valid))} == {3}
+    assert test is None
+
+
+def test_lists_of_data_may_lie_in_files(files, tmp_path):
+    a, b, c = files
+    (tmp_path / "list").write_text(f"0.3 {a}\n0.7 {b}\n")
+    (tmp_path / "lists").write_text(json.dumps({"train": [a, b], "valid": [c]}))
+    blend = DataConfig(data_args_path=str(tmp_path / "list")).blends()[0]
+    assert blend == Blend((a, b), (0.3, 0.7))
+    own = DataConfig(per_split_data_args_path=str(tmp_path / "lists"))
+    assert own.blends() == (Blend((a, b)), Blend((c,)), None)
+    assert own.source_problems() == own.missing_files() == []
+    (tmp_path / "lists").write_text('{"training": []}')
+    assert "not an object with lists under train, valid and test" in own.source_problems()[0]
+    assert "cannot be read" in DataConfig(data_args_path=str(tmp_path / "none")).source_problems()[0]
+
+
+def test_a_list_without_weights_gives_each_data_set_once(files, tmp_path):
+    train, _, _ = build(tmp_path, (None, 0, 0), data_path=files, split="1")
+    assert len(train) == sum(len(dataset) for dataset in train.datasets) == 3 * ((30 * 20 - 1) // 8)
+    with pytest.raises(ValueError, match="blend with weights has no end"):
+        build(tmp_path, (None, 0, 0), data_path=["1", files[0]], split="1")
+
+
+def test_a_blend_is_built_once_and_read_from_its_cache(files, tmp_path):
+    settings = {"data_path": ["1", files[0], "2", files[1]], "split": "1"}
+    first, _, _ = build(tmp_path, (50, 0, 0), **settings)
+    names = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert sum("BlendedDataset-train-dataset_index" in name for name in names) == 1
+    again, _, _ = build(tmp_path, (50, 0, 0), **settings)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == names
+    assert np.array_equal(first.indices.dataset_index, again.indices.dataset_index)
+    build(tmp_path, (50, 0, 0), data_path=["1", files[0], "3", files[1]], split="1")
+    names = [path.name for path in (tmp_path / "cache").iterdir()]
+    assert sum("BlendedDataset-train-dataset_index" in name for name in names) == 2
+
+
+def test_a_data_set_without_enough_samples_or_documents_is_named(files, tmp_path):
+    indices = BlendIndices(np.zeros(5, np.int16), np.arange(5))
+    with pytest.raises(ValueError, match="takes 5 samples of a, which has 3; raise --mid-level-dataset-surplus"):
+        BlendedDataset([range(3)], indices, ["a"])
+    small = write(tmp_path / "small", 5, documents=3)
+    with (
+        pytest.warns(UserWarning, match="leaves no document of 3 to the valid split"),
+        pytest.raises(ValueError, match="small has no document for the valid split"),
+    ):
+        build(tmp_path, data_path=["1", files[0], "1", small], split="98,1,1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"train_data_path": ["a"], "split": "1"}, "--split 1 has no meaning with data of each split's own"),
+        ({"data_path": []}, "--data-path: nothing is given; name a prefix"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        DataConfig(**settings)
+
+
+def test_data_come_from_one_place():
+    for other in ({"train_data_path": ["b"]}, {"mock_data": True}, {"data_args_path": "c"}):
+        (problem,) = DataConfig(data_path=["a"], **other).source_problems()
+        assert problem.startswith("--data-path and --")
+        assert problem.endswith("exclude each other; give one")
+
+
+def test_validation_data_alone_are_not_enough():
+    assert DataConfig(valid_data_path=["a"]).source_problems() == ["no training data: give --train-data-path"]

@@ -1,0 +1,134 @@
+"""BERT and T5 samples: known draws, what every item must hold, and corpora that give none."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.masked import (
+    BertDataset,
+    MaskingRules,
+    SampleRequest,
+    T5Dataset,
+    WordPieces,
+    build_sample_map,
+    mersenne_twister_64,
+)
+
+CLS, SEP, MASK, PAD, BOS, EOS = 1, 2, 3, 0, 4, 5
+WORDS = tuple(f"##{i}" if i % 4 == 3 and i > 10 else f"{i}" for i in range(120))
+PIECES = WordPieces(WORDS, CLS, SEP, MASK, PAD, BOS, EOS, sentinels=tuple(range(100, 120)))
+
+
+def write(prefix, documents):
+    """documents: the lengths of the sentences of each."""
+    rng = np.random.RandomState(0)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for lengths in documents:
+            writer.add_document(rng.randint(6, 100, sum(lengths)), lengths)
+    return IndexedDataset(prefix)
+
+
+def sample_map(indexed, n=None, length=20, sentences=2, short=0.1, seed=1):
+    request = SampleRequest((0, indexed.document_count), n, length, sentences, short, seed)
+    return build_sample_map(indexed.sequence_lengths, indexed.document_indices, request)
+
+
+def test_the_generator_gives_its_published_draws():
+    """The 10,000th draw of the seed 5489 is in the C++ standard, [rand.predef]."""
+    assert next(itertools.islice(mersenne_twister_64(5489), 9999, None)) == 9981545732273789042
+
+
+def test_rows_are_runs_of_sentences_of_one_document(tmp_path):
+    indexed = write(tmp_path / "a", [[5, 6, 7, 8, 9, 3], [4], [], [600, 3], [10, 11]])
+    rows = sample_map(indexed, short=0.0)
+    # Three sentences reach 18 < 20 tokens, the fourth 26, and two remain; one sentence, none, and a long one give nothing.
+    assert sorted(rows.tolist()) == [[0, 4, 20], [4, 6, 20], [9, 11, 20]]
+    assert rows.dtype == np.uint32
+    assert len(sample_map(indexed, n=4, short=0.0)) == 6  # whole passes
+    targets = {target for _, _, target in sample_map(indexed, n=500, short=0.5).tolist()}
+    assert min(targets) >= 2
+    assert max(targets) == 20
+    assert len(targets) > 10
+
+
+def test_a_bert_item_hides_words_of_two_parts(tmp_path):
+    indexed = write(tmp_path / "a", [[5, 6, 7, 8, 9, 3], [10, 11]])
+    dataset = BertDataset(indexed, sample_map(indexed, n=40), 23, 7, PIECES, MaskingRules(), binary_head=True)
+    swapped = 0
+    for i in range(len(dataset)):
+        item = dataset[i]
+        first, past, target = dataset.sample_map[i].tolist()
+        source = np.concatenate(indexed[first:past]).tolist()
+        text = np.where(item["labels"] >= 0, item["labels"], item["text"])
+        tokens = text[: int(item["padding_mask"].sum())].tolist()
+        assert tokens[0] == CLS
+        assert tokens[-1] == SEP
+        assert tokens.count(SEP) == 2
+        middle = tokens.index(SEP)
+        assert item["types"].tolist() == [0] * (middle + 1) + [1] * (len(tokens) - middle - 1) + [0] * (
+            23 - len(tokens)
+        )
+        a, b = tokens[1:middle], tokens[middle + 1 : -1]
+        assert len(a) + len(b) <= target
+        assert set(a + b) <= set(source)
+        if not item["truncated"]:
+            assert (b + a if item["is_random"] else a + b) == source
+        assert np.array_equal(item["loss_mask"], item["labels"] >= 0)
+        assert 0.15 * target < 1 or item["loss_mask"].any()
+        swapped += int(item["is_random"])
+        again = dataset[i]
+        assert all(np.array_equal(again[key], item[key]) for key in item)
+    assert 0 < swapped < len(dataset)
+
+
+def test_a_t5_item_asks_for_what_the_sentinels_stand_for(tmp_path):
+    indexed = write(tmp_path / "a", [[5, 6, 7, 8, 9, 3], [40]])
+    rules = MaskingRules(max_ngram=10, geometric=True)
+    rows = sample_map(indexed, n=40, length=30, sentences=1)
+    dataset = T5Dataset(indexed, rows, 32, 7, PIECES, rules, decoder_seq_length=32)
+    for i in range(len(dataset)):
+        item = dataset[i]
+        first, past, target = rows[i].tolist()
+        asked = item["labels"][item["loss_mask"] == 1].tolist()
+        assert asked[-1] == EOS
+        assert item["text_dec"][: len(asked)].tolist() == [BOS, *asked[:-1]]
+        spans, sentinel = {}, None
+        for token in asked[:-1]:
+            sentinel = token if token >= 100 else sentinel
+            spans.setdefault(sentinel, []).extend([token] if token < 100 else [])
+        whole = [t for token in item["text_enc"].tolist() for t in spans.get(token, [token] if token != PAD else [])]
+        assert whole == np.concatenate(indexed[first:past]).tolist()[:target]
+
+
+def test_a_corpus_that_gives_no_sample_is_refused(tmp_path):
+    indexed = write(tmp_path / "a", [[5], [7], [], [600, 2]])
+    with pytest.raises(
+        ValueError, match=r"none of 4 documents gives a sample: each needs at least 2 sentence.*--bert-no-"
+    ):
+        sample_map(indexed, n=10)
+    assert len(sample_map(indexed, n=10, sentences=1)) == 10
+    empty = write(tmp_path / "b", [[]])
+    with pytest.raises(ValueError, match="none of 1 documents"):
+        sample_map(empty, sentences=0)
+
+
+def test_settings_that_cannot_work_say_what_to_change(tmp_path):
+    with pytest.raises(ValueError, match=r"--mask-prob \(1.5\) must lie between 0 and 1"):
+        MaskingRules(1.5)
+    with pytest.raises(ValueError, match="geometric span lengths have no use for longer_ngrams"):
+        MaskingRules(geometric=True, longer_ngrams=True)
+    with pytest.raises(ValueError, match="raise --seq-length"):
+        SampleRequest((0, 1), 1, 1, 1, 0.1, 1)
+    with pytest.raises(ValueError, match=r"--short-seq-prob \(2\)"):
+        SampleRequest((0, 1), 1, 9, 1, 2, 1)
+    indexed = write(tmp_path / "a", [[30]])
+    rows = sample_map(indexed, length=30, sentences=1)
+    few = WordPieces(WORDS, CLS, SEP, MASK, PAD, BOS, EOS)
+    with pytest.raises(ValueError, match="there are 0 sentinels; raise --vocab-extra-ids"):
+        T5Dataset(indexed, rows, 32, 7, few, MaskingRules(), decoder_seq_length=32)[0]
+    with pytest.raises(ValueError, match=r"raise --decoder-seq-length \(3\)"):
+        T5Dataset(indexed, rows, 32, 7, PIECES, MaskingRules(), decoder_seq_length=3)[0]
+    with pytest.raises(IndexError, match="sample 1 of 1"):
+        BertDataset(indexed, rows, 32, 7, PIECES, MaskingRules(), binary_head=False)[1]
