@@ -68,7 +68,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.full] * (m != "gpt2")) for m in MODELS])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_norms_zeros_and_statistics_are_those_of_one_process(layout: Layout, model: str):
     """But for the zeros in the gradient of a key's bias, which is 0 (a softmax does not see it) or what rounding leaves."""
