@@ -185,7 +185,7 @@ def train_step(
     chunks = list(pipeline.chunks.values())
     for chunk in chunks:
         chunk.train()
-        chunk.zero_grad_buffer()
+        chunk.zero_grad_buffer(num_microbatches or pipeline.batch.num_microbatches)
     scaler, batch = optimizer.scaler, pipeline.batch
     num_microbatches = num_microbatches or batch.num_microbatches
     step_tokens = batch.nominal_tokens * num_microbatches * pipeline.mesh["dp"].size

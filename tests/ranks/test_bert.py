@@ -76,6 +76,10 @@ LAYOUTS = [
     Layout(dp=2, m=2, data_parallel=ZERO, delayed=True),
     Layout(tp=2, sp=True, pp=2, dp=2, m=2, delayed=True),
     Layout(tp=2, sp=True, pp=2, dp=2, m=2, schedule="zb-h1", data_parallel=ZERO, delayed=True),
+    Layout(dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=3), delayed=True),
+    Layout(
+        tp=2, sp=True, pp=2, dp=2, m=2, schedule="zb-h1", data_parallel=DataParallelConfig(zero_stage=2), delayed=True
+    ),
     Layout(tp=2, pp=2, v=2, dp=2, m=2, schedule="interleaved", data_parallel=OVERLAP, recompute="block 1"),
 ]
 
@@ -165,7 +169,7 @@ def own_tensor(name: str, of, h: int) -> Tensor:
     return of({
         "bert.encoder.ln": f"{model}decoder.final_layernorm", "bert.pooler.dense": "pooler.dense",
         "cls.predictions.transform.dense": "lm_head.dense", "cls.predictions.transform.LayerNorm": "lm_head.norm",
-        "cls.predictions": "lm_head", "cls.predictions.decoder": "lm_head", "cls.seq_relationship": "binary_head",
+        "cls.predictions": "word_bias", "cls.predictions.decoder": "word_bias", "cls.seq_relationship": "binary_head",
     }[stem] + f".{kind}")  # fmt: skip
 
 

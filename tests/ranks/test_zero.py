@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from random import Random
 from types import SimpleNamespace
@@ -113,6 +113,70 @@ def test_shards_in_fixed_order_have_the_bits_of_one_process():
     assert_same_bits(
         run(model, Layout(dp=4, pp=2, m=2, data_parallel=fixed), global_batch=8), run(model, alone, global_batch=8)
     )
+
+
+STAGES = {f"stage {stage} {name}".strip(): {"zero_stage": stage, **flags} for stage in range(4) for name, flags in OVERLAP.items()
+          if stage or name != "both"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_an_error_in_a_step_leaves_nothing_to_the_next(name: str):
+    """Raised in the second of three microbatches, forward or backward; the step after it has the norm it has without."""
+    layout = Layout(dp=2, m=3, data_parallel=DataParallelConfig(**STAGES[name]))
+
+    class Stop(Exception):
+        pass
+
+    def norms(mesh: Mesh, fails: str | None) -> list[float]:
+        trainer, calls = Tiny(mesh, MODELS["gpt2-tied"], layout), iter(range(1000))
+
+        def stop(*_) -> None:
+            raise Stop
+
+        def step_that_fails(data, model):
+            output, loss = forward_step(data, model)
+            if next(calls) == 1:
+                if fails == "forward":
+                    stop()
+                output.register_hook(stop)
+            return output, loss
+
+        found = [trainer.step(0)]
+        if fails:
+            trainer.pipeline.forward_step = step_that_fails
+            with pytest.raises((Stop, RuntimeError)):
+                trainer.step(1)
+            trainer.pipeline.forward_step = forward_step
+        found += [trainer.step(1), trainer.step(2)]
+        for chunk in trainer.chunks.values():
+            chunk.finish_param_gather()
+        return found
+
+    (expected, *_) = run_ranks({"dp": 2}, partial(norms, fails=None))
+    for fails in ("forward", "backward"):
+        for got in run_ranks({"dp": 2}, partial(norms, fails=fails)):
+            assert got == pytest.approx(expected, rel=1e-12), fails
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_steps_may_have_other_numbers_of_microbatches(name: str):
+    """As a growing batch has."""
+
+    def norms(mesh: Mesh, config: DataParallelConfig) -> list[float]:
+        trainer, found = Tiny(mesh, MODELS["gpt2-tied"], Layout(dp=2, m=1, data_parallel=config)), []
+        trainer.batch = trainer.pipeline.batch = BatchShape(2, 1)
+        for number, m in enumerate((2, 4, 4, 1, 3)):
+            data = {0: microbatches(BatchShape(2, m), 40 * number, mesh)}
+            step = train_step(
+                trainer.pipeline, trainer.adam, data, first_sample=40 * number, lr=1e-2, num_microbatches=m
+            )
+            found.append(step.grad_norm)
+        trainer.chunks[0].finish_param_gather()
+        return found
+
+    (expected, *_) = run_ranks({"dp": 2}, partial(norms, config=DataParallelConfig()))
+    for got in run_ranks({"dp": 2}, partial(norms, config=DataParallelConfig(**STAGES[name]))):
+        assert got == pytest.approx(expected, rel=1e-12)
 
 
 # ---------------------------------------------------------------- what is sent and what is kept

@@ -35,6 +35,14 @@ class Bucket:
         if not self._grads.is_open:
             self._grads.open().zero_()
 
+    def forget_grads(self) -> None:
+        """Before a step: nothing is written or under way, unless an error ended the step before."""
+        if self._reducing is not None:
+            self._reducing.wait()
+        self._reducing, self.written, self.written_now = None, 0, 0
+        if self._grads is not None:
+            self._grads.release()
+
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the ranks, once."""
         if self._reducing is not None:

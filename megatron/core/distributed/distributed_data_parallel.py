@@ -71,8 +71,8 @@ class DataParallelConfig:
         False, "gather updated parameters during the next forward, bucket by bucket; with --use-distributed-optimizer"
     )
     grad_reduce_in_bf16: bool = knob(
-        False, "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; a rank "
-        "still adds up its own microbatches in float32",
+        False, "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; what is sent is "
+        "the float32 sum of a rank's microbatches, in ZeRO stages 2 and 3 each microbatch",
     )  # fmt: skip
     fixed_order_grad_reduce: bool = knob(
         False, "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
@@ -154,6 +154,8 @@ class DistributedDataParallel(nn.Module):
         self._microbatches = [MicrobatchGrads(b) for b in self.buffers] if self.config.fixed_order_grad_reduce else []
         self._written: Counter[str] = Counter()  # gradients added to each parameter in this step
         self._expected: Counter[str] | None = None  # in the step before, which is what overlap goes by
+        self._num_microbatches: int | None = None  # of this step
+        self._is_complete = True  # whether its gradients are summed
         self._buckets = [
             Bucket(buffer, number, rounds=self.config.grad_reduce_in_bf16)
             for buffer in self.buffers
@@ -202,16 +204,27 @@ class DistributedDataParallel(nn.Module):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of the chunk."""
-        for buffer in self.buffers:
-            buffer.grads.data.mul_(factor)
+        for tensor in (tensor for buffer in self.buffers for tensor in buffer.sums.tensors):
+            tensor.mul_(factor)
 
-    def zero_grad_buffer(self) -> None:
-        """Forget the gradients of the step before."""
-        self._expected, self._written = self._written or None, Counter()
+    def zero_grad_buffer(self, num_microbatches: int | None = None) -> None:
+        """Forget the gradients of the step before, and what is left of one that an error ended.
+
+        num_microbatches: those of the step to come. Where they are others than before, or unknown after an error, overlap begins
+        again from not knowing how often a gradient is written.
+        """
+        knows = self._is_complete and num_microbatches == self._num_microbatches
+        self._expected, self._written = (self._written or None) if knows else None, Counter()
+        self._num_microbatches, self._is_complete, self._travelling = num_microbatches, False, None
+        if self._fetcher is not None:
+            self._fetcher.release()
         for buffer in self.buffers:
             for tensor in buffer.sums.tensors if buffer.grads is None else [buffer.grads.data]:
                 tensor.zero_()
+        for grads in self._microbatches:
+            grads.forget()
         for bucket in self._buckets:
+            bucket.forget_grads()
             bucket.missing = {name for name in bucket.plan.names if self._expected is None or self._expected[name] > 0}
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
@@ -244,6 +257,7 @@ class DistributedDataParallel(nn.Module):
             for buffer in filter(_is_tied, self.buffers):
                 for tensor in buffer.sums.tensors:
                     comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
+        self._is_complete = True
 
     def gather_params(self) -> None:
         """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the next

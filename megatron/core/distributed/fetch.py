@@ -3,7 +3,8 @@
 A unit is what is used together: a layer of a list of layers, or, outside of lists, a module that holds parameters itself. Hooks say
 when it is used. In a backward a unit's parameters stay until their gradients are complete; recomputation inside a backward fetches,
 and leaves giving up to that. So a layer with a backward of its own must compute its input's gradient before the last one of its
-parameters, as ours do.
+parameters, as ours do; and a parent must leave its children's parameters to them, or hand them to a module that uses them. A backward
+whose weight gradients are put off (zero-bubble schedules) keeps all units that it has passed until its end.
 """
 
 from collections.abc import Iterator, Mapping

@@ -36,6 +36,10 @@ class MicrobatchGrads:
                 comm.all_reduce(mine, ends)
             for part in comm.all_gather(mine, axis).split(mine.numel()):
                 total.add_(part)
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep no microbatch's gradients."""
         self._kept.clear()
         self._point_to(self.buffer.grads)
 

@@ -43,15 +43,25 @@ class Pooler(nn.Module):
         return torch.tanh(self.dense(whole[position]))
 
 
-class BertHead(nn.Module):
-    """What stands before the output layer, and the words' biases behind it."""
+class WordBias(nn.Module):
+    """scores + b, one bias for each of this rank's words. forward(scores [s, b, padded vocabulary / t])"""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, tp: TensorParallel):
         super().__init__()
-        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, tp)
-        self.norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon, tp)
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
         self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores + self.bias
+
+
+class BertHead(nn.Module):
+    """What stands before the output layer. forward(x [s, b, h]) -> the same shape"""
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel):
+        super().__init__()
+        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, tp)
+        self.norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(functional.gelu(self.dense(x), approximate="tanh"))
@@ -81,9 +91,9 @@ class BertModel(nn.Module):
         self.language_model = TransformerLanguageModel(
             config, vocab_size=vocab_size, tp=tp, num_tokentypes=num_tokentypes, **parts
         )
-        self.lm_head = self.pooler = self.binary_head = None
+        self.lm_head = self.word_bias = self.pooler = self.binary_head = None
         if self.language_model.post_process:
-            self.lm_head = BertHead(config, vocab_size, tp)
+            self.lm_head, self.word_bias = BertHead(config, tp), WordBias(config, vocab_size, tp)
             if add_binary_head:
                 self.pooler = Pooler(config, tp)
                 self.binary_head = Dense(config.hidden_size, 2, config.init_method_std, tp, partial=False)
@@ -105,7 +115,7 @@ class BertModel(nn.Module):
         if not self.language_model.post_process:
             return x
         order = None if self.pooler is None else self.binary_head(self.pooler(x))
-        scores = self.language_model.scores(self.lm_head(x)) + self.lm_head.bias
+        scores = self.word_bias(self.language_model.scores(self.lm_head(x)))
         if lm_labels is None:
             return scores.transpose(0, 1), order
         return vocab_parallel_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size).t(), order
