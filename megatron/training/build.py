@@ -1,9 +1,12 @@
 """What a run is built of, from its settings and what a script provides: model chunks, optimizer, data."""
 
 import inspect
+import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.core import comm
@@ -12,6 +15,7 @@ from megatron.core.datasets.batches import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
+from megatron.core.grid import Axis
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
@@ -30,6 +34,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
     A provider with a parameter `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
     """
     mesh, pp, chunks = runtime.mesh, runtime.mesh["pp"], {}
+    made: dict[int, nn.Module] = {}
     last_stage = runtime.config.chunks_per_rank * pp.size - 1
     takes_chunk = "vp_stage" in inspect.signature(model_provider).parameters
     for chunk_number in range(runtime.config.chunks_per_rank):
@@ -40,9 +45,39 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
             chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
         if problems := model_problems(chunk, in_pipeline=last_stage > 0):
             raise ConfigError(problems)
+        made[stage] = chunk
+    if problems := name_problems(made, mesh["pp"], runtime.device.torch_device):
+        raise ConfigError(problems)
+    for stage, chunk in made.items():
         initialize_parameters(chunk, runtime.config.training.seed, mesh)
         chunks[stage] = DistributedDataParallel(chunk, mesh, runtime.config.data_parallel)
     return chunks
+
+
+def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
+    """Parameters of different stages under one name: they would start with the same values, and overwrite one another in a
+    checkpoint. Every rank of `pp` must call; all get the same answer."""
+    mine = {
+        str(stage): [
+            name
+            for name, p in chunk.named_parameters()
+            if "embd" not in p.placement.partial_grad  # a tied table is meant to be
+        ]
+        for stage, chunk in chunks.items()
+    }
+    stages_of = defaultdict(list)
+    for text in comm.all_gather_texts(json.dumps(mine), pp, device):
+        for stage, names in json.loads(text).items():
+            for name in names:
+                stages_of[name].append(int(stage))
+    twice = {name: sorted(stages) for name, stages in stages_of.items() if len(stages) > 1}
+    if not twice:
+        return []
+    name, stages = next(iter(twice.items()))
+    return [
+        f"{len(twice)} parameter name(s) exist in several pipeline stages, for example {name} in stages {', '.join(map(str, stages))}; "
+        "name what belongs to a layer by the layer's number over the whole model: nn.ModuleDict({str(first_layer + i): layer ...})"
+    ]
 
 
 def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:

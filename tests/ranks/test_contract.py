@@ -12,9 +12,10 @@ import pretrain_gpt
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.loss import read_step
+from megatron.core.placement import Placement
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.build import model_problems
+from megatron.training.build import model_problems, name_problems
 
 FLAGS = split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --global-batch-size 4 "
@@ -207,3 +208,33 @@ def test_the_run_says_so_and_where(result):
             PROVIDER, MODEL, ModelType.encoder_or_decoder, lambda data, model: result(*STEP(data, model)), argv=FLAGS
         )
     assert "while running pipeline action F0.0" in "".join(refused.value.__notes__)
+
+
+@pytest.mark.parametrize("names", ["by place", "by number"])
+def test_stages_whose_parameters_have_one_name_are_refused(names: str):
+    """The usual ModuleList of a fork: both stages have a layer 0."""
+
+    class Stage(torch.nn.Module):
+        def __init__(self, stage: int):
+            super().__init__()
+            self.layers = torch.nn.ModuleDict({str(stage if names == "by number" else 0): torch.nn.Linear(2, 2)})
+            for parameter in self.parameters():
+                parameter.placement = Placement(tuple(parameter.shape), init=None)
+
+    def work(mesh):
+        return name_problems(
+            {mesh["pp"].rank: Stage(mesh["pp"].rank), mesh["pp"].rank + 2: Stage(mesh["pp"].rank + 2)},
+            mesh["pp"],
+            "cpu",
+        )
+
+    for problems in run_ranks({"pp": 2}, work):
+        if names == "by number":
+            assert problems == []
+        else:
+            (problem,) = problems
+            assert (
+                "2 parameter name(s) exist in several pipeline stages, for example layers.0.weight in stages 0, 1, 2, 3"
+                in problem
+            )
+            assert "nn.ModuleDict({str(first_layer + i)" in problem

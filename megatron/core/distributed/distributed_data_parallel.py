@@ -57,12 +57,12 @@ class DataParallelConfig:
     use_distributed_optimizer: bool = knob(
         False, "keep masters and moments in shards over the data-parallel ranks: ZeRO stage 1"
     )
-    zero_stage: int | None = knob(
-        None,
-        "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer",
-    )
+    zero_stage: Literal[0, 1, 2, 3] | None = knob(
+        None, "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer, 2 gradients "
+        "too, 3 parameters too",
+    )  # fmt: skip
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
-        None, "the same in Megatron-FSDP's words; no_shard or optim"
+        None, "the same in Megatron-FSDP's words"
     )
     num_distributed_optimizer_instances: int = knob(
         1, "groups of data-parallel ranks that each hold all shards (hybrid sharding); must divide their number"
