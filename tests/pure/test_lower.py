@@ -101,6 +101,7 @@ def test_lists_in_the_documentation_are_current():
 # ---- what holds for all of them
 
 
+@pytest.mark.full
 def test_no_schedule_deadlocks_with_up_to_32_microbatches():
     for p, m in itertools.product(RANKS, (17, 24, 32)):
         for schedule in schedules_of(p, m, 1) + schedules_of(p, m, 3):
@@ -175,6 +176,7 @@ def test_beginning_and_waiting_in_order_delays_no_compute(cost):
             assert timed_run(lowered, loop_placement(p), cost) == pytest.approx(on_paper), (p, m, v, schedule)
 
 
+@pytest.mark.full
 def test_lowering_keeps_the_compute_and_begins_and_ends_each_transfer_once():
     for (p, m, v, schedule), (*_, lowered) in zip(training_schedules(), lowered_schedules(), strict=True):
         assert [[action for action in actions if action.op in COMPUTE] for actions in lowered] == schedule

@@ -209,7 +209,7 @@ OVERFLOWS = (1, 2)
 SCALES =           [1024.0, 1024.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]  # fmt: skip
 
 
-@pytest.mark.parametrize("victim", [0, 3, 6, *(pytest.param(rank, marks=pytest.mark.full) for rank in (1, 2, 4, 5, 7))])
+@pytest.mark.parametrize("victim", [3, *(pytest.param(rank, marks=pytest.mark.full) for rank in (0, 1, 2, 4, 5, 6, 7))])
 def test_overflow_on_one_rank_skips_the_step_on_all(victim: int):
     """In the first element of its buffer, which on every second rank is a copy that the norm does not count."""
     run = Run(FP16, EIGHT_RANKS, steps=7, loss_scale=SHORT, overflows=frozenset((victim, step) for step in OVERFLOWS))
@@ -249,6 +249,7 @@ def test_a_fixed_scale_skips_and_stays_or_raises():
     assert [(r.skipped, r.loss_scale) for r in results] == [(False, 256.0), (True, 256.0), (False, 256.0)]
 
 
+@pytest.mark.full
 def test_float16_settles_from_two_to_the_32_and_learns():
     """Real overflows, none injected: Megatron's initial scale is far too large, and comes down by itself."""
     (rank,) = ranks_of(Run(FP16, steps=40, mask_of=lambda n: torch.ones(SEQ), lr=3e-3))
@@ -278,6 +279,7 @@ def test_both_forms_of_a_loss_are_differentiated_at_one_size():
     assert mean.tokens == sums.tokens == 6 * SEQ
 
 
+@pytest.mark.full
 def test_scaler_masters_and_moments_survive_a_save(tmp_path):
     """Stopped between the two overflows, when the scaler has lost its patience but not yet its scale."""
     run = Run(FP16, EIGHT_RANKS, steps=7, loss_scale=SHORT, overflows=frozenset((5, step) for step in OVERFLOWS))
