@@ -197,6 +197,7 @@ def commands_of(page):
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
+@pytest.mark.full
 def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
     """In the order of the page, in an empty folder: the tools called as functions, gzip and zcat by their names here."""
     pytest.importorskip("tokenizers")

@@ -101,13 +101,6 @@ def test_lists_in_the_documentation_are_current():
 # ---- what holds for all of them
 
 
-@pytest.mark.full
-def test_no_schedule_deadlocks_with_up_to_32_microbatches():
-    for p, m in itertools.product(RANKS, (17, 24, 32)):
-        for schedule in schedules_of(p, m, 1) + schedules_of(p, m, 3):
-            check_rendezvous(lower(schedule, p), loop_placement(p))
-
-
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_no_schedule_deadlocks_whatever_the_cost(cost):
     for p, m, v in COVERING:

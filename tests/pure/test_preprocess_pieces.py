@@ -385,6 +385,7 @@ def test_ten_thousand_more_mutations():
     check_mutations(10_000, seed=1)
 
 
+@pytest.mark.full
 def test_any_texts_come_back(tmp_path, small_pieces):
     """Whatever JSON can say, written in any way, over any pieces, is what the tokenizer makes of each text by itself."""
     hypothesis = pytest.importorskip("hypothesis")

@@ -15,6 +15,7 @@ from megatron import report
 ROOT = Path(report.__file__).parent.parent
 
 
+@pytest.mark.full
 def test_it_runs_as_a_module_and_its_json_is_read_back():
     """In a process, as a user runs it, and with a launcher's variables that are wrong."""
     environment = dict(os.environ, RANK="3", PYTHONPATH=str(ROOT))

@@ -183,6 +183,7 @@ def test_scores_that_no_token_can_be_chosen_by(scores, message):
             choose(scores)
 
 
+@pytest.mark.full
 def test_package_loads_its_parts_when_asked():
     code = (
         "import sys, megatron.core.inference as i; m = sys.modules; print('torch' in m); i.greedy; print('torch' in m)"

@@ -53,7 +53,7 @@ def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True) -> list[l
     return seen
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("delayed", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_cached_scores_equal_the_plain_forward(model, tp, pp, delayed):
