@@ -11,7 +11,9 @@ SOON = 30.0  # seconds in which the ranks that are left notice that one is gone
 FAILING = str(Path(__file__).with_name("failing_script.py"))
 
 
-@pytest.mark.parametrize("layout, killed", [(Layout(dp=2), 0), (Layout(tp=2, pp=2, sp=True), 3)], ids=str)
+@pytest.mark.parametrize(
+    "layout, killed", [(Layout(dp=2), 0), pytest.param(Layout(tp=2, pp=2, sp=True), 3, marks=pytest.mark.full)], ids=str
+)
 def test_a_killed_rank_ends_the_others(layout, killed, data, tmp_path):
     """And the last complete checkpoint goes on as the killed run went on, to the last digit."""
     log = ["--train-iters", "2000", "--log-interval", "1", "--eval-iters", "0"]

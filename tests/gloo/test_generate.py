@@ -24,7 +24,13 @@ PROMPTS = ["--prompt", "def f(", "--prompt", "import os\nclass "]
 
 
 @pytest.mark.parametrize(
-    "drawing", [["--greedy"], ["--temperature", "0.8", "--top-k", "40", "--seed", "3", "--num-samples", "2"]]
+    "drawing",
+    [
+        ["--greedy"],
+        pytest.param(
+            ["--temperature", "0.8", "--top-k", "40", "--seed", "3", "--num-samples", "2"], marks=pytest.mark.full
+        ),
+    ],
 )
 def test_four_ranks_write_what_one_process_writes(saved, drawing):
     one = generate(saved, *PROMPTS, *drawing).succeeded()

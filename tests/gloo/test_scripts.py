@@ -43,7 +43,8 @@ def test_a_forks_script_trains_over_tp_and_pp_as_in_one_process(own_script_on_4)
 def test_data_is_read_by_the_first_tensor_rank_only(own_script_on_4):
     """On both ends of the pipeline: 2 steps and 1 validation of 8 samples each."""
     reads = [int(re.search(rf"rank {rank} read (\d+) samples", own_script_on_4.stdout[rank])[1]) for rank in range(4)]
-    assert reads == [24, 0, 24, 0]
+    assert reads[1] == reads[3] == 0
+    assert 24 <= reads[0] <= 40 and reads[0] == reads[2], "what is read ahead is at most two microbatches of a data set"
 
 
 @pytest.mark.full  # the flags of a script's own are tested in one process

@@ -68,6 +68,8 @@ def cases() -> list:
     """Every layout with every way to shard and to overlap; accumulation, recompute, delayed calls and models take turns."""
     found = []
     for number, (layout, sharded, overlap) in enumerate(product(LAYOUTS, SHARDED, OVERLAP)):
+        if number % 15 and number % 2:
+            continue  # half of them: all pairs of the three occur
         draw = Random(number)
         config = DataParallelConfig(**SHARDED[sharded], **OVERLAP[overlap])
         dp = 4 if "hybrid" in sharded else draw.choice((2, 3, 4))
