@@ -1,3 +1,4 @@
+import gc
 import sys
 from pathlib import Path
 
@@ -15,3 +16,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests live to the end: let the garbage collector not walk through them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)

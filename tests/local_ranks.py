@@ -43,16 +43,20 @@ class _Meeting:
         self.deposits[call][rank] = (op, x)
         self.changed.notify_all()
 
-    def take_all(self, call: int, mine: int, op: str) -> list[Tensor]:
-        """What every rank put into its `call`-th collective, in rank order. From now on rank `mine` may change its own."""
-        own_op, own = self.deposits[call][mine]
-        self.deposits[call][mine] = own_op, own.clone()
-        self._until(lambda: len(self.deposits[call]) == self.size, op)
-        got = [(name, x.clone()) for name, x in (self.deposits[call][rank] for rank in range(self.size))]
+    def seal(self, call: int, mine: int) -> None:
+        """From now on rank `mine` may change the tensor that it put into its `call`-th collective."""
+        op, own = self.deposits[call][mine]
+        self.deposits[call][mine] = op, own.clone()
+
+    def take_all(self, call: int, op: str) -> list[Tensor]:
+        """What every rank put into its `call`-th collective, in rank order. To be read before the turn is handed over."""
+        deposits = self.deposits[call]
+        self._until(lambda: len(deposits) == self.size, op)
+        got = [deposits[rank] for rank in range(self.size)]
         self.taken[call] += 1
         if self.taken[call] == self.size:
             del self.deposits[call], self.taken[call]
-        if len({(name, x.shape, x.dtype) for name, x in got}) != 1 and op != "broadcast":
+        if op != "broadcast" and len({(name, x.shape, x.dtype) for name, x in got}) != 1:
             raise AssertionError(f"ranks disagree on the call: {[(n, tuple(x.shape), x.dtype) for n, x in got]}")
         return [x for _, x in got]
 
@@ -134,8 +138,13 @@ class ThreadGroup:
         call, self.calls = self.calls, self.calls + 1
         reads_late = self.delayed and out is not x  # a sum in place is poisoned where it was read
         self.meeting.put(call, self.rank, op, x.detach() if reads_late else x.detach().clone())
-        take_all = lambda: self.meeting.take_all(call, self.rank, op)  # noqa: E731
-        return self._later(op, out, lambda: out.detach().copy_(combine(take_all()).view_as(out)), delayed=self.delayed)
+
+        def complete() -> None:
+            if reads_late:
+                self.meeting.seal(call, self.rank)
+            out.detach().copy_(combine(self.meeting.take_all(call, op)).view_as(out))
+
+        return self._later(op, out, complete, delayed=self.delayed)
 
     def _later(self, what: str, out: Tensor, complete: Callable[[], object], *, delayed: bool) -> _Later:
         later = _Later(what, complete)

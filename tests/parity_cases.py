@@ -5,7 +5,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from layout_space import Case
-from tiny_run import GPT2, LLAMA, Layout, Outcome, Texts, assert_equal, differences, run
+from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, assert_equal, differences, run
+from traffic import Setting, calls_of_step
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -65,8 +66,13 @@ def outcomes(case: Case) -> tuple[Outcome, Outcome]:
     return got, one_process(config, texts, case.global_batch)
 
 
-def assert_equals_one_process(case: Case) -> None:
-    assert_equal(*outcomes(case), TOLERANCE)
+def assert_as_one_process(case: Case) -> None:
+    """The numbers of one process, for the calls worked out by hand: every call of every rank, and nothing else."""
+    got, expected = outcomes(case)
+    assert_equal(got, expected, TOLERANCE)
+    setting = Setting(model_of(case), layout_of(case), SEQ, texts_of(case).vocab, case.global_batch)
+    for pp_rank, calls in got.calls:
+        assert calls == calls_of_step(setting, pp_rank)
 
 
 def worst_difference(case: Case) -> tuple[float, str]:

@@ -1,5 +1,6 @@
 """A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,12 +71,15 @@ class Layout:
 
 @dataclass
 class Outcome:
-    """What must not depend on the layout."""
+    """What must not depend on the layout; and what each rank sent for it, which does."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)  # of each step, clipped
     weights: dict[str, Tensor] = field(default_factory=dict)
+    calls: list[tuple[int, Counter]] = field(
+        default_factory=list
+    )  # of each rank: its pipeline rank, its last step's calls
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,8 @@ def train_rank(
     for step in range(steps):
         first = step * global_batch
         data = {stage: microbatches(batch, first, mesh, texts, subject.sample) for stage in chunks}
-        result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
+        with mesh.ledger.record() as calls:
+            result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
         known["grads"].append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers}))
@@ -193,6 +198,7 @@ def train_rank(
         chunk.finish_param_gather()
     passing = [buffer for buffer in buffers if buffer.stage == 3]
     known["weights"] = pieces_of_chunks(chunks, mesh, lambda p: p.data, {"owned_params": passing})
+    known["calls"] = mesh["pp"].rank, Counter((call.op, call.axis, call.bytes) for call in calls)
     return known
 
 
@@ -278,6 +284,7 @@ def run(
         norms=ranks[0]["norms"],
         grads=[put_together([rank["grads"][step] for rank in ranks]) for step in range(steps)],
         weights=put_together([rank["weights"] for rank in ranks]),
+        calls=[rank["calls"] for rank in ranks],
     )
 
 

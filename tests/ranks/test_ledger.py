@@ -7,7 +7,8 @@ Korthikanti et al. 2022, section 4.2.2):
     with sequence parallel  2 all-gathers + 2 reduce-scatters forward, the same backward,
                             and 2 all-gathers of layer inputs kept divided                  10 sigma N sent
 
-Besides these a step sends scalars: the loss report and the token count, the gradient norm.
+Besides these a step sends scalars: the loss report and the token count, the gradient norm. `test_parity.py` holds the calls of
+every layout of the covering set against `traffic.py`.
 """
 
 from collections import Counter
@@ -17,13 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 from communication_doc import document
-from layout_space import Case, covering_cases
 from local_ranks import run_ranks
-from parity_cases import layout_of, model_of, texts_of
 from tiny_run import GPT2, LLAMA, SEQ, Layout, OptimizerConfig, build, sample, train_rank
 from torch import nn
-from traffic import Setting
-from traffic import calls_of_step as expected_calls
 
 from megatron.core.comm import Call, bytes_sent
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -174,29 +171,6 @@ def test_the_scalars_of_a_step_are_these():
         if last_stage:
             expected[("all_reduce", "dp", REPORT)] += 1
         assert small == expected
-
-
-def traffic_cases() -> list:
-    fast = covering_cases(2)[::3]
-    return [pytest.param(c, marks=[] if c in fast else pytest.mark.full, id=str(c)) for c in covering_cases(3)]
-
-
-@pytest.mark.parametrize("case", traffic_cases())
-def test_every_call_of_every_rank_is_the_one_worked_out_by_hand(case: Case):
-    """Recomputation, interleaving, parts of copies, split backwards, shared heads and buckets included; nothing else."""
-    config, layout, texts = model_of(case), layout_of(case), texts_of(case)
-
-    def work(mesh):
-        with mesh.ledger.record() as calls:
-            train_rank(
-                mesh, config, layout, steps=1, global_batch=case.global_batch, optimizer=OptimizerConfig(), texts=texts
-            )
-        return mesh["pp"].rank, Counter((c.op, c.axis, c.bytes) for c in calls)
-
-    setting = Setting(config, layout, SEQ, texts.vocab, case.global_batch)
-    sizes, sharing = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, config.ranks_per_kv_head(layout.tp)
-    for pp_rank, calls in run_ranks(sizes, work, ranks_per_kv_head=sharing):
-        assert calls == expected_calls(setting, pp_rank)
 
 
 def test_a_tied_embedding_is_summed_once_between_the_ends():

@@ -1,5 +1,8 @@
 """Any layout, same numbers: a run spread over ranks equals the run of one process, in float64, with ranks as threads.
 
+And for just the traffic that the algebra says: recomputation, interleaving, parts of copies, split backwards, shared heads and
+buckets included, each rank's calls are those of `traffic.py`.
+
 The tolerance, 1e-10 of a tensor's largest value, leaves room for another order of summation over three steps (about 1e-15
 each, amplified by Adam's division) and for nothing else. The fast set covers every pair of choices of layout_space, the tests
 marked `full` every triple that fits on 16 ranks; tests/parity_sweep.py runs the product.
@@ -19,7 +22,7 @@ from layout_space import (
     covering_cases,
     numbers_of,
 )
-from parity_cases import TOLERANCE, assert_equals_one_process
+from parity_cases import TOLERANCE, assert_as_one_process
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
 MODELS = {"gpt2-tied": GPT2, "llama-untied": LLAMA}
@@ -34,13 +37,13 @@ def one_process(model: str) -> Outcome:
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_every_pair_of_choices_equals_one_process(case: Case):
-    assert_equals_one_process(case)
+    assert_as_one_process(case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", TRIPLES, ids=str)
 def test_every_triple_of_choices_equals_one_process(case: Case):
-    assert_equals_one_process(case)
+    assert_as_one_process(case)
 
 
 @pytest.mark.parametrize("strength", [2, 3])
