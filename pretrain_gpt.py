@@ -38,6 +38,7 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
         wait=lambda: comm.barrier(world, device),
         say=print_rank_0,
         progress=print_rank_0,
+        fim=runtime.config.fim,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
 from megatron.core.config import ConfigError, changes, flags_of, knob, knobs, title_of
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.fim import FimConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
@@ -126,6 +127,7 @@ class Config:
     optimizer: OptimizerConfig
     loss_scaling: LossScaleConfig
     data: DataConfig
+    fim: FimConfig
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
     log: LogConfig
@@ -285,6 +287,8 @@ def problems_of_rest(parts: dict[str, Any], world_size: int) -> list[str]:
 
 def _data_problems(config: Config) -> list[str]:
     problems = config.data.source_problems()
+    if config.fim.fim_data and config.data.mock_data:
+        problems.append("--fim-data rearranges text, which --mock-data has none of; leave one of them out")
     if config.tokenizer.tokenizer_type is None:
         problems.append("--tokenizer-type is required (NullTokenizer with --vocab-size for data without text)")
     return problems

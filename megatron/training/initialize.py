@@ -14,6 +14,7 @@ import torch
 
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
+from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.launch import Launch, discover, threads_per_rank
@@ -114,6 +115,9 @@ def read_settings(
     if config.tokenizer.tokenizer_type is not None:
         with collected(problems):
             tokenizer = build_tokenizer(config.tokenizer)
+    if tokenizer is not None and config.fim.fim_data:
+        with collected(problems):
+            FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # its tokens are in the vocabulary
     if problems:
         raise ConfigError(problems)
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))

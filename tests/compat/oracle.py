@@ -6,6 +6,7 @@ A script of its own, in a process of its own: that package is called `megatron`,
 kinds are the functions of this file; case i gives OUTPUT/i.npz.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -57,6 +58,33 @@ def gpt(prefix, ids, num_samples, split="train", items=0, **config):
     dataset = GPTDataset(IndexedDataset(prefix), prefix, ids, num_samples, Split[split], gpt_config(**config))
     arrays = {name: getattr(dataset, name) for name in ("document_index", "sample_index", "shuffle_index")}
     return arrays | items_of(dataset, items)
+
+
+def fim(path, rules, **case):
+    """Items of Megatron-LM's own GPTFIMDataset, in the file `path`; its one generator is set anew for each item, as ours is."""
+    spec = importlib.util.spec_from_file_location("fim_dataset", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ids, config = np.arange(*case["ids"], dtype=np.int32), case["config"]
+    tokenizer = Tokenizer(**config.pop("tokenizer"))
+    names = {name: i for i, name in enumerate(tokenizer.inv_vocab.values())}
+    tokenizer._tokenizer = types.SimpleNamespace(  # a token is a letter
+        tokens_to_ids=lambda words: names[words] if isinstance(words, str) else [names[word] for word in words],
+        ids_to_text=lambda ids: "".join(chr(i) for i in ids),
+        text_to_ids=lambda text: [ord(letter) for letter in text],
+    )
+    settings = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, "split": "1"}
+    config = module.GPTFIMDatasetConfig(
+        random_seed=config["seed"], sequence_length=config["seq_length"], path_to_cache=config["cache"],
+        tokenizer=tokenizer, blend=(["unused"], None), allow_ambiguous_pad_tokens=True, **settings, **rules,
+    )  # fmt: skip
+    prefix = case["prefix"]
+    dataset = module.GPTFIMDataset(IndexedDataset(prefix), prefix, ids, case["num_samples"], Split.train, config)
+    rows = []
+    for i in range(case["items"]):
+        dataset.np_rng = np.random.RandomState([config.random_seed, i, 0])
+        rows.append({key: np.asarray(value) for key, value in dataset[i].items()})
+    return {f"item_{key}": np.stack([row[key] for row in rows]) for key in ("tokens", "labels")}
 
 
 def blending(weights, size):
@@ -165,7 +193,7 @@ def t5(**case):
 
 
 KINDS: dict[str, types.FunctionType] = {
-    f.__name__: f for f in (gpt, blending, normalize, exhaustive_blending, blended_run, write, read, bert, t5)
+    f.__name__: f for f in (gpt, fim, blending, normalize, exhaustive_blending, blended_run, write, read, bert, t5)
 }
 with open(cases_path) as file:
     for number, (kind, case) in enumerate(json.load(file)):

@@ -3,6 +3,8 @@
     pip install --target FOLDER --no-deps megatron-core==0.16.1
     MEGATRON_CORE_PATH=FOLDER python -m pytest tests/compat
 
+Fill in the middle is no part of that package: its test also needs MEGATRON_LM_PATH, a checkout of Megatron-LM.
+
 It runs in a process of its own (`oracle.py`), since it is called `megatron` too, and its results come back as files.
 """
 
@@ -21,6 +23,7 @@ import torch
 
 from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.gpt import GPTDataset, TokenRules, build_gpt_datasets
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
@@ -142,6 +145,62 @@ def test_gpt_items_are_equal_with_every_rule(ask, tmp_path):
             if case["reset_attention_mask"]:
                 mask = Documents(torch.from_numpy(dataset[i]["document_ids"])[None]).mask[0]
                 assert np.array_equal(mask, answer["item_attention_mask"][i])
+
+
+FIM_DATASET = Path(os.environ.get("MEGATRON_LM_PATH", ""), "megatron/training/datasets/fim_dataset.py")
+FIM_TOKENS = {"prefix": "t200", "middle": "t201", "suffix": "t202", "pad": "t203", "eod": "t204"}
+
+
+class Letters:
+    """A token is a letter, or has a name."""
+
+    vocab_size, eod, pad, vocab = 300, 204, None, {f"t{i}": i for i in range(300)}
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.skipif(not FIM_DATASET.is_file(), reason="MEGATRON_LM_PATH names no checkout of Megatron-LM")
+def test_rearranged_documents_are_equal(ask, tmp_path):
+    dice = random.Random(13)
+    cases = []
+    for d in range(60):
+        with IndexedDatasetWriter(tmp_path / f"data{d}", np.uint16) as writer:
+            for _ in range(dice.randint(5, 40)):
+                text = [dice.choice([*b"abc", 205]) if dice.random() < 0.3 else 97 for _ in range(dice.randint(0, 30))]
+                writer.add_document(text + [204] * dice.choice([1, 1, 1, 2, 0]))
+            writer.add_document([98] * 40)
+        split = dice.random() < 0.5
+        rules = {
+            "fim_rate": dice.choice([0.0, 0.3, 0.9, 1.0]),
+            "fim_spm_rate": dice.choice([0.0, 0.5, 1.0]),
+            "fim_split_sample": "t205" if split else None,
+            "fim_fragment_rate": dice.choice([0.2, 0.8]) if split else None,
+            "fim_no_prefix": dice.choice([None, "ab"]),
+        }
+        names = [f"t{i}" for i in range(300)]
+        config = {"seed": dice.randrange(2**31), "seq_length": dice.choice([8, 33, 90]), "cache": str(tmp_path / "c")}
+        config["tokenizer"] = {"vocab_size": 300, "eod": 204, "pad": 250, "words": names}
+        prefix = str(tmp_path / f"data{d}")
+        count = len(IndexedDataset(prefix))
+        cases.append(
+            {"prefix": prefix, "ids": [0, count], "num_samples": 40, "items": 40, "rules": rules, "config": config}
+        )
+    given = [{**case, "rules": {**case["rules"], "fim_extra_tokens": FIM_TOKENS}} for case in cases]
+    answers = ask([("fim", {"path": str(FIM_DATASET), **case}) for case in given])
+    for case, answer in zip(cases, answers):
+        indexed, seed, length = IndexedDataset(case["prefix"]), case["config"]["seed"], case["config"]["seq_length"]
+        tokens = {f"fim_{name}_token": token for name, token in FIM_TOKENS.items()}
+        fim = FillInTheMiddle(FimConfig(fim_data=True, **case["rules"], **tokens), Letters(), seed)
+        request = IndexRequest(tuple(case["ids"]), 40, length, seed)
+        indices = build_indices(indexed.sequence_lengths, request)
+        dataset = GPTDataset(indexed, indices, length, TokenRules(300, 204), fim)
+        for i in range(40):
+            for name in ("tokens", "labels"):
+                assert np.array_equal(dataset[i][name], answer[f"item_{name}"][i]), (case, i, name)
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(d).name for d in DTYPES.values()])

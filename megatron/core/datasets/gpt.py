@@ -26,6 +26,7 @@ from megatron.core.datasets.blend import (
     weighted_indices,
 )
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import (
     SPLIT_NAMES,
@@ -93,11 +94,19 @@ class GPTDataset:
     the kernel's business.
     """
 
-    def __init__(self, indexed: IndexedDataset, indices: Indices, seq_length: int, rules: TokenRules):
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        indices: Indices,
+        seq_length: int,
+        rules: TokenRules,
+        fim: FillInTheMiddle | None = None,
+    ):
         self.indexed = indexed
         self.indices = indices
         self.seq_length = seq_length
         self.rules = rules
+        self.fim = fim
 
     def __len__(self) -> int:
         return len(self.indices.shuffle_index)
@@ -106,10 +115,18 @@ class GPTDataset:
         """Item i, as `training_item` lays it out."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        return training_item(self._text(int(self.indices.shuffle_index[i])), self.rules)
+        tokens = self._tokens(int(self.indices.shuffle_index[i]))
+        if self.fim is not None:
+            tokens = self.fim(tokens, i)
+        text = np.full(self.seq_length + 1, _pad_id(self.rules), np.int64)
+        text[: len(tokens)] = tokens
+        item = training_item(text, self.rules)
+        if self.fim is not None:
+            item["loss_mask"][text[1:] == self.fim.pad] = 0.0
+        return item
 
-    def _text(self, k: int) -> np.ndarray:
-        """The seq_length + 1 tokens of sample k, padded on the right where the data end: int64 [s + 1]."""
+    def _tokens(self, k: int) -> np.ndarray:
+        """The seq_length + 1 tokens of sample k, fewer where the data end."""
         (first, start), (last, stop) = self.indices.sample_index[k].tolist(), self.indices.sample_index[k + 1].tolist()
         parts, places = [], []
         for position in range(first, last + 1):
@@ -118,13 +135,11 @@ class GPTDataset:
             length = stop + 1 - offset if position == last else None  # the last token is read again by sample k + 1
             parts.append(self.indexed.get(document, offset, length))
             places.append((document, offset))
-        text = np.full(self.seq_length + 1, _pad_id(self.rules), np.int64)
         tokens = np.concatenate(parts)
         smallest = 0 if tokens.dtype.kind == "u" else tokens.min(initial=0)
         if smallest < 0 or tokens.max(initial=0) >= self.rules.vocab_size:
             self._refuse(parts, places)
-        text[: len(tokens)] = tokens
-        return text
+        return tokens
 
     def _refuse(self, parts: list[np.ndarray], places: list[tuple[int, int]]) -> NoReturn:
         """Name the first id that the vocabulary does not have, and where in the file it is."""
@@ -187,6 +202,7 @@ def build_gpt_datasets(
     wait: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = _warn,
     progress: Callable[[str], None] = lambda message: None,
+    fim: FimConfig | None = None,
 ) -> tuple[GPTDataset | BlendedDataset | MockGPTDataset | None, ...]:
     """(train, valid, test); None for a split that has no share, no documents, or no samples requested.
 
@@ -194,7 +210,7 @@ def build_gpt_datasets(
     epoch. Every process calls; one on each file system that holds the cache is the builder. `wait` returns when all
     have called it, and all call it exactly once, also a process that fails; mock data need no builder and no wait. `say`
     hears of what is strange but can be; every process says it, so let one of them print. `progress` hears what the builder
-    does.
+    does. fim: fill in the middle, where its `fim_data` says so.
     Raises ValueError on every process for data or settings that cannot work; if the cache cannot be written, with the
     reason on the builder and with a pointer to it on the others.
     """
@@ -225,7 +241,8 @@ def build_gpt_datasets(
                 plan.build(progress, say)
     finally:
         wait()  # also after an error: nobody may wait for a process that is gone
-    return tuple(plan and plan.load(rules) for plan in plans)
+    rearrange = FillInTheMiddle(fim, tokenizer, seed) if fim is not None and fim.fim_data else None
+    return tuple(plan and plan.load(rules, rearrange) for plan in plans)
 
 
 def _mock_datasets(config: DataConfig, rules: TokenRules, num_samples: list[int | None], seed: int) -> tuple:
@@ -280,8 +297,8 @@ class _Part:
             say(f"{message}; use more data or another --split")
         self.cache.write(build_indices(lengths, request))
 
-    def load(self, rules: TokenRules) -> GPTDataset:
-        return GPTDataset(self.indexed, Indices(*self.cache.load()), self.request.seq_length, rules)
+    def load(self, rules: TokenRules, fim: FillInTheMiddle | None) -> GPTDataset:
+        return GPTDataset(self.indexed, Indices(*self.cache.load()), self.request.seq_length, rules, fim)
 
 
 @dataclass(frozen=True)
@@ -301,8 +318,8 @@ class _SplitPlan:
         indices = exhaustive_indices(order["sizes"]) if order["size"] is None else None
         self.blend_cache.write(indices or weighted_indices(order["shares"], order["size"]))
 
-    def load(self, rules: TokenRules) -> GPTDataset | BlendedDataset:
-        datasets = [part.load(rules) for part in self.parts]
+    def load(self, rules: TokenRules, fim: FillInTheMiddle | None) -> GPTDataset | BlendedDataset:
+        datasets = [part.load(rules, fim) for part in self.parts]
         if self.blend_cache is None:
             return datasets[0]
         names = [part.indexed.prefix for part in self.parts]

@@ -1,0 +1,146 @@
+"""Fill in the middle: a part of each document is moved behind the rest, so that a model learns to write it from both sides.
+
+    document   prefix | middle | suffix            cut at two random characters of its text
+    PSM        <prefix> prefix <suffix> suffix <middle> middle
+    SPM        <prefix> <suffix> suffix <middle> prefix middle
+
+The two orders are those of arXiv:2207.14255 (SPM in its variant 2), the rules and the order of the random choices
+Megatron-LM's. The choices for sample i come from a generator seeded by (seed, i) alone, so that they do not depend on which
+samples were read before, by how many workers, or in which layout.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config import ConfigError, knob
+
+_UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are read as
+
+
+@dataclass(frozen=True)
+class FimConfig:
+    """Fill in the middle."""
+
+    fim_data: bool = knob(False, "rearrange documents so that a model learns to fill in their middle")
+    fim_rate: float = knob(0.5, "share of documents (of each sample's part of them) that are rearranged")
+    fim_spm_rate: float = knob(0.5, "share of those in which the suffix comes before the prefix")
+    fim_split_sample: str | None = knob(
+        None, "token that divides a document into fragments, such as the files of a repository", metavar="TOKEN"
+    )
+    fim_fragment_rate: float | None = knob(
+        None, "share of the fragments that are rearranged, in a document that is; with --fim-split-sample"
+    )
+    fim_no_prefix: str | None = knob(None, "leave documents and fragments alone that begin with this", metavar="TEXT")
+    fim_prefix_token: str = knob("<fim_prefix>", "token before the prefix", metavar="TOKEN")
+    fim_middle_token: str = knob("<fim_middle>", "token before the middle", metavar="TOKEN")
+    fim_suffix_token: str = knob("<fim_suffix>", "token before the suffix", metavar="TOKEN")
+    fim_pad_token: str = knob(
+        "<fim_pad>", "token that fills a sample which became shorter; no loss there", metavar="TOKEN"
+    )
+    fim_eod_token: str | None = knob(
+        None, "token between documents; unset: the tokenizer's own end of a document", metavar="TOKEN"
+    )
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                problems.append(f"--{name.replace('_', '-')} ({value}) must lie between 0 and 1")
+        if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
+            problems.append("--fim-split-sample and --fim-fragment-rate need each other; give both or none")
+        if problems:
+            raise ConfigError(problems)
+
+
+def token_id(tokenizer: Any, token: str) -> int | None:
+    """The id of one token by its name; where a tokenizer has no names, of a text that is one token. None: there is none."""
+    named = getattr(tokenizer, "vocab", {}).get(token)
+    if named is not None:
+        return named
+    try:
+        ids = tokenizer.tokenize(token)
+    except ValueError:  # a NullTokenizer reads numbers only
+        return None
+    return ids[0] if len(ids) == 1 else None
+
+
+class FillInTheMiddle:
+    """Rearranges the tokens of samples. Raises ConfigError if the tokenizer lacks a token, or cannot write text as it is.
+
+    tokenizer: an object with `tokenize`, `detokenize`, `eod` and, if its tokens have names, `vocab`.
+    """
+
+    def __init__(self, config: FimConfig, tokenizer: Any, seed: int):
+        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        names = ("prefix_token", "middle_token", "suffix_token", "pad_token", "eod_token", "split_sample")
+        ids, problems = {}, []
+        for name in names:
+            token = getattr(config, f"fim_{name}")
+            ids[name] = None if token is None else token_id(tokenizer, token)
+            if token is not None and ids[name] is None:
+                flag = f"--fim-{name.replace('_', '-')}"
+                problems.append(
+                    f"{flag} {token} is no token of the tokenizer; add it to the vocabulary, or name another"
+                )
+        self.prefix, self.middle, self.suffix, self.pad = (ids[name] for name in names[:4])
+        self.eod = tokenizer.eod if ids["eod_token"] is None else ids["eod_token"]
+        self.split = ids["split_sample"]
+        self._first = tokenizer.tokenize("")  # such as the <s> that begins every text
+        if tokenizer.tokenize("1")[: len(self._first)] != self._first:
+            problems.append("--fim-data cannot be used with a tokenizer that ends every text with a token of its own")
+        if problems:
+            raise ConfigError(problems)
+
+    def __call__(self, tokens: np.ndarray, number: int) -> np.ndarray:
+        """The tokens of sample `number`, each document in them rearranged or not: int64, as many as there were.
+
+        A part of no tokens between two documents' ends is left out, what then is too long is cut off at the end, and what is
+        too short is filled with `pad`.
+        """
+        rng = np.random.RandomState([self.seed % (1 << 32), number % (1 << 32), number >> 32])
+        parts = [self._document(part, rng) for part in _parts(tokens, self.eod)]
+        changed = np.concatenate(_joined(parts, self.eod))[: len(tokens)]
+        return np.append(changed, np.full(len(tokens) - len(changed), self.pad)).astype(np.int64)
+
+    def _document(self, tokens: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
+        if self.split is None or self.split not in tokens:
+            return self._rearranged(tokens, self.config.fim_rate, rng)
+        if not rng.binomial(1, self.config.fim_rate):
+            return tokens
+        fragments = _parts(tokens, self.split)
+        rate = self.config.fim_fragment_rate
+        return np.concatenate(_joined([self._rearranged(part, rate, rng) for part in fragments], self.split))
+
+    def _rearranged(self, tokens: np.ndarray, rate: float, rng: np.random.RandomState) -> np.ndarray:
+        """`tokens` with their middle moved to the end, or as they are: by chance, or where they cannot be read as text."""
+        if not rng.binomial(1, rate):
+            return tokens
+        text = self.tokenizer.detokenize(tokens.tolist())
+        if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
+            return tokens
+        if _UNREADABLE in text:  # a sample may begin or end within a character, and its bytes would be lost
+            return tokens
+        first, past = sorted(rng.randint(0, len(text) + 1, 2).tolist())
+        prefix, middle, suffix = (self._ids(part) for part in (text[:first], text[first:past], text[past:]))
+        if rng.binomial(1, self.config.fim_spm_rate):
+            return np.array([self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle])
+        return np.array([self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle])
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.tokenize(text)[len(self._first) :]
+
+
+def _parts(tokens: np.ndarray, border: int) -> list[np.ndarray]:
+    """What lies between the tokens `border`, without empty parts; the last part is there even if it is empty."""
+    ends = np.flatnonzero(tokens == border)
+    parts = [part[part != border] for part in np.split(tokens, ends)]
+    return [part for part in parts[:-1] if len(part)] + parts[-1:]
+
+
+def _joined(parts: list[np.ndarray], border: int) -> list[np.ndarray]:
+    """The parts with `border` between each two."""
+    between = np.array([border])
+    return [piece for part in parts[:-1] for piece in (part, between)] + parts[-1:]
