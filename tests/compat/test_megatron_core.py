@@ -15,6 +15,7 @@ import random
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.skipif(
     reason="MEGATRON_CORE_PATH names no folder with megatron-core; see the head of this file",
 )
 ORACLE = Path(__file__).with_name("oracle.py")
+TOKENIZER = types.SimpleNamespace(vocab_size=1000, eod=999, pad=998)
 
 
 @pytest.fixture
@@ -248,6 +250,15 @@ def test_exhaustive_blends_choose_the_same_data_sets(ask):
             assert_same(array, answer[name])
 
 
+def write_large(folder: Path, dice: random.Random, count: int) -> list[str]:
+    """Token files with something for every split."""
+    for i in range(count):
+        with IndexedDatasetWriter(folder / f"data{i}", np.uint16) as writer:
+            for _ in range(dice.randint(20, 60)):
+                writer.add_document([dice.randrange(900) for _ in range(dice.randint(5, 30))])
+    return [str(folder / f"data{i}") for i in range(count)]
+
+
 def random_run(dice: random.Random, prefixes: list[str]) -> dict:
     """A whole run's data, by blends of the one kind or the other."""
 
@@ -274,26 +285,47 @@ def words_of(blend: tuple[list[str], list[float] | None] | None) -> list[str] | 
 
 def test_whole_runs_read_the_same_samples(ask, tmp_path):
     dice = random.Random(11)
-    prefixes = []
-    for i in range(13):
-        with IndexedDatasetWriter(tmp_path / f"data{i}", np.uint16) as writer:
-            for _ in range(dice.randint(20, 60)):
-                writer.add_document([dice.randrange(900) for _ in range(dice.randint(5, 30))])
-        prefixes.append(str(tmp_path / f"data{i}"))
+    prefixes = write_large(tmp_path, dice, 13)
     cases = [random_run(dice, prefixes) for _ in range(60)]
     answers = ask([("blended_run", {**case, "cache": str(tmp_path / "theirs")}) for case in cases])
-    tokenizer = types.SimpleNamespace(vocab_size=1000, eod=999, pad=998)
     for case, answer in zip(cases, answers):
         paths = {"data_path": words_of(case.get("blend")), "split": case.get("split")}
         for name, blend in zip(("train", "valid", "test"), case.get("blend_per_split", [])):
             paths[f"{name}_data_path"] = words_of(blend)
         config = DataConfig(seq_length=case["seq_length"], data_cache_path=str(tmp_path / "ours"), **paths)
-        datasets = build_gpt_datasets(config, tokenizer, case["sizes"], case["seed"])
+        datasets = build_gpt_datasets(config, TOKENIZER, case["sizes"], case["seed"])
         for name, dataset in zip(("train", "valid", "test"), datasets):
             assert answer[f"{name}_length"] == (-1 if dataset is None else len(dataset)), case
             if dataset is not None:
                 tokens = [dataset[i]["tokens"] for i in range(min(60, len(dataset)))]
                 assert np.array_equal(tokens, answer[f"{name}_tokens"]), case
+
+
+def test_what_megatron_cached_is_read(ask, tmp_path):
+    """Nothing is built where the same run of Megatron left its cache, and every sample is the same."""
+    dice = random.Random(12)
+    prefixes = write_large(tmp_path, dice, 6)
+    cases = [random_run(dice, prefixes) | {"cache": str(tmp_path / f"cache{i}")} for i in range(30)]
+    plain_runs = []
+    for case in cases:
+        paths = {"data_path": words_of(case.get("blend")), "split": case.get("split")}
+        for name, blend in zip(("train", "valid", "test"), case.get("blend_per_split", [])):
+            paths[f"{name}_data_path"] = words_of(blend)
+        config = DataConfig(seq_length=case["seq_length"], **paths)
+        plain = replace(config, data_cache_path=str(tmp_path / "plain"))
+        plain_runs.append((config, build_gpt_datasets(plain, TOKENIZER, case["sizes"], case["seed"])))
+    ask([("blended_run", {**case, "items": 1}) for case in cases])
+    for case, (config, expected) in zip(cases, plain_runs):
+        said, done = [], []
+        config = replace(config, data_cache_path=case["cache"])
+        got = build_gpt_datasets(config, TOKENIZER, case["sizes"], case["seed"], say=said.append, progress=done.append)
+        assert not [line for line in done if "building" in line] and not [line for line in said if "not taken" in line]
+        assert [line for line in done if "from Megatron's cache" in line]
+        for mine, theirs in zip(got, expected):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert len(mine) == len(theirs)
+                assert all(np.array_equal(mine[i]["tokens"], theirs[i]["tokens"]) for i in range(len(mine)))
 
 
 def test_weights_are_normalized_to_the_last_bit(ask):

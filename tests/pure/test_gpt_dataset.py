@@ -225,6 +225,21 @@ def test_damage_after_the_wait_is_refused_by_name(data, kind):
         build_gpt_datasets(*arguments, is_builder=False)
 
 
+def test_a_cache_of_other_data_is_refused_by_name(data, tmp_path):
+    """Put there after the builder has looked: a process that builds nothing still sees that the sizes are not its own."""
+    build(data)
+    other = types.SimpleNamespace(prefix=str(tmp_path / "other"), cache=tmp_path / "other_cache")
+    write_documents(other.prefix, count=80)
+    build(other)
+    for part in ("document_index", "sample_index", "shuffle_index"):
+        mine = next(data.cache.glob(f"*train-{part}.npy"))
+        before = mine.read_bytes()
+        mine.write_bytes(next(other.cache.glob(f"*train-{part}.npy")).read_bytes())
+        with pytest.raises(ValueError, match=rf"is not that of {data.prefix}: its {part} is .*; delete it"):
+            build_gpt_datasets(config_of(data, split="8,1,1"), TOKENIZER, [40, 10, 10], 1234, is_builder=False)
+        mine.write_bytes(before)
+
+
 def test_a_copied_cache_is_read_once_and_taken(data):
     build(data)
     path = next(data.cache.glob("*train-shuffle_index.npy"))

@@ -144,14 +144,18 @@ def _choose_of_many(shares: list[float], size: int) -> np.ndarray:
 
 
 def _numbered(chosen: np.ndarray, count: int) -> BlendIndices:
-    """With the number that each sample has within its data set."""
+    return BlendIndices(chosen, number_within(chosen, count))
+
+
+def number_within(chosen: np.ndarray, count: int) -> np.ndarray:
+    """The number that each sample has within its data set, of `count` data sets: int64."""
     order = np.argsort(chosen, kind="stable")  # a radix sort
     ends = np.cumsum(np.bincount(chosen, minlength=count))
     numbers = np.empty(len(chosen), np.int64)
     for d in range(count):
         first = int(ends[d - 1]) if d else 0
         numbers[order[first : ends[d]]] = np.arange(ends[d] - first)
-    return BlendIndices(chosen, numbers)
+    return numbers
 
 
 class BlendedDataset:

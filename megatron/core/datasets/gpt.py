@@ -27,6 +27,7 @@ from megatron.core.datasets.blend import (
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
+from megatron.core.datasets.found_cache import FoundCaches, shape_problem
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import (
     SPLIT_NAMES,
@@ -236,9 +237,10 @@ def build_gpt_datasets(
             _plan_split(files, blend, split, count, seed)
             for split, (blend, count) in enumerate(zip(blends, num_samples))
         ]
-        for plan in filter(None, plans):
-            if is_builder:
-                plan.build(progress, say)
+        if is_builder:
+            found = FoundCaches(say)
+            for plan in filter(None, plans):
+                plan.build(found, progress, say)
     finally:
         wait()  # also after an error: nobody may wait for a process that is gone
     rearrange = FillInTheMiddle(fim, tokenizer, seed) if fim is not None and fim.fim_data else None
@@ -283,13 +285,18 @@ class _Part:
     """One token file's share in one split."""
 
     indexed: IndexedDataset
+    split: str
     request: IndexRequest
     cache: IndexCache
 
-    def build(self, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
+    def build(self, found: FoundCaches, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
         if self.cache.is_complete(say):
             return
         lengths, request = self.indexed.sequence_lengths, self.request
+        if there := found.indices(self.cache.folder, self.indexed.prefix, self.split, request, lengths):
+            progress(f"taking the index of {self.indexed.prefix} from Megatron's cache {there[1]}")
+            self.cache.write(there[0])
+            return
         progress(f"building the index of {number_of_samples(lengths, request):,} samples of {self.indexed.prefix}")
         tokens, need = split_tokens(lengths, request), request.seq_length + request.extra_token
         if tokens < need:
@@ -298,7 +305,12 @@ class _Part:
         self.cache.write(build_indices(lengths, request))
 
     def load(self, rules: TokenRules, fim: FillInTheMiddle | None) -> GPTDataset:
-        return GPTDataset(self.indexed, Indices(*self.cache.load()), self.request.seq_length, rules, fim)
+        indices = Indices(*self.cache.load())
+        if problem := shape_problem(indices, self.indexed.sequence_lengths, self.request):
+            raise ValueError(
+                f"index cache {self.cache.path('*')} is not that of {self.indexed.prefix}: {problem}; delete it"
+            )
+        return GPTDataset(self.indexed, indices, self.request.seq_length, rules, fim)
 
 
 @dataclass(frozen=True)
@@ -308,12 +320,16 @@ class _SplitPlan:
     parts: list[_Part]
     blend_cache: IndexCache | None = None
 
-    def build(self, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
+    def build(self, found: FoundCaches, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
         for part in self.parts:
-            part.build(progress, say)
+            part.build(found, progress, say)
         if self.blend_cache is None or self.blend_cache.is_complete(say):
             return
         order = self.blend_cache.fields
+        if there := found.blend(self.blend_cache.folder, self.parts[0].split, order, len(self.parts)):
+            progress(f"taking the order of a blend from Megatron's cache {there[1]}")
+            self.blend_cache.write(there[0])
+            return
         progress(f"building the order of a blend of {len(self.parts)} data sets")
         indices = exhaustive_indices(order["sizes"]) if order["size"] is None else None
         self.blend_cache.write(indices or weighted_indices(order["shares"], order["size"]))
@@ -366,8 +382,8 @@ def _plan_part(files: _Files, prefix: str, split: int, count: int | None, seed: 
     if request is None:
         return None
     folder = Path(files.config.data_cache_path or f"{prefix}/cache/GPTDataset_indices")
-    fields = {**asdict(request), **fingerprint}
-    return _Part(indexed, request, IndexCache(folder, "GPTDataset", SPLIT_NAMES[split], fields, Indices._fields))
+    fields, name = {**asdict(request), **fingerprint}, SPLIT_NAMES[split]
+    return _Part(indexed, name, request, IndexCache(folder, "GPTDataset", name, fields, Indices._fields))
 
 
 def _split_request(files: _Files, lengths: np.ndarray, split: int, count: int | None, seed: int) -> IndexRequest | None:
