@@ -4,6 +4,7 @@ import gzip
 import importlib
 import io
 import itertools
+import json
 import re
 import shlex
 import sys
@@ -155,28 +156,62 @@ def test_a_plan_counts_what_a_run_reads(tmp_path, capsys):
     length = ["--seq-length", "8", "--global-batch-size", "5", "--train-iters", "40", "--split", "90,10,0"]
     assert data_plan.main(["--data-path", "1", small, "3", large, *length]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert rows[0] == ["25.00%", "90", "900", "2,000", "50", "400", "0.44", small]
-    assert rows[1] == ["75.00%", "90", "4,500", "10,000", "150", "1,200", "0.27", large]
-    assert rows[2] == ["100.00%", "180", "5,400", "12,000", "200", "1,600", "0.30", "all"]
+    assert rows[0] == ["25.00%", "90", "900", "1,800", "50", "400", "0.44", small]
+    assert rows[1] == ["75.00%", "90", "4,500", "9,000", "150", "1,200", "0.27", large]
+    assert rows[2] == ["100.00%", "180", "5,400", "10,800", "200", "1,600", "0.30", "all"]
+    # Without weights each is read once at most, in proportion to its (T - 1) // 8 samples: 124 and 624.
     assert (
         data_plan.main(["--data-path", small, large, "--seq-length", "8", "--train-samples", "1200", "--split", "1"])
         == 0
     )
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [row[0] for row in rows] == ["16.67%", "83.33%", "100.00%"]
-    assert rows[0][6] == rows[1][6] == "1.60"
+    assert [row[4] for row in rows] == ["124", "624", "748"]
+    assert [row[6] for row in rows] == ["0.99", "1.00", "1.00"]
+
+
+@pytest.mark.parametrize("kind", ["data-args-path", "per-split-data-args-path", "splits"])
+def test_a_plan_understands_every_way_to_name_data(tmp_path, capsys, kind):
+    """The same validation data, 4 batches of 5 samples of 8 tokens, of a file of 100 documents of 10 tokens, or a tenth of it."""
+    train, valid = write(tmp_path / "train", [[[1] * 10]] * 100), write(tmp_path / "valid", [[[1] * 10]] * 100)
+    (tmp_path / "list.txt").write_text(f"1 {train}\n")
+    (tmp_path / "lists.json").write_text(json.dumps({"train": [train], "valid": ["1", valid]}))
+    flags = {
+        "data-args-path": ["--data-args-path", str(tmp_path / "list.txt"), "--split", "90,10,0"],
+        "per-split-data-args-path": ["--per-split-data-args-path", str(tmp_path / "lists.json")],
+        "splits": ["--train-data-path", train, "--valid-data-path", valid],
+    }[kind]
+    whole = kind != "data-args-path"
+    length = ["--seq-length", "8", "--global-batch-size", "5", "--train-iters", "40", "--eval-iters", "4"]
+    assert data_plan.main([*flags, *length]) == 0
+    tables = [table.splitlines() for table in capsys.readouterr().out.split("\n\n")]
+    assert [table[0] for table in tables] == ["train", "valid"]
+    assert tables[0][2].split()[1:5] == [
+        "100" if whole else "90",
+        "1,000" if whole else "900",
+        "2,000" if whole else "1,800",
+        "200",
+    ]
+    assert tables[1][2].split()[1:6] == [
+        "100" if whole else "10",
+        "1,000" if whole else "100",
+        "2,000" if whole else "200",
+        "20",
+        "160",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
-        ("", 2, "--data-path is needed; give either --train-iters"),
+        ("", 2, "give either --train-iters"),
+        ("--train-samples 5", 2, "no data: give --data-path PREFIX"),
+        ("--mock-data --seq-length 8 --train-samples 5", 2, "there is nothing to plan"),
         ("--data-path a --seq-length 0 --train-samples 5", 2, "--seq-length (0) must be at least 1"),
-        ("--data-path a --seq-length 8 --train-iters 5", 2, "--train-iters needs --global-batch-size"),
-        ("--data-path -1 a 2 b --seq-length 8 --train-samples 5", 1, "weights [-1.0, 2.0] must not be negative"),
+        ("--data-path a --seq-length 8 --train-iters 5", 2, "need --global-batch-size"),
+        ("--data-path -1 a 2 b --seq-length 8 --train-samples 5", 2, "weight -1.0 of a must be a positive number"),
         ("--data-path none --seq-length 8 --train-samples 5", 1, "none.idx does not exist"),
-        ("--data-path e --seq-length 8 --train-samples 5", 1, "no token in the training split of e"),
-        ("--data-path 1 e 1 a --seq-length 8 --train-samples 5", 1, "e has no token in its training split"),
+        ("--data-path e --seq-length 8 --train-samples 5", 1, "leaves no document of 0 to the train split"),
+        ("--data-path 1 z 1 a --seq-length 8 --train-samples 5 --split 1", 1, "has 0 tokens, fewer than"),
         ("--data-path a --seq-length 8 --train-samples 5 --split 0,1", 1, "leaves nothing to training"),
     ],
 )
@@ -184,6 +219,7 @@ def test_planning_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments
     monkeypatch.chdir(tmp_path)
     write("a", DOCUMENTS)
     write("e", [])
+    write("z", [[[]]])
     assert data_plan.main(shlex.split(arguments)) == code
     error = capsys.readouterr().err
     assert reason in error

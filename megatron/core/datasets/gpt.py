@@ -9,7 +9,7 @@ folder (`index_cache`):
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from megatron.core.datasets.blend import (
     weighted_indices,
 )
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_plan import Reading, lines, reading
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.found_cache import FoundCaches, shape_problem
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
@@ -210,8 +211,8 @@ def build_gpt_datasets(
     tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. num_samples: for each split; None is one
     epoch. Every process calls; one on each file system that holds the cache is the builder. `wait` returns when all
     have called it, and all call it exactly once, also a process that fails; mock data need no builder and no wait. `say`
-    hears of what is strange but can be; every process says it, so let one of them print. `progress` hears what the builder
-    does. fim: fill in the middle, where its `fim_data` says so.
+    hears of what is strange but can be; every process says it, so let one of them print. `progress` hears what each split
+    reads of each data set and, from the builder, what it does. fim: fill in the middle, where its `fim_data` says so.
     Raises ValueError on every process for data or settings that cannot work; if the cache cannot be written, with the
     reason on the builder and with a pointer to it on the others.
     """
@@ -232,11 +233,10 @@ def build_gpt_datasets(
     if not any(blends := config.blends()):
         raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
     try:
-        files = _Files(config, rules, say)
-        plans = [
-            _plan_split(files, blend, split, count, seed)
-            for split, (blend, count) in enumerate(zip(blends, num_samples))
-        ]
+        plans = _plan_splits(_Files(config, rules, say), blends, num_samples, seed)
+        for plan in filter(None, plans):
+            for line in lines(plan.parts[0].split, plan.readings()):
+                progress(line)
         if is_builder:
             found = FoundCaches(say)
             for plan in filter(None, plans):
@@ -245,6 +245,12 @@ def build_gpt_datasets(
         wait()  # also after an error: nobody may wait for a process that is gone
     rearrange = FillInTheMiddle(fim, tokenizer, seed) if fim is not None and fim.fim_data else None
     return tuple(plan and plan.load(rules, rearrange) for plan in plans)
+
+
+def plan_reading(config: DataConfig, num_samples: list[int | None], seed: int = 0) -> list[list[Reading]]:
+    """What `build_gpt_datasets` would have a run read, for train, valid and test; nothing is built. Raises as it does."""
+    plans = _plan_splits(_Files(config, None, _warn), config.blends(), num_samples, seed)
+    return [plan.readings() if plan else [] for plan in plans]
 
 
 def _mock_datasets(config: DataConfig, rules: TokenRules, num_samples: list[int | None], seed: int) -> tuple:
@@ -268,14 +274,15 @@ def _note_small_ids(indexed: IndexedDataset, rules: TokenRules, say: Callable[[s
 class _Files:
     """The token files of a run, each opened once, and the hash that tells each from others."""
 
-    def __init__(self, config: DataConfig, rules: TokenRules, say: Callable[[str], None]):
+    def __init__(self, config: DataConfig, rules: TokenRules | None, say: Callable[[str], None]):
         self.config, self.rules, self.say = config, rules, say
         self.opened: dict[str, tuple[IndexedDataset, dict[str, Any]]] = {}
 
     def open(self, prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
         if prefix not in self.opened:
             indexed = IndexedDataset(prefix, mmap=self.config.mmap_bin_files)
-            _note_small_ids(indexed, self.rules, self.say)
+            if self.rules is not None:
+                _note_small_ids(indexed, self.rules, self.say)
             self.opened[prefix] = (indexed, content_fingerprint(indexed))
         return self.opened[prefix]
 
@@ -315,9 +322,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class _SplitPlan:
-    """What train, valid or test is made of. blend_cache None: of one file, without blending."""
+    """What train, valid or test is made of. samples: that are read of each; blend_cache None: of one file, without blending."""
 
     parts: list[_Part]
+    samples: list[int]
     blend_cache: IndexCache | None = None
 
     def build(self, found: FoundCaches, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
@@ -334,12 +342,23 @@ class _SplitPlan:
         indices = exhaustive_indices(order["sizes"]) if order["size"] is None else None
         self.blend_cache.write(indices or weighted_indices(order["shares"], order["size"]))
 
+    def readings(self) -> list[Reading]:
+        return [reading(part.indexed, part.request, count) for part, count in zip(self.parts, self.samples)]
+
     def load(self, rules: TokenRules, fim: FillInTheMiddle | None) -> GPTDataset | BlendedDataset:
         datasets = [part.load(rules, fim) for part in self.parts]
         if self.blend_cache is None:
             return datasets[0]
         names = [part.indexed.prefix for part in self.parts]
         return BlendedDataset(datasets, BlendIndices(*self.blend_cache.load()), names)
+
+
+def _plan_splits(
+    files: _Files, blends: Iterable[Blend | None], num_samples: list[int | None], seed: int
+) -> list[_SplitPlan | None]:
+    return [
+        _plan_split(files, blend, split, count, seed) for split, (blend, count) in enumerate(zip(blends, num_samples))
+    ]
 
 
 def _plan_split(files: _Files, blend: Blend | None, split: int, count: int | None, seed: int) -> _SplitPlan | None:
@@ -351,7 +370,11 @@ def _plan_split(files: _Files, blend: Blend | None, split: int, count: int | Non
     # Files of a split's own are not blended when there is one, whatever its weight.
     if blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1):
         part = _plan_part(files, blend.prefixes[0], split, count, seed)
-        return part and _SplitPlan([part])
+        if part is None:
+            return None
+        return _SplitPlan(
+            [part], [number_of_samples(part.indexed.sequence_lengths, part.request) if count is None else count]
+        )
     shares, counts = None, [None] * len(blend.prefixes)
     if blend.weights is not None:
         if count is None:
@@ -369,11 +392,15 @@ def _plan_split(files: _Files, blend: Blend | None, split: int, count: int | Non
     sizes = [number_of_samples(part.indexed.sequence_lengths, part.request) for part in parts]
     if shares is None:
         shares, size = normalized(sizes), None if count is None else min(count, sum(sizes))
+        read = sizes if size is None else samples_of_each(size, shares)
     else:  # normalized a second time, as the files in the wild are: it may change the last bit
-        shares, size = normalized(shares), sum(samples_of_each(count, shares))
+        read = samples_of_each(count, shares)
+        shares, size = normalized(shares), sum(read)
     fields = {"shares": shares, "size": size, "sizes": sizes if size is None else None}
     folder = Path(config.data_cache_path or f"{blend.prefixes[0]}/cache/BlendedDataset_indices")
-    return _SplitPlan(parts, IndexCache(folder, "BlendedDataset", SPLIT_NAMES[split], fields, BlendIndices._fields))
+    return _SplitPlan(
+        parts, read, IndexCache(folder, "BlendedDataset", SPLIT_NAMES[split], fields, BlendIndices._fields)
+    )
 
 
 def _plan_part(files: _Files, prefix: str, split: int, count: int | None, seed: int) -> _Part | None:
