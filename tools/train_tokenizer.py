@@ -9,7 +9,7 @@ same input gives the same file, byte for byte.
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,22 @@ class TrainTokenizerConfig:
     )
     json_key: str = knob("text", "key whose text is read in JSON-lines files", metavar="KEY")
     vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
+    special_tokens: list[str] = knob(
+        [], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN"
+    )
     output: str | None = knob(None, "tokenizer.json to write", metavar="FILE", required=True)
 
     def __post_init__(self) -> None:
         problems = [
             f"{flag} is needed" for flag, value in (("--input", self.input), ("--output", self.output)) if not value
         ]
-        if self.vocab_size < _SMALLEST:
-            problems.append(f"--vocab-size ({self.vocab_size}) must be at least {_SMALLEST}: 256 bytes and {EOD}")
+        smallest = _SMALLEST + len(self.special_tokens)
+        if self.vocab_size < smallest:
+            problems.append(
+                f"--vocab-size ({self.vocab_size}) must be at least {smallest}: 256 bytes, {EOD} and --special-tokens"
+            )
+        if len({EOD, *self.special_tokens}) <= len(self.special_tokens) or "" in self.special_tokens:
+            problems.append(f"--special-tokens must be different names, and none of them {EOD}")
         if problems:
             raise ConfigError(problems)
 
@@ -77,8 +85,8 @@ def _texts_of(line: bytes, path: str, json_key: str) -> list[str]:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
 
 
-def train(texts: Iterator[str], vocab_size: int) -> Any:
-    """A byte-level BPE learned from `texts`: it can write any text, and has EOD as its only special token, id 0."""
+def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
+    """A byte-level BPE learned from `texts`: it can write any text. The first ids are EOD's, 0, and the `special_tokens`."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
@@ -88,7 +96,7 @@ def train(texts: Iterator[str], vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOD],
+        special_tokens=[EOD, *special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
@@ -106,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = build(TrainTokenizerConfig, read_flags(parser, arguments))
         files = input_files(config.input, (*_JSON_ENDINGS, ".txt"))
-        tokenizer = train(read_texts(files, config.json_key), config.vocab_size)
+        tokenizer = train(read_texts(files, config.json_key), config.vocab_size, config.special_tokens)
         Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(config.output) as file:
             file.write(tokenizer.to_str(pretty=True).encode("utf-8"))

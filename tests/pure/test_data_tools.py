@@ -8,13 +8,16 @@ import json
 import re
 import shlex
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.core.datasets import DataConfig, build_gpt_datasets
+from megatron.core.datasets import data_plan as data_readings
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
-from tools import data_plan, inspect_dataset, merge_datasets
+from tools import data_plan, inspect_dataset, merge_datasets, prepare_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
@@ -226,6 +229,60 @@ def test_planning_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments
     assert error.count("\n") == 1
 
 
+RUN = [*NULL, *shlex.split("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1")]
+
+
+def test_a_cache_is_prepared_once_for_all_that_a_run_asks_for(tmp_path, capsys):
+    """3 steps of 4 samples, validation after each second one and at the end: 2 x 2 batches of 4; at the end 2 for the test."""
+    prefix, cache = write(tmp_path / "a", [[[1] * 10]] * 100), tmp_path / "cache"
+    length = shlex.split("--train-iters 3 --eval-interval 2 --eval-iters 2 --split 8,1,1")
+    size = ["--micro-batch-size", "2", "--prepare-cache-world-size", "2"]
+    arguments = [*RUN, *size, *length, "--data-path", prefix, "--data-cache-path", str(cache)]
+    assert prepare_cache.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert said.count("building") == 3
+    assert [f"; {count} samples of 8 are read" in said for count in (12, 16, 8)] == [True] * 3
+    config = DataConfig(data_path=[prefix], seq_length=8, split="8,1,1", data_cache_path=str(cache))
+    again, tokenizer = [], types.SimpleNamespace(vocab_size=101, eod=100)
+    build_gpt_datasets(config, tokenizer, [12, 16, 8], 1234, progress=again.append)
+    assert not [line for line in again if "building" in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        ("--micro-batch-size 1 --train-iters 1", 2, "give --prepare-cache-world-size"),
+        ("--micro-batch-size 1 --train-iters 1 --prepare-cache-world-size 0", 2, "(0) must be at least 1"),
+        ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --mock-data", 2, "--mock-data are made up"),
+        ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path none", 2, "none.idx does not exist"),
+        ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path e", 1, "leaves no document of 0"),
+        (
+            "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path a --fim-data",
+            2,
+            "--fim-prefix-token <fim_prefix> is no token of the tokenizer",
+        ),
+    ],
+)
+def test_preparing_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, reason):
+    monkeypatch.chdir(tmp_path)
+    write("a", DOCUMENTS)
+    write("e", [])
+    assert prepare_cache.main([*RUN, *shlex.split(arguments)]) == code
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+def test_a_long_blend_is_not_listed_whole_at_the_start():
+    readings = [data_readings.Reading(f"set{i}", 1, 100, 200, i, 10) for i in range(30)]
+    shown = data_readings.lines("train", readings)
+    assert len(shown) == 21
+    assert shown[3] == (
+        "train data: 0.69% set3: 1 documents, 100 tokens, 200 bytes; 3 samples of 10 are read, each token 0.30 times"
+    )
+    assert "and 10 more data sets" in shown[-1]
+
+
 def commands_of(page):
     """The commands of the page's bash blocks as words; comments and continued lines as bash reads them."""
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
@@ -243,6 +300,10 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
         if words[:2] == ["gzip", "--keep"]:
             Path(f"{words[2]}.gz").write_bytes(gzip.compress(Path(words[2]).read_bytes()))
             continue
+        if words[0] == "echo":
+            assert words[2] == ">"
+            Path(words[3]).write_text(words[1])
+            continue
         if words[0] == "zcat":
             monkeypatch.setattr(
                 sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.decompress(Path(words[1]).read_bytes())))
@@ -254,5 +315,7 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
         assert tool.main(words[2:]) == 0, (words, capsys.readouterr().err)
         ran.add(tool.__name__.removeprefix("tools."))
     tools = {"stdlib_corpus", "train_tokenizer", "preprocess_data", "inspect_dataset", "merge_datasets", "data_plan"}
-    assert ran == tools
+    assert ran == tools | {"prepare_cache"}
+    assert "train data: 70.00% data/library_text_document" in capsys.readouterr().out
+    assert len(list(Path("cache").glob("*-train-sample_index.npy"))) == 2, "of the two files of the blend"
     assert len(IndexedDataset("data/merged_text_document")) == 2 * len(IndexedDataset("data/library_text_document"))

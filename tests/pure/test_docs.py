@@ -56,6 +56,8 @@ COMMANDS = {
         "python tools/inspect_dataset.py ...": PREPARES,
         "python tools/merge_datasets.py ...": PREPARES,
         "python tools/data_plan.py ...": PREPARES,
+        "python tools/prepare_cache.py ...": PREPARES,
+        "echo ...": PREPARES,
         "gzip --keep corpus/library.jsonl": PREPARES,
         "zcat corpus/library.jsonl.gz | python tools/preprocess_data.py ...": PREPARES,
     },

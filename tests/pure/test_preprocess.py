@@ -184,6 +184,15 @@ def test_a_trained_tokenizer_is_the_same_every_time_and_writes_any_text(tmp_path
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
+def test_a_tokenizer_has_the_special_tokens_that_are_asked_for(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 5)
+    arguments = ["--input", tmp_path / "a.txt", "--output", tmp_path / "t.json", "--vocab-size", "262"]
+    assert train(*arguments, "--special-tokens", "<a>", "<b>") == 0
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "t.json")))
+    assert [tokenizer.vocab[name] for name in ("<|endoftext|>", "<a>", "<b>")] == [0, 1, 2]
+
+
 def test_a_tokenizer_learns_no_mark_at_the_start_of_a_file(tmp_path):
     pytest.importorskip("tokenizers")
     for name, start in (("marked", b"\xef\xbb\xbf"), ("plain", b"")):
@@ -198,6 +207,12 @@ def test_a_tokenizer_learns_no_mark_at_the_start_of_a_file(tmp_path):
     [
         ([], 2, "--input is needed; --output is needed"),
         (["--input", "a", "--output", "o", "--vocab-size", "256"], 2, "--vocab-size (256) must be at least 257"),
+        (
+            ["--input", "a", "--output", "o", "--special-tokens", "x", "x"],
+            2,
+            "--special-tokens must be different names",
+        ),
+        (["--input", "a", "--output", "o", "--vocab-size", "258", "--special-tokens", "x", "y"], 2, "at least 259"),
         (["--vocab", "5"], 2, "unknown flag --vocab; did you mean --vocab-size?"),
         (["--input", "*.none", "--output", "o"], 1, "--input *.none: no such file"),
         (["--input", "bad.jsonl", "--output", "o"], 1, "bad.jsonl:2: no key 'text'; it has 'x'; mend the line"),

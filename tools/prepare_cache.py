@@ -1,0 +1,97 @@
+"""Builds the index cache that a training run needs, without training: the flags are those of pretrain_gpt.py.
+
+    python tools/prepare_cache.py --data-path 0.7 A 0.3 B --seq-length 1024 --micro-batch-size 4 --global-batch-size 256 \
+        --train-iters 10000 ...
+
+One process, no accelerator, no model: so that a job of many nodes does not wait while one of its processes builds. The run that
+follows with the same flags builds nothing. A run that counts its step size from its processes (no --global-batch-size) needs their
+number here: --prepare-cache-world-size.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import ConfigError
+from megatron.core.datasets.fim import FillInTheMiddle
+from megatron.core.datasets.gpt import build_gpt_datasets
+from megatron.core.datasets.index_map import SPLIT_NAMES
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import parse_args
+from megatron.training.config import Config, check
+from megatron.training.initialize import collected, file_problems
+from megatron.training.samples import samples_to_request
+from megatron.training.state import TrainState
+
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # of pretrain_gpt.py
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("Cache")
+    help_text = "processes of the run to prepare for; needed if its step size depends on them"
+    group.add_argument("--prepare-cache-world-size", type=int, metavar="N", help=help_text, default=None)
+    return parser
+
+
+def world_size_of(config: Config, given: int | None) -> int:
+    """Processes of the run; where none are given, as few as the layout needs. Raises ConfigError if they matter and are not given."""
+    training = config.training
+    if given is not None and given < 1:
+        raise ConfigError(f"--prepare-cache-world-size ({given}) must be at least 1")
+    has_size = training.global_batch_size is not None or training.step_batch_size_schedule is not None
+    if given is None and (not has_size or training.decrease_batch_size_if_needed):
+        raise ConfigError("the step size depends on the number of processes; give --prepare-cache-world-size")
+    return given or config.parallel.model_parallel_size * config.data_parallel.num_distributed_optimizer_instances
+
+
+def prepare(argv: list[str] | None, say: Callable[[str], None], progress: Callable[[str], None]) -> dict[str, int]:
+    """Build what the run of this command line needs; the samples of each split. Raises ConfigError or ValueError."""
+    config, args, _ = parse_args(argv, add_flags, DEFAULTS)
+    world_size = world_size_of(config, args.prepare_cache_world_size)
+    problems: list[str] = []
+    tokenizer: Any = None
+    with collected(problems):
+        check(config, world_size)
+    problems += file_problems(config)
+    if config.data.mock_data:
+        problems.append("--mock-data are made up, and have no index; give --data-path")
+    if config.tokenizer.tokenizer_type is not None:
+        with collected(problems):
+            tokenizer = build_tokenizer(config.tokenizer)
+    if tokenizer is not None and config.fim.fim_data:
+        with collected(problems):
+            FillInTheMiddle(config.fim, tokenizer, config.training.seed)
+    if problems:
+        raise ConfigError(problems)
+    sizes = samples_to_request(
+        config.training, config.train_iters(world_size), config.batch_sizes(world_size).last, TrainState()
+    )
+    datasets = build_gpt_datasets(
+        config.data, tokenizer, sizes, config.training.seed, say=say, progress=progress, fim=config.fim
+    )
+    return {name: len(dataset) for name, dataset in zip(SPLIT_NAMES, datasets) if dataset is not None}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
+    began = time.monotonic()
+
+    def progress(message: str) -> None:
+        print(f"{time.monotonic() - began:8.1f} s  {message}", flush=True)
+
+    try:
+        lengths = prepare(arguments, progress, progress)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"prepare_cache: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    progress("ready: " + ", ".join(f"{count:,} {name} samples" for name, count in lengths.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
