@@ -159,8 +159,8 @@ def read(prefix, multimodal=False):
     }
 
 
-def masked_config(cls, seed, seq_length, cache, vocab_words, **options):
-    tokenizer = Tokenizer(len(vocab_words), 6, 0, vocab_words)
+def masked_config(cls, seed, seq_length, cache, vocab_words, pad=0, **options):
+    tokenizer = Tokenizer(len(vocab_words), 6, pad, vocab_words)
     settings = {"split": "1", "blend": (["unused"], None)} | options
     return cls(random_seed=seed, sequence_length=seq_length, path_to_cache=cache, tokenizer=tokenizer, **settings)
 
@@ -189,7 +189,11 @@ def bert(**case):
 def t5(**case):
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 
-    return masked(T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig, **case)
+    arrays = masked(T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig, **case)
+    names = ("text_enc", "text_dec", "enc_mask", "dec_mask")
+    given = (torch.from_numpy(arrays[f"item_{name}"]) for name in names)
+    masks = T5MaskedWordPieceDataset.config_attention_mask(*given, use_local=True)
+    return arrays | {f"attention_{name}": mask.numpy() for name, mask in zip(("enc", "dec", "cross"), masks)}
 
 
 KINDS: dict[str, types.FunctionType] = {

@@ -34,6 +34,7 @@ from megatron.core.datasets.masked import (
     SampleRequest,
     T5Dataset,
     WordPieces,
+    attention_masks,
     build_sample_map,
 )
 from megatron.core.transformer.core_attention import Documents
@@ -419,9 +420,17 @@ def test_t5_samples_are_equal(ask, tmp_path):
     for i in range(80):
         case = masked_case(dice, write_sentences(tmp_path / f"data{i}", dice), str(tmp_path / f"cache{i}"))
         length = case["config"]["seq_length"]
-        case["config"] |= {"sequence_length_decoder": length}
+        case["config"] |= {"sequence_length_decoder": length, "pad": dice.choice([0, 7])}
+        case["config"]["allow_ambiguous_pad_tokens"] = True
         cases.append(case)
     for case, answer in zip(cases, ask([("t5", case) for case in cases])):
         length = case["config"]["seq_length"]
-        dataset = T5Dataset(*parts_of(case, special_tokens=2, min_sentences=1), decoder_seq_length=length)
-        assert_same_items(dataset, answer, ("text_enc", "text_dec", "labels", "loss_mask", "truncated"))
+        parts = list(parts_of(case, special_tokens=2, min_sentences=1))
+        parts[4] = replace(PIECES, pad=case["config"]["pad"])
+        dataset = T5Dataset(*parts, decoder_seq_length=length)
+        names = ("text_enc", "text_dec", "labels", "loss_mask", "truncated", "enc_mask", "dec_mask")
+        assert_same_items(dataset, answer, names)
+        items = [dataset[i] for i in range(min(25, len(dataset)))]
+        masks = attention_masks(*(np.stack([item[name] for item in items]) for name in ("enc_mask", "dec_mask")))
+        for name, mask in zip(("enc", "dec", "cross"), masks):
+            assert_same(mask, answer[f"attention_{name}"])

@@ -1,6 +1,7 @@
 """BERT and T5 samples: known draws, what every item must hold, and corpora that give none."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megatron.core.datasets.masked import (
     SampleRequest,
     T5Dataset,
     WordPieces,
+    attention_masks,
     build_sample_map,
     mersenne_twister_64,
 )
@@ -100,6 +102,26 @@ def test_a_t5_item_asks_for_what_the_sentinels_stand_for(tmp_path):
             spans.setdefault(sentinel, []).extend([token] if token < 100 else [])
         whole = [t for token in item["text_enc"].tolist() for t in spans.get(token, [token] if token != PAD else [])]
         assert whole == np.concatenate(indexed[first:past]).tolist()[:target]
+
+
+def test_padding_and_what_comes_later_are_hidden():
+    """Two of three encoder tokens and one of two decoder tokens are there; x is hidden."""
+    encoder, decoder, cross = attention_masks(np.array([[1, 1, 0]]), np.array([[1, 0]]))
+    pictures = [
+        ["".join("x" if hidden else "." for hidden in row) for row in mask[0, 0]] for mask in (encoder, decoder, cross)
+    ]
+    assert pictures == [["..x", "..x", "xxx"], [".x", "xx"], ["..x", "xxx"]]
+    _, decoder, _ = attention_masks(np.ones((2, 1)), np.ones((2, 3)))
+    assert decoder[:, 0].tolist() == [[[False, True, True], [False, False, True], [False, False, False]]] * 2
+
+
+def test_padding_of_t5_reads_as_token_0(tmp_path):
+    indexed = write(tmp_path / "a", [[5, 6]])
+    rows = sample_map(indexed, n=1, length=30, sentences=1)
+    item = T5Dataset(indexed, rows, 32, 7, replace(PIECES, pad=119), MaskingRules(), decoder_seq_length=32)[0]
+    for text, mask in (("text_enc", "enc_mask"), ("text_dec", "dec_mask")):
+        assert item[mask].any() and not item[mask].all()
+        assert not item[text][item[mask] == 0].any() and item[text][item[mask] == 1].all()
 
 
 def test_a_corpus_that_gives_no_sample_is_refused(tmp_path):

@@ -315,7 +315,10 @@ class T5Dataset(_MaskedDataset):
         self.decoder_seq_length = decoder_seq_length
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """text_enc [s]; text_dec, labels (-1 for padding), loss_mask [decoder_seq_length]; truncated: all int64."""
+        """text_enc, enc_mask [s]; text_dec, labels (-1 for padding), loss_mask, dec_mask [decoder_seq_length]; truncated: all int64.
+
+        The masks of encoder and decoder are 0 at padding, which reads as token 0; `attention_masks` makes pairs of them.
+        """
         sentences, target, rng = self._sentences(i)
         tokens = _joined(sentences)
         truncated, tokens = len(tokens) > target, tokens[:target]
@@ -338,11 +341,31 @@ class T5Dataset(_MaskedDataset):
             raise ValueError(
                 f"sample {i} asks for {len(decoder)} tokens; raise --decoder-seq-length ({self.decoder_seq_length})"
             )
+        pad = self.pieces.pad
         columns = {
-            "text_enc": encoder + [self.pieces.pad] * (self.seq_length - len(encoder)),
-            "text_dec": decoder + [self.pieces.pad] * padding,
+            "text_enc": encoder + [pad] * (self.seq_length - len(encoder)),
+            "text_dec": decoder + [pad] * padding,
             "labels": labels + [-1] * padding,
             "loss_mask": [1] * len(labels) + [0] * padding,
             "truncated": int(truncated),
         }
-        return {name: np.array(values, np.int64) for name, values in columns.items()}
+        item = {name: np.array(values, np.int64) for name, values in columns.items()}
+        for mask, text in (("enc_mask", "text_enc"), ("dec_mask", "text_dec")):
+            item[mask] = (item[text] != pad).astype(np.int64)
+        for text in ("text_enc", "text_dec", "labels"):
+            item[text][item[text] == pad] = 0
+        return item
+
+
+def attention_masks(enc_mask: np.ndarray, dec_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which keys a query may not see, for the encoder, the decoder, and the decoder's look at the encoder.
+
+    enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. Bool [b, 1, s, s], [b, 1, t, t], [b, 1, t, s], True
+    where a pair is hidden: where either is padding and, in the decoder, where the key comes after the query.
+    """
+
+    def seen(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        return (queries[:, None, :, None] > 0) & (keys[:, None, None, :] > 0)
+
+    earlier = np.tri(dec_mask.shape[1], dtype=bool)  # a key at or before its query
+    return ~seen(enc_mask, enc_mask), ~(seen(dec_mask, dec_mask) & earlier), ~seen(dec_mask, enc_mask)
