@@ -1,6 +1,9 @@
 """Loaders: order, threads that read ahead, endless epochs. What a step reads follows from the samples consumed."""
 
+import itertools
+import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from megatron.core.config import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.datasets.batches import Cyclic, batches, loader
+from megatron.training.evaluate import window
 
 
 class Numbers:
@@ -17,12 +21,14 @@ class Numbers:
     def __init__(self, count: int, broken: int | None = None):
         self.count, self.broken = count, broken
         self.threads: set[str] = set()
+        self.read = 0
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         self.threads.add(threading.current_thread().name)
+        self.read += 1
         if i == self.broken:
             raise ValueError("damaged")
         return {"n": np.array([i])}
@@ -88,6 +94,66 @@ def test_a_run_goes_on_at_the_next_sample_in_any_layout(kind, micro_batch, size,
     per_step = micro_batch * size
     read = [n for parts in zip(*(numbers_of(s, 16 // per_step) for s in streams)) for part in parts for n in part]
     assert read == expected[8:]
+
+
+LAYOUTS = [(8, 1, 0), (2, 1, 3), (2, 2, 1), (4, 2, 0), (1, 4, 2), (2, 4, 5), (1, 8, 1)]  # micro-batch, ranks, readers
+
+
+@pytest.mark.parametrize("kind", ["single", pytest.param("cyclic", marks=pytest.mark.full)])
+def test_any_layout_goes_on_where_any_other_stopped(kind):
+    """Steps of 8 samples: two in one layout, which reads ahead and is stopped, then two in another; all pairs of layouts."""
+    expected = [n for (n,) in numbers_of(loader(kind, Numbers(36), "train", **where(0, 1)), 32)]
+    for before, after in itertools.product(LAYOUTS, LAYOUTS):
+        read = []
+        for first, (micro_batch, size, workers) in ((0, before), (16, after)):
+            places = [where(first, micro_batch, rank, size, workers) for rank in range(size)]
+            streams = [loader(kind, Numbers(36), "train", **place) for place in places]
+            blocks = 16 // (micro_batch * size)
+            ranks = [numbers_of(stream, blocks) for stream in streams]
+            read += [n for block in range(blocks) for rank in ranks for n in rank[block]]
+            for stream in streams:
+                stream.close()
+        assert read == expected, (before, after)
+
+
+def test_every_layout_validates_on_the_same_samples():
+    """Batch by batch, for the first validations of a run; whoever reads, and however far ahead."""
+    for number in range(4):
+        first, batches_of_it = window(number, 2, 8, 60)
+        for micro_batch, size, workers in LAYOUTS:
+            places = [where(first, micro_batch, rank, size, workers) for rank in range(size)]
+            blocks = 8 * batches_of_it // (micro_batch * size)
+            ranks = [numbers_of(loader("single", Numbers(60), "valid", **place), blocks) for place in places]
+            read = [n for block in range(blocks) for rank in ranks for n in rank[block]]
+            assert read == list(range(first, first + 16)), (number, micro_batch, size)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_no_global_generator_is_drawn_from_or_listened_to(kind, workers):
+    read = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        read.append(numbers_of(loader(kind, Numbers(20), "train", **where(0, 2, workers=workers)), 8))
+        assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert read[0] == read[1]
+
+
+def test_reading_goes_on_behind_the_step():
+    """With readers, the next batch is there before it is asked for; without, nothing is read until then."""
+    for workers, ahead in ((0, 2), (1, 6)):
+        dataset = Numbers(100)
+        stream = batches(dataset, 0, 2, 0, 1, num_workers=workers)
+        next(stream)
+        for _ in range(500):
+            if dataset.read >= ahead:
+                break
+            time.sleep(0.01)
+        assert dataset.read == ahead
+        stream.close()
 
 
 def test_validation_is_read_in_order_and_an_external_loader_is_passed_through():

@@ -350,6 +350,17 @@ def mock(num_samples=(50, 20, 0), vocab=1000, seed=1, **changes):
     return build_gpt_datasets(DataConfig(mock_data=True, seq_length=32, **changes), tokenizer, list(num_samples), seed)
 
 
+@pytest.mark.parametrize("stable", [False, True])
+def test_a_longer_run_validates_on_the_same_samples(data, stable):
+    """A run of another length asks for another number of them; within one pass over the validation data none moves, and with
+    --epoch-stable-order none ever does."""
+    one_pass = len(build(data, (5, 1, 0))[1])
+    sizes = [1, one_pass // 2, one_pass] + [one_pass + 1, 3 * one_pass] * stable
+    sets = [build(data, (5, size, 0), epoch_stable_order=stable)[1] for size in sizes]
+    for longer in sets[1:]:
+        assert all(np.array_equal(longer[i]["tokens"], sets[0][i]["tokens"]) for i in range(one_pass - 1))
+
+
 def test_mock_samples_depend_on_seed_split_and_number_alone():
     train, valid, test = mock()
     assert test is None

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.blend import BlendIndices, number_within, weighted_indices
+from megatron.core.datasets.index_cache import open_array
 from megatron.core.datasets.index_map import (
     IndexRequest,
     Indices,
@@ -112,8 +113,8 @@ def _descriptions(folder: Path, kind: str) -> dict[str, list[tuple[Path, dict[st
 def _loaded(stem: Path, parts: tuple[str, ...]) -> tuple[list[np.ndarray], str | None]:
     """The arrays, memory-mapped, or why they cannot be read."""
     try:
-        return [np.load(f"{stem}{part}", mmap_mode="r", allow_pickle=False) for part in parts], None
-    except (OSError, ValueError, EOFError) as error:
+        return [open_array(f"{stem}{part}") for part in parts], None
+    except (OSError, ValueError) as error:
         return [], f"it cannot be read ({error})"
 
 

@@ -92,14 +92,14 @@ class IndexCache:
         for part in self.parts:
             path = self.path(f"{part}.npy")
             try:
-                arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
+                arrays.append(open_array(path))
             except OSError as error:
                 raise ValueError(
                     f"{path} cannot be read ({error.strerror}): the process that builds the index cache failed (see "
                     "its message), or its folder is not shared by all hosts; set --data-cache-path to a folder that "
                     "they share"
                 ) from None
-            except (ValueError, EOFError) as error:
+            except ValueError as error:
                 raise ValueError(f"{path} is damaged ({error}); delete it") from None
         return tuple(arrays)
 
@@ -134,6 +134,16 @@ class IndexCache:
                 f"cannot write the index cache in {self.folder}: {error.strerror}; set --data-cache-path to a folder "
                 "that can be written"
             ) from error
+
+
+def open_array(path: Path | str) -> np.ndarray:
+    """The array of a .npy file, memory-mapped. Raises ValueError for a file that is not one, OSError as `open` does."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")  # not np.load, which opens archives and pickles too
+    except OSError:
+        raise
+    except Exception as error:  # of many types: numpy reads the header as if it were a line of Python
+        raise ValueError(str(error)) from None
 
 
 def _checksum(path: Path) -> int:
