@@ -105,15 +105,15 @@ def damaged_index(rng: random.Random, folder: Path) -> str:
 
 
 def index_of_other_data(rng: random.Random, folder: Path) -> str:
-    """PREFIX.idx of another file, or PREFIX.bin of another dtype; those that happen to have the same size are left out."""
-    first, second = random_documents(rng), random_documents(rng)
-    dtypes = rng.sample(DTYPES, 2) if rng.random() < 0.5 else [np.uint16] * 2
-    second = first if dtypes[0] != dtypes[1] else second
-    ending = rng.choice([".idx", ".bin"])
+    """PREFIX.idx of another file, or PREFIX.bin of another dtype; not of the same size, which nothing would tell apart."""
+    first, second, dtypes = random_documents(rng), random_documents(rng), (np.uint16, np.uint16)
+    if rng.random() < 0.5:
+        second, dtypes = first, rng.choice([(np.uint16, np.int32), (np.int32, np.uint8), (np.int64, np.int16)])
+    elif sum(map(len, sequences(first))) == sum(map(len, sequences(second))):
+        second = [*second, [[1, 2, 3]]]
     write(folder / "a", first, dtypes[0])
     write(folder / "b", second, dtypes[1])
-    if os.path.getsize(folder / "a.bin") == os.path.getsize(folder / "b.bin"):
-        return RIGHT
+    ending = rng.choice([".idx", ".bin"])
     shutil.copy(folder / f"b{ending}", folder / f"a{ending}")
     answer = tokens_are(folder / "a", sequences(first))
     assert answer == REFUSED, "taken, though of another size"

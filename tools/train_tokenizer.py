@@ -38,9 +38,7 @@ class TrainTokenizerConfig:
     )
     json_key: str = knob("text", "key whose text is read in JSON-lines files", metavar="KEY")
     vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
-    special_tokens: list[str] = knob(
-        [], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN"
-    )
+    special_tokens: list[str] = knob([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
     output: str | None = knob(None, "tokenizer.json to write", metavar="FILE", required=True)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ from megatron.core.datasets import DataConfig, IndexedDatasetWriter, build_gpt_d
 from megatron.core.datasets.batches import batches
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig, token_id
 from megatron.core.tokenizers.tokenizers import NullTokenizer
+from megatron.training.arguments import parse_args
+from megatron.training.config import check
 
 PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = 200, 201, 202, 203, 204, 205
 NAMES = {"<fim_prefix>": PREFIX, "<fim_middle>": MIDDLE, "<fim_suffix>": SUFFIX, "<fim_pad>": PAD, "<file>": SPLIT}
@@ -173,3 +175,11 @@ def test_mistakes_say_what_to_change():
     ends = types.SimpleNamespace(vocab=NAMES, eod=EOD, tokenize=lambda text: [1, *map(ord, text), 2])
     with pytest.raises(ConfigError, match="a tokenizer that ends every text"):
         fim(tokenizer=ends)
+
+
+def test_made_up_data_cannot_be_rearranged():
+    small = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --seq-length 8 --train-iters 1 --lr 1"
+    words = [*small.split(), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--mock-data", "--fim-data"]
+    config, _, _ = parse_args(words)
+    with pytest.raises(ConfigError, match="--fim-data rearranges text, which --mock-data has none of"):
+        check(config, 1)

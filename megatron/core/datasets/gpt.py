@@ -329,8 +329,9 @@ class _SplitPlan:
     blend_cache: IndexCache | None = None
 
     def build(self, found: FoundCaches, progress: Callable[[str], None], say: Callable[[str], None]) -> None:
-        for part in self.parts:
-            part.build(found, progress, say)
+        for number, part in enumerate(self.parts, start=1):
+            of_all = f" ({self.parts[0].split}, {number} of {len(self.parts)})"
+            part.build(found, lambda message, of_all=of_all: progress(message + of_all), say)
         if self.blend_cache is None or self.blend_cache.is_complete(say):
             return
         order = self.blend_cache.fields
