@@ -7,6 +7,7 @@ from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
 from megatron.core.config import ConfigError, changes, flags_of, knob, knobs, title_of
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FimConfig
+from megatron.core.datasets.masked import MaskedDataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
@@ -128,6 +129,7 @@ class Config:
     loss_scaling: LossScaleConfig
     data: DataConfig
     fim: FimConfig
+    masked_data: MaskedDataConfig
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
     log: LogConfig

@@ -165,8 +165,10 @@ def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
 
 
 def validation_line(where: str, losses: Mapping[str, float]) -> str:
-    """The line of one validation; PPL is exp of the loss, capped at e^20."""
+    """The line of one validation; PPL is exp of the loss, capped at e^20, and a share of right answers has none."""
     parts = [f" validation loss at {where}"]
     for name, value in losses.items():
-        parts += [f"{name} value: {value:.6E}", f"{name} PPL: {math.exp(min(20.0, value)):.6E}"]
+        parts.append(f"{name} value: {value:.6E}")
+        if not name.endswith("accuracy"):
+            parts.append(f"{name} PPL: {math.exp(min(20.0, value)):.6E}")
     return " | ".join(parts) + " | "

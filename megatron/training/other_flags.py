@@ -144,8 +144,8 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     """,
     "one process builds all indices": "--num-dataset-builder-threads N",
     "no padding token is guessed: a pad that is a word of its own is never masked": "--allow-ambiguous-pad-tokens",
-    "only the data of BERT and T5 reads it, and they are not built yet": """
-        --mask-prob X --short-seq-prob X --sample-rate X --retriever-seq-length N
+    "only retrieval and models of pictures read it, and they are not built yet": """
+        --sample-rate X --retriever-seq-length N
     """,
     "only tokenizers that are not built yet read it": "--legacy-tokenizer --trust-remote-code --tokenizer-metadata FILE",
     # ---- checkpoints
@@ -265,7 +265,7 @@ _TASKS = "downstream tasks are not built yet: this script pretrains; leave it ou
 _GENERATES = (
     "pretraining writes no text; tools/generate.py has --num-samples, --max-new-tokens, --temperature and --top-p"
 )
-_BERT = "BERT is not built yet; leave it out"
+_BERT = "there is pretrain_bert.py, but nothing that starts from a BERT or writes what it makes of texts; leave it out"
 _TWO_STACKS = (
     "models of an encoder and a decoder are not built yet; leave it out, --num-layers and --seq-length are GPT's"
 )
@@ -281,7 +281,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "mixtures of experts are not built yet; leave it out": """
         --num-experts 0|1|N --expert-tensor-parallel-size 1|N --moe-use-upcycling
     """,
-    _BERT: "--bert-no-binary-head --output-bert-embeddings --bert-load DIR --ict-load DIR",
+    _BERT: "--output-bert-embeddings --bert-load DIR --ict-load DIR",
     _TWO_STACKS: "--decoder-num-layers N --decoder-seq-length N",
     "retrieval is not built yet; leave it out": "--retro-add-retriever --retro-project-dir DIR --ict-head-size N",
     "models of pictures are not built yet; leave it out": "--vision-pretraining --vision-pretraining-type NAME",

@@ -1,0 +1,102 @@
+"""Pretrain BERT: the model, the data and the losses that the shared loop is given.
+
+torchrun --nproc-per-node 4 pretrain_bert.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.core import comm
+from megatron.core.datasets.bert import build_bert_datasets
+from megatron.core.enums import ModelType
+from megatron.core.models.bert import BertModel
+from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
+    """This pipeline stage's part of the model. Without the binary head there is one kind of token."""
+    runtime = get_runtime()
+    binary_head = runtime.config.masked_data.bert_binary_head
+    return BertModel(
+        runtime.config.transformer,
+        num_tokentypes=2 if binary_head else 0,
+        add_binary_head=binary_head,
+        **runtime.model_parts(pre_process, post_process, vp_stage),
+    )
+
+
+def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """The data sets, whose sample maps the first rank builds while the others wait."""
+    runtime = get_runtime()
+    world, device = runtime.mesh["world"], runtime.device.torch_device
+    return build_bert_datasets(
+        runtime.config.data,
+        runtime.config.masked_data,
+        get_tokenizer(),
+        num_samples,
+        runtime.config.training.seed,
+        is_builder=world.is_first,
+        wait=lambda: comm.barrier(world, device),
+        say=print_rank_0,
+        progress=print_rank_0,
+    )
+
+
+def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
+    """What the data set's items hold, as [b, s], and is_random [b]: read on the first tensor-parallel rank, sent to the others."""
+    runtime = get_runtime()
+    b, s = runtime.config.training.micro_batch_size, runtime.config.data.seq_length
+    data = next(data_iterator) if data_iterator is not None else None
+    where = (runtime.mesh["tp"], runtime.device.torch_device)
+    keys = ["text", "types", "labels", "loss_mask", "padding_mask"]
+    batch = dict(zip(keys, broadcast_data(keys, data, torch.int64, (b, s), *where)))
+    (batch["is_random"],) = broadcast_data(["is_random"], data, torch.int64, (b,), *where)
+    return batch
+
+
+def loss_func(
+    batch: dict[str, Tensor], is_training: bool, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, what to print): the mean over the hidden words of a microbatch, plus that over its pairs of sentences.
+
+    output: losses of all words [b, s], scores of the two orders [b, 2] or None. A step's loss is the mean over its microbatches,
+    as Megatron's; what is printed are means over all words and all pairs.
+    """
+    losses, order = output
+    mask = batch["loss_mask"].to(losses.dtype)
+    words = torch.stack(((losses * mask).sum(), mask.sum()))
+    loss, report = words[0] / words[1].clamp(min=1), {"lm loss": words.detach()}
+    if order is None:
+        return loss, report
+    scores = order.to(torch.promote_types(order.dtype, torch.float32))
+    order_loss = functional.cross_entropy(scores, batch["is_random"])
+    pairs = torch.full_like(order_loss, len(scores))
+    report["sop loss"] = torch.stack((order_loss.detach() * pairs, pairs))
+    if not is_training:
+        report["sop accuracy"] = torch.stack(((scores.argmax(dim=1) == batch["is_random"]).sum(), pairs))
+    return loss + order_loss, report
+
+
+def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Any, Any]:
+    """One microbatch through this stage. Every stage needs to know what is padding."""
+    with get_timers()("batch-generator", log_level=2):
+        batch = get_batch(data_iterator)
+    types = batch["types"] if get_runtime().config.masked_data.bert_binary_head else None
+    output = model(batch["text"], batch["padding_mask"], types, batch["labels"])
+    return output, partial(loss_func, batch, model.training)
+
+
+if __name__ == "__main__":
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "BertWordPieceLowerCase"},
+    )
