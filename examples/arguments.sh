@@ -3,7 +3,7 @@
 #
 # From the environment:
 #   DATA_PATH         prefix of .bin and .idx, as tools/preprocess_data.py writes them; unset: made-up data
-#   TOKENIZER_MODEL   the tokenizer.json that made them
+#   TOKENIZER_MODEL   the tokenizer.json that made them; for BERT it is VOCAB_FILE, a vocab.txt, and the data are sentences
 #   CHECKPOINT_PATH   where to save, and where to go on from; all machines must see it (checkpoints/RUN_NAME)
 #   NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH         the model (4, 128, 4, 128)
 #   MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS      the run (2, 4 for each process, 100)
@@ -47,6 +47,9 @@ GPT_MODEL_ARGS=(
     --max-position-embeddings "${SEQ_LENGTH:-128}"
 )
 
+# As BERT: the same blocks, looking at both sides.
+BERT_MODEL_ARGS=("${GPT_MODEL_ARGS[@]}")
+
 # As Llama: rotary positions, RMSNorm, gated MLP, shared key/value heads, no biases, no dropout, an output layer of its own.
 LLAMA_MODEL_ARGS=(
     --num-layers "${NUM_LAYERS:-4}"
@@ -81,12 +84,19 @@ training_args() {
 }
 
 if [ -n "${DATA_PATH:-}" ]; then
-    DATA_ARGS=(
-        --data-path "$DATA_PATH"
-        --split 949,50,1
-        --tokenizer-type HuggingFaceTokenizer
-        --tokenizer-model "${TOKENIZER_MODEL:?DATA_PATH is set; TOKENIZER_MODEL must name the tokenizer.json that made it}"
-    )
+    DATA_ARGS=(--data-path "$DATA_PATH" --split 949,50,1)
+    case $RUN_NAME in
+        pretrain_bert*)
+            DATA_ARGS+=(
+                --tokenizer-type BertWordPieceLowerCase
+                --vocab-file "${VOCAB_FILE:?DATA_PATH is set; VOCAB_FILE must name the vocab.txt that made it}"
+            ) ;;
+        *)
+            DATA_ARGS+=(
+                --tokenizer-type HuggingFaceTokenizer
+                --tokenizer-model "${TOKENIZER_MODEL:?DATA_PATH is set; TOKENIZER_MODEL must name the tokenizer.json that made it}"
+            ) ;;
+    esac
 else
     DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 1000)
 fi

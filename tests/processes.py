@@ -7,7 +7,8 @@
         job.kill(1)
         outcome = job.wait(timeout=30)
 
-pretrain_gpt.py is forked from a process that has imported torch already (`nursery.py`); anything else is started from nothing.
+pretrain_gpt.py and pretrain_bert.py are forked from a process that has imported torch already (`nursery.py`); anything else is
+started from nothing.
 
 Every line that looks like a training or validation line must match the format that scripts parse, to the blank.
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 from nursery import Child, born
 
 ROOT = Path(__file__).resolve().parent.parent
-PRETRAIN_GPT = str(ROOT / "pretrain_gpt.py")
+PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
 
 _GRACE = 40.0  # seconds that the other ranks have to end once one has failed
 _LAUNCHER_VARIABLES = re.compile(
@@ -76,9 +77,11 @@ class Layout:
         return sizes + chunks + ["--sequence-parallel"] * self.sp
 
 
-def pretrain(flags: Sequence[str], layout: Layout = Layout(), *, timeout: float = 120.0) -> "Outcome":
-    """pretrain_gpt.py from start to end; every rank must succeed."""
-    return run([PRETRAIN_GPT, *flags, *layout.flags], layout.ranks, timeout=timeout).succeeded()
+def pretrain(
+    flags: Sequence[str], layout: Layout = Layout(), *, script: str = PRETRAIN_GPT, timeout: float = 120.0
+) -> "Outcome":
+    """pretrain_gpt.py, or another script, from start to end; every rank must succeed."""
+    return run([script, *flags, *layout.flags], layout.ranks, timeout=timeout).succeeded()
 
 
 def run(
@@ -128,7 +131,7 @@ class Job:
         out, err, folder = self._path(rank, "out"), self._path(rank, "err"), self._folder.name
         for path in (out, err):
             path.touch()
-        if command[0] == PRETRAIN_GPT:
+        if command[0] in (PRETRAIN_GPT, PRETRAIN_BERT):
             return born(command, environment, folder, out, err)
         with out.open("wb") as out_file, err.open("wb") as err_file:
             return subprocess.Popen(
@@ -290,6 +293,7 @@ _TRAINING = re.compile(
     r" \| learning rate: (?P<lr>\d\.\d{6}E[+-]\d\d)"
     r" \| global batch size: [ \d]{4}\d"
     r" \| lm loss: (?P<loss>\d\.\d{6}E[+-]\d\d)"
+    r"(?: \| sop loss: \d\.\d{6}E[+-]\d\d)?"
     r" \| loss scale: \d+\.\d"
     r" \| grad norm: (?P<grad_norm>\d+\.\d{3})"
     r" \| number of skipped iterations: [ \d]{2}\d"
@@ -298,7 +302,9 @@ _TRAINING = re.compile(
 _VALIDATION = re.compile(
     r" validation loss at (?P<where>iteration \d+(?: on (?:validation|test) set)?)"
     r" \| lm loss value: (?P<loss>\d\.\d{6}E[+-]\d\d)"
-    r" \| lm loss PPL: (?P<perplexity>\d\.\d{6}E[+-]\d\d) \| "
+    r" \| lm loss PPL: (?P<perplexity>\d\.\d{6}E[+-]\d\d)"
+    r"(?: \| sop accuracy value: \d\.\d{6}E[+-]\d\d"
+    r" \| sop loss value: \d\.\d{6}E[+-]\d\d \| sop loss PPL: \d\.\d{6}E[+-]\d\d)? \| "
 )
 
 

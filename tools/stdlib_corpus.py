@@ -2,14 +2,17 @@
 
     python tools/stdlib_corpus.py --output corpus.jsonl --max-mb 16
 
-One object {"text": ...} a file, in the order of the files' names. Left out: tests, installed packages, files that are
-empty or not UTF-8, and tables of code points. The same Python release gives the same corpus, byte for byte.
+One object {"text": ...} a file, in the order of the files' names; with --docstrings one a docstring, each once. Left out: tests,
+installed packages, files that are empty or not UTF-8, and tables of code points. The same Python release gives the same corpus,
+byte for byte.
 """
 
+import ast
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +40,8 @@ class StdlibCorpusConfig:
     """Standard-library corpus."""
 
     output: str | None = knob(None, "JSON-lines file to write", metavar="FILE", required=True)
-    max_mb: float = knob(32.0, "stop before the text grows beyond this many megabytes (10^6 bytes)")
+    max_mb: float = knob(32.0, "stop before the files' text grows beyond this many megabytes (10^6 bytes)")
+    docstrings: bool = knob(False, "only what the files say in English: each docstring is a document")
 
     def __post_init__(self) -> None:
         problems = [] if self.output else ["--output is needed"]
@@ -76,6 +80,24 @@ def texts(files: list[Path], max_bytes: float) -> Iterator[str]:
         yield text
 
 
+def docstrings(sources: Iterable[str]) -> Iterator[str]:
+    """Those of the modules, classes and functions of `sources`, each once; of a file that is no Python of this release, none."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    seen: set[str] = set()
+    for source in sources:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that will be errors one day
+            try:
+                tree = ast.parse(source)
+            except SyntaxError:
+                continue
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            if text and text not in seen:
+                seen.add(text)
+                yield text
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
     parser = FlagParser(description=__doc__.splitlines()[0])
@@ -83,7 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = build(StdlibCorpusConfig, read_flags(parser, arguments))
         library = Path(sysconfig.get_path("stdlib"))
-        found = list(texts(source_files(library), config.max_mb * 1e6))
+        sources = texts(source_files(library), config.max_mb * 1e6)
+        found = list(docstrings(sources) if config.docstrings else sources)
         if not found:
             raise ValueError(f"no source text in {library}, or none below --max-mb ({config.max_mb})")
         Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +116,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"stdlib_corpus: {'; '.join(str(error).splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     size = sum(len(text.encode()) for text in found) / 1e6
-    print(f"wrote {config.output}: {len(found)} files, {size:.1f} MB of text", file=sys.stderr)
+    print(
+        f"wrote {config.output}: {len(found)} {'docstrings' if config.docstrings else 'files'}, {size:.1f} MB of text",
+        file=sys.stderr,
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Train a byte-level BPE tokenizer on text and write a tokenizer.json for --tokenizer-type HuggingFaceTokenizer.
+"""Train a byte-level BPE tokenizer on text and write a tokenizer.json for --tokenizer-type HuggingFaceTokenizer; or, with
+--kind wordpiece, the vocab.txt of a BERT for --tokenizer-type BertWordPieceLowerCase.
 
     python tools/train_tokenizer.py --input corpus/ notes.txt 'more/*.jsonl' --vocab-size 32000 --output tokenizer.json
 
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -22,6 +23,7 @@ from tools.preprocess_data import input_files, line_texts, without_mark
 
 EOD = "<|endoftext|>"
 _SMALLEST = 257  # 256 bytes and EOD
+_BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _JSON_ENDINGS = (".jsonl", ".json")
 _PROGRESS_BYTES = 1 << 28
 
@@ -39,14 +41,19 @@ class TrainTokenizerConfig:
     json_key: str = knob("text", "key whose text is read in JSON-lines files", metavar="KEY")
     vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
     special_tokens: list[str] = knob([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
-    output: str | None = knob(None, "tokenizer.json to write", metavar="FILE", required=True)
+    kind: Literal["bpe", "wordpiece"] = knob(
+        "bpe", "tokens from bytes, or BERT's: pieces of words in lower case, in which --output is a vocab.txt"
+    )
+    output: str | None = knob(None, "tokenizer.json (or vocab.txt) to write", metavar="FILE", required=True)
 
     def __post_init__(self) -> None:
         problems = [
             f"{flag} is needed" for flag, value in (("--input", self.input), ("--output", self.output)) if not value
         ]
         smallest = _SMALLEST + len(self.special_tokens)
-        if self.vocab_size < smallest:
+        if self.kind == "wordpiece" and self.special_tokens:
+            problems.append("--special-tokens are for --kind bpe; a BERT has its own")
+        if self.kind == "bpe" and self.vocab_size < smallest:
             problems.append(
                 f"--vocab-size ({self.vocab_size}) must be at least {smallest}: 256 bytes, {EOD} and --special-tokens"
             )
@@ -98,11 +105,44 @@ def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] =
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
+    tokenizer.train_from_iterator(_some(texts), trainer)
+    return tokenizer
+
+
+def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
+    """The tokens of a BERT's vocab.txt in the order of their ids: special ones, letters, pieces of words in lower case."""
+    try:
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    except ImportError:
+        raise ImportError("training needs the package tokenizers: pip install tokenizers") from None
+    tokenizer = Tokenizer(models.WordPiece(unk_token=_BERT_SPECIAL[1]))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    letters = sorted(set().union(*map(tokenizer.normalizer.normalize_str, texts)) - set(" "))
+    if len(letters) * 2 + len(_BERT_SPECIAL) > vocab_size:
+        raise ValueError(f"--vocab-size ({vocab_size}) is too small for {len(letters)} different letters; raise it")
+    # All single letters are named: the library would number the others in the order of a hash that differs from run to run.
+    single = [*_BERT_SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=single, show_progress=sys.stderr.isatty())
+    tokenizer.train_from_iterator(_some(iter(texts)), trainer)
+    return sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+
+
+def _some(texts: Iterator[str]) -> Iterator[str]:
+    """The texts, of which there must be one."""
     first = next(texts, None)
     if first is None:
         raise ValueError("there is no text in the files of --input: a tokenizer is learned from some; add files")
-    tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
-    return tokenizer
+    return itertools.chain([first], texts)
+
+
+def _learn(config: TrainTokenizerConfig, texts: Iterator[str]) -> tuple[str, int]:
+    """(the file to write, number of ids)"""
+    if config.kind == "wordpiece":
+        tokens = train_word_pieces(list(texts), config.vocab_size)
+        return "".join(f"{token}\n" for token in tokens), len(tokens)
+    tokenizer = train(texts, config.vocab_size, config.special_tokens)
+    return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,14 +152,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = build(TrainTokenizerConfig, read_flags(parser, arguments))
         files = input_files(config.input, (*_JSON_ENDINGS, ".txt"))
-        tokenizer = train(read_texts(files, config.json_key), config.vocab_size, config.special_tokens)
+        content, count = _learn(config, read_texts(files, config.json_key))
         Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(config.output) as file:
-            file.write(tokenizer.to_str(pretty=True).encode("utf-8"))
+            file.write(content.encode("utf-8"))
     except (ValueError, OSError, ImportError) as error:
         print(f"train_tokenizer: {'; '.join(str(error).splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    print(f"wrote {config.output}: {tokenizer.get_vocab_size()} ids", file=sys.stderr)
+    print(f"wrote {config.output}: {count} ids", file=sys.stderr)
     return 0
 
 

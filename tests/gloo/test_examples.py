@@ -38,11 +38,17 @@ SCRIPTS = {
     "pretrain_gpt.sh": ({}, "1 rank(s) on cpu"),
     "pretrain_gpt_distributed.sh": ({"GPUS_PER_NODE": "2"}, "2 rank(s) on cpu: tp 1, pp 1, dp 2"),
     "pretrain_gpt_distributed_with_mp.sh": ({"GPUS_PER_NODE": "4"}, "4 rank(s) on cpu: tp 2, pp 2, dp 1"),
+    "pretrain_bert.sh": ({}, "1 rank(s) on cpu"),
+    "pretrain_bert_distributed.sh": ({"GPUS_PER_NODE": "2"}, "2 rank(s) on cpu: tp 1, pp 1, dp 2"),
+    "pretrain_bert_distributed_with_mp.sh": ({"GPUS_PER_NODE": "4"}, "4 rank(s) on cpu: tp 2, pp 2, dp 1"),
     "pretrain_llama.sh": ({"GPUS_PER_NODE": "2"}, "2 rank(s) on cpu: tp 2, pp 1, dp 1"),
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+COSTLY = ("pretrain_bert_distributed.sh", "pretrain_bert_distributed_with_mp.sh")  # and like those of the GPT
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in COSTLY)) for n in SCRIPTS])
 def test_script_trains(name, tmp_path):
     variables, said = SCRIPTS[name]
     assert_trained(bash([str(EXAMPLES / name), *QUIET], tmp_path, **variables), tmp_path, said)
@@ -52,7 +58,8 @@ def test_script_trains(name, tmp_path):
     "name",
     [
         pytest.param(name, marks=[] if name == "pretrain_gpt_distributed.sh" else pytest.mark.full)
-        for name in list(SCRIPTS)[1:]
+        for name in SCRIPTS
+        if name not in ("pretrain_gpt.sh", "pretrain_bert.sh")
     ],
 )
 def test_script_trains_under_the_older_launcher(name, tmp_path):

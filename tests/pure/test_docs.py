@@ -24,6 +24,7 @@ GENERATES = "tests/gloo/test_generate.py::test_four_ranks_write_what_one_process
 DRAWS = "tests/pure/test_plot_run.py::test_several_runs_are_drawn_in_one_picture"
 WATCHES = "tests/gloo/test_watched_job.py::test_a_job_is_watched_over_a_restart"
 PREPARES = "tests/pure/test_data_tools.py::test_every_command_of_the_page_runs"
+TRAINS_A_BERT = "tests/gloo/test_bert.py::test_every_command_of_the_page_runs"
 # document: command, or its beginning before " ..." -> the test that runs its program, or "not run: why".
 COMMANDS = {
     "README.md": {
@@ -60,6 +61,13 @@ COMMANDS = {
         "echo ...": PREPARES,
         "gzip --keep corpus/library.jsonl": PREPARES,
         "zcat corpus/library.jsonl.gz | python tools/preprocess_data.py ...": PREPARES,
+    },
+    "docs/bert.md": {
+        "python tools/stdlib_corpus.py ...": TRAINS_A_BERT,
+        "python tools/train_tokenizer.py ...": TRAINS_A_BERT,
+        "python tools/preprocess_data.py ...": TRAINS_A_BERT,
+        "python pretrain_bert.py ...": TRAINS_A_BERT,
+        "torchrun --nproc-per-node 4 pretrain_bert.py ...": "tests/gloo/test_bert.py::test_losses_equal_one_process",
     },
     "docs/adding_a_model.md": {
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_examples.py::test_a_fork_elsewhere_trains_alike_in_one_process_and_over_a_pipeline",
@@ -121,6 +129,7 @@ def flags_of_programs() -> dict[str, set[str]]:
     trains = set(pretrain_parser().known_flags())
     return tools | {
         "pretrain_gpt.py": trains,
+        "pretrain_bert.py": trains,
         "examples/minimal_fork/pretrain.py": trains | {f"--{name.replace('_', '-')}" for name in fork},
         "tools/generate.py": set(generate.make_parser().known_flags()),
     }

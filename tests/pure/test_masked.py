@@ -55,6 +55,40 @@ def test_rows_are_runs_of_sentences_of_one_document(tmp_path):
     assert len(targets) > 10
 
 
+def rows_sentence_by_sentence(documents, n, length, sentences, short, seed):
+    """The rows before they are shuffled, as they are defined: one sentence after the other, a target drawn for each row."""
+    rng, ratio, rows, first = np.random.RandomState(seed), round(1 / short), [], 0
+
+    def target():
+        draw = int(rng.randint(0, 2**32, dtype=np.uint32))
+        return 2 + draw % (length - 1) if draw % ratio == 0 else length
+
+    while len(rows) < n:
+        first = 0
+        for document in documents:
+            if len(document) >= sentences and (len(document) == 1 or max(document) <= 512):
+                goal, start = target(), 0
+                for i in range(1, len(document) + 1):
+                    full = sum(document[start:i]) >= goal and len(document) - i > 1 and i - start >= sentences
+                    if i == len(document) or full:
+                        rows.append([first + start, first + i, goal])
+                        goal, start = target(), i
+            first += len(document)
+    return rows
+
+
+@pytest.mark.parametrize("sentences", [1, 2])
+def test_looking_sentences_up_gives_what_walking_gives(tmp_path, sentences):
+    """With empty sentences, empty documents and sentences that are too long among them."""
+    rng = np.random.RandomState(3)
+    choices = [0, 1, 2, 5, 9, 30, 30, 511, 512, 513]
+    documents = [rng.choice(choices, rng.randint(0, 12), p=[0.1] * 10).tolist() for _ in range(80)]
+    documents += [rng.randint(0, 9, 40).tolist() for _ in range(20)]
+    expected = rows_sentence_by_sentence(documents, 400, 25, sentences, 0.2, 11)
+    got = sample_map(write(tmp_path / "a", documents), 400, 25, sentences, 0.2, 11)
+    assert sorted(got.tolist()) == sorted(expected) and got.tolist() != expected
+
+
 def test_a_bert_item_hides_words_of_two_parts(tmp_path):
     indexed = write(tmp_path / "a", [[5, 6, 7, 8, 9, 3], [10, 11]])
     dataset = BertDataset(indexed, sample_map(indexed, n=40), 23, 7, PIECES, MaskingRules(), binary_head=True)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Pretrains a BERT over several processes, and several machines: tensor x pipeline parallel ranks, the rest data parallel.
+#
+#   bash examples/pretrain_bert_distributed_with_mp.sh                   4 processes on this machine's CPU, made-up data
+#   DEVICE=auto GPUS_PER_NODE=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=6000 \
+#       DATA_PATH=data/docs_text_sentence VOCAB_FILE=vocab.txt CHECKPOINT_PATH=/shared/run1 \
+#       bash examples/pretrain_bert_distributed_with_mp.sh --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --bf16
+#
+# On each machine the same command, with its own NODE_RANK. Further flags come last, so they win. From the environment, besides
+# what examples/arguments.sh lists:
+#   TENSOR_MP_SIZE PIPELINE_MP_SIZE     ranks that share a layer, and stages (2, 2)
+set -euo pipefail
+
+RUN_NAME=pretrain_bert_mp
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
+training_args $((GPUS_PER_NODE * NNODES))
+
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size "${TENSOR_MP_SIZE:-2}"
+    --pipeline-model-parallel-size "${PIPELINE_MP_SIZE:-2}"
+    --sequence-parallel
+)
+
+launch "$ROOT/pretrain_bert.py" "${BERT_MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" \
+    "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

@@ -1,0 +1,132 @@
+"""pretrain_bert.py from a file of sentences to its losses: every layout against one process, with ranks as threads.
+
+Float64, so that a layout may differ from one process by rounding alone. tests/ranks/test_bert.py compares gradients and weights.
+"""
+
+from functools import cache, partial
+from pathlib import Path
+from shlex import split
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+from local_ranks import run_ranks
+
+import pretrain_bert
+from megatron.core.datasets import IndexedDatasetWriter
+from megatron.core.deferred import WeightGradStore
+from megatron.core.device import Device
+from megatron.core.mesh import Mesh
+from megatron.core.random import DropoutKeys
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import parse_args
+from megatron.training.config import check
+from megatron.training.evaluate import evaluate
+from megatron.training.runtime import Runtime, set_runtime
+from megatron.training.training import Trainer
+
+MODEL = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --fp64 --micro-batch-size 2 --lr 1e-2 "
+    "--tokenizer-type BertWordPieceLowerCase --make-vocab-size-divisible-by 8 --device cpu --clip-grad 0.5 --num-workers 0 "
+    "--global-batch-size 8 --train-iters 3 --mask-prob 0.3 --short-seq-prob 0.3 --split 8,2,0 --eval-iters 2 "
+)
+TP, PP, ZERO = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 ", "--use-distributed-optimizer "
+SP = TP + "--sequence-parallel "
+VPP = PP + "--num-layers-per-virtual-pipeline-stage 1 "
+OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1500 "
+LAYOUTS = {
+    "tp": ({"tp": 2}, TP),
+    "tp4-sp-selective": ({"tp": 4}, "--tensor-model-parallel-size 4 --sequence-parallel --recompute-activations "),
+    "vpp-full": ({"pp": 2}, VPP + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "),
+    "pp-zb": ({"pp": 2}, PP + "--pipeline-schedule zb-h1 "),
+    "dp-overlap": ({"dp": 4}, OVERLAP),
+    "dp-zero1": ({"dp": 2}, ZERO + OVERLAP + "--overlap-param-gather "),
+    "tp-sp-pp-dp-zero2": ({"tp": 2, "pp": 2, "dp": 2}, SP + PP + "--zero-stage 2 " + OVERLAP),
+    "tp-vpp-dp": ({"tp": 2, "pp": 2, "dp": 2}, TP + VPP + OVERLAP),
+    "dp-zero3": ({"dp": 2}, "--zero-stage 3 "),
+}
+HEADS = {"with the order of sentences": "", "words alone": "--bert-no-binary-head "}
+
+
+@cache
+def data() -> str:
+    """Flags of a file of 60 documents and its vocabulary. Words follow each other in the order of the alphabet."""
+    folder = Path(mkdtemp(prefix="bert-"))
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *(f"w{i:02}" for i in range(30)),
+        *(f"##{i}" for i in range(9)),
+    ]
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
+    rng = np.random.RandomState(0)
+    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
+        for _ in range(60):
+            lengths = rng.randint(1, 7, rng.randint(1, 9)).tolist()
+            writer.add_document((5 + rng.randint(30) + np.arange(sum(lengths))) % 39 + 5, lengths)
+    return f"--data-path {folder}/text --data-cache-path {folder}/cache --vocab-file {folder}/vocab.txt "
+
+
+def train(mesh: Mesh, flags: str) -> tuple[list, dict[str, float]]:
+    """(losses and gradient norm of each step, losses of a validation) of this rank's whole run."""
+    config, args, _ = parse_args(split(MODEL + data() + flags))
+    check(config, mesh["world"].size)
+    if config.chunks_per_rank > 1:
+        mesh.virtual_size = config.chunks_per_rank
+    keys, tokenizer = DropoutKeys(config.training.seed), build_tokenizer(config.tokenizer)
+    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())
+    set_runtime(runtime, this_thread_only=True)
+    try:
+        trainer = Trainer(
+            runtime,
+            pretrain_bert.train_valid_test_datasets_provider,
+            pretrain_bert.model_provider,
+            pretrain_bert.forward_step,
+        )
+        steps = []
+        trainer.log.add = lambda losses, is_nan=False, *, skipped=False: steps.append(dict(losses))
+        trainer._train()
+        validation = evaluate(
+            trainer.pipeline,
+            partial(trainer._iterators, "valid"),
+            num_batches=2,
+            first_sample=0,
+            global_batch_size=trainer.batch_size,
+        )
+        return steps, validation
+    finally:
+        set_runtime(None, this_thread_only=True)
+
+
+@cache
+def one_process(head: str) -> tuple[list, dict[str, float]]:
+    return run_ranks({}, partial(train, flags=HEADS[head]))[0]
+
+
+def test_one_process_reports_what_it_learns():
+    steps, validation = one_process("with the order of sentences")
+    assert [list(losses) for losses in steps] == [["lm loss", "sop loss"]] * 3
+    assert list(validation) == ["lm loss", "sop accuracy", "sop loss"]
+    assert steps[0]["lm loss"] == pytest.approx(np.log(46), rel=0.02)
+    assert steps[0]["sop loss"] == pytest.approx(np.log(2), rel=0.05)
+    assert 0 <= validation["sop accuracy"] <= 1 and (16 * validation["sop accuracy"]).is_integer()
+
+
+CASES = [(head, layout) for head in HEADS for layout in LAYOUTS]
+FAST = [("with the order of sentences", "tp-sp-pp-dp-zero2")]
+
+
+@pytest.mark.parametrize(
+    ("head", "layout"), [pytest.param(*case, marks=[pytest.mark.full] * (case not in FAST)) for case in CASES]
+)
+def test_every_layout_trains_as_one_process(head: str, layout: str):
+    """Also with dropout. A step's loss is a mean over microbatches, so all layouts have microbatches of 2 samples."""
+    expected_steps, expected = one_process(head)
+    sizes, flags = LAYOUTS[layout]
+    steps, validation = run_ranks(sizes, partial(train, flags=HEADS[head] + flags))[-1]
+    for got, losses in zip(steps, expected_steps, strict=True):
+        assert got == pytest.approx(losses, rel=1e-9)
+    assert validation == pytest.approx(expected, rel=1e-9)
