@@ -125,8 +125,12 @@ def test_what_cannot_be_trained_on_is_refused_by_name(prefix, tmp_path):
         ValueError, match=r"text.bin holds token \d+ in sentences .*vocabulary has 50.*another tokenizer"
     ):
         [train[i] for i in range(len(train))]
-    with pytest.raises(ValueError, match=r"--seq-length \(4\) must be at least 5"):
-        build_bert_datasets(DataConfig(mock_data=True, seq_length=4), MaskedDataConfig(), TOKENIZER, [1, 0, 0], 1)
+    short = DataConfig(mock_data=True, seq_length=4, eod_mask_loss=True)
+    with pytest.raises(
+        ConfigError,
+        match=r"--eod-mask-loss has no meaning for BERT.*\n--seq-length \(4\) must be.* 5.*\n0 training samples",
+    ):
+        build_bert_datasets(short, MASKING, TOKENIZER, [0, 0, 0], 1)
     with pytest.raises(ConfigError, match=r"--mask-prob is 1.0.*\n.*--short-seq-prob is -1"):
         MaskedDataConfig(mask_prob=1.0, short_seq_prob=-1)
 

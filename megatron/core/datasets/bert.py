@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.masked import BertDataset, MaskedDataConfig, MaskingRules, SampleRequest, WordPieces
@@ -31,12 +32,8 @@ def build_bert_datasets(
     tokenizer: one of the BertWordPiece types, or with mock data any. The other arguments, who calls, and what is raised are those
     of `build_gpt_datasets`.
     """
-    if config.seq_length is None or config.seq_length < _SPECIAL + 2:
-        raise ValueError(
-            f"--seq-length ({config.seq_length}) must be at least {_SPECIAL + 2}: {_SPECIAL} tokens are not text"
-        )
-    if num_samples[0] is not None and num_samples[0] < 1:
-        raise ValueError(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
+    if problems := _problems(config, num_samples[0]):
+        raise ConfigError(problems)
     rules, binary_head = MaskingRules(masking.mask_prob), masking.bert_binary_head
     if config.mock_data:
         return _mock_datasets(config, made_up_pieces(tokenizer), rules, binary_head, num_samples, seed)
@@ -53,6 +50,26 @@ def build_bert_datasets(
     return build_masked_datasets(
         config, kind, num_samples, is_builder=is_builder, wait=wait, say=say, progress=progress
     )
+
+
+# Flags that ask for what a sample of one document in an order of its own does not have.
+_OF_GPT = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch_stable_order")
+
+
+def _problems(config: DataConfig, train_samples: int | None) -> list[str]:
+    """What is wrong with the settings, before a file is read."""
+    problems = [
+        f"--{name.replace('_', '-')} has no meaning for BERT, whose samples are sentences of one document; leave it out"
+        for name in _OF_GPT
+        if getattr(config, name)
+    ]
+    if config.seq_length is None or config.seq_length < _SPECIAL + 2:
+        problems.append(
+            f"--seq-length ({config.seq_length}) must be at least {_SPECIAL + 2}: {_SPECIAL} tokens of a sample are not text"
+        )
+    if train_samples is not None and train_samples < 1:
+        problems.append(f"{train_samples} training samples requested; raise --train-iters (or --train-samples)")
+    return problems
 
 
 def word_pieces(tokenizer: Any) -> WordPieces:
