@@ -17,7 +17,7 @@ import pytest
 from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets import data_plan as data_readings
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
-from tools import data_plan, inspect_dataset, merge_datasets, prepare_cache
+from tools import data_plan, inspect_dataset, merge_datasets, prepare_cache, stdlib_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
@@ -281,6 +281,16 @@ def test_a_long_blend_is_not_listed_whole_at_the_start():
         "train data: 0.69% set3: 1 documents, 100 tokens, 200 bytes; 3 samples of 10 are read, each token 0.30 times"
     )
     assert "and 10 more data sets" in shown[-1]
+
+
+def test_each_docstring_is_a_document_once():
+    sources = [
+        '"""A."""\ndef f():\n  "B.\\d"\nclass C:\n  "A."\n',
+        'x = "no docstring"',
+        "no Python (",
+        'async def g():\n  """ D.\n  E. """',
+    ]
+    assert list(stdlib_corpus.docstrings(sources)) == ["A.", "B.\\d", "D.\nE. "]
 
 
 def commands_of(page):

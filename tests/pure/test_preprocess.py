@@ -193,6 +193,24 @@ def test_a_tokenizer_has_the_special_tokens_that_are_asked_for(tmp_path):
     assert [tokenizer.vocab[name] for name in ("<|endoftext|>", "<a>", "<b>")] == [0, 1, 2]
 
 
+def test_word_pieces_are_the_same_every_time_and_serve_a_bert(tmp_path, capsys):
+    """Any letter of the text is a piece, in capitals or not; others are unknown."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("The cat sat on the m\u00e4t, on THE mat. \u4f60\n" * 20)
+    outputs = [tmp_path / name for name in ("1.txt", "2.txt")]
+    for output in outputs:
+        arguments = ["--kind", "wordpiece", "--input", tmp_path / "a.txt", "--vocab-size", 50, "--output", output]
+        assert train(*arguments) == 0
+        assert f"wrote {output}: " in capsys.readouterr().err
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    tokenizer = build_tokenizer(TokenizerConfig("BertWordPieceLowerCase", vocab_file=str(outputs[0])))
+    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
+    assert tokenizer.tokenize("The") == tokenizer.tokenize("the") == [tokenizer.vocab["the"]]
+    assert [tokenizer.inv_vocab[i] for i in tokenizer.tokenize("tt\u4f60z")] == ["t", "##t", "\u4f60", "[UNK]"]
+    assert train("--kind", "wordpiece", "--input", tmp_path / "a.txt", "--vocab-size", 9, "--output", outputs[0]) == 1
+    assert "--vocab-size (9) is too small for" in capsys.readouterr().err
+
+
 def test_a_tokenizer_learns_no_mark_at_the_start_of_a_file(tmp_path):
     pytest.importorskip("tokenizers")
     for name, start in (("marked", b"\xef\xbb\xbf"), ("plain", b"")):
