@@ -73,7 +73,7 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "bert.md").read_text()
     blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")
     monkeypatch.chdir(tmp_path)
-    tools, (one, four) = [split(line)[1:] for line in blocks.splitlines()[:3]], blocks.splitlines()[3:]
+    tools, (one, _, four) = [split(line)[1:] for line in blocks.splitlines()[:3]], blocks.splitlines()[3:]
     for tool, *flags in tools:
         assert importlib.import_module(tool.removesuffix(".py").replace("/", ".")).main(flags) == 0
     folder = [
