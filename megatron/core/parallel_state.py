@@ -398,6 +398,49 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return get_mesh().virtual_size
 
 
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    get_mesh().virtual_size = world_size
+
+
+# Megatron's tools set ranks and sizes to build the part of another process. Here layers are made by their axis, and some would hear
+# of it and others not; so what is the case may be said, and None ends the pretence, as there.
+def _say_again(setter: str, value: int | None, is_so: int) -> None:
+    if value not in (None, is_so):
+        raise ConfigError(
+            f"{setter}({value}): it is {is_so}, and a process cannot pretend to be another; start as many as the layout has, with "
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size. Checkpoints load into any layout, so none has to be "
+            "pretended for their sake"
+        )
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    _say_again("set_tensor_model_parallel_rank", rank, get_mesh()["tp"].rank)
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    _say_again("set_tensor_model_parallel_world_size", world_size, get_mesh()["tp"].size)
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    _say_again("set_pipeline_model_parallel_rank", rank, get_mesh()["pp"].rank)
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    _say_again("set_pipeline_model_parallel_world_size", world_size, get_mesh()["pp"].size)
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    _say_again("set_data_parallel_rank", rank, get_mesh()["dp"].rank)
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    _say_again("set_expert_model_parallel_rank", rank, get_mesh()["cp"].rank)
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    _say_again("set_expert_model_parallel_world_size", world_size, get_mesh()["cp"].size)
+
+
 def _is_chunk(wanted: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
     """Whether the running chunk (or `vp_stage`) is number `wanted`; always so where ranks hold one chunk."""
     mesh = get_mesh()
@@ -558,12 +601,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
     return get_mesh().kept.setdefault("global memory buffer", GlobalMemoryBuffer())
 
 
-_SET = "ranks and sizes follow from the groups; checkpoints load into any layout without pretending another"
 _NOT_BUILT = {
-    "set_tensor_model_parallel_rank": _SET,
-    "set_tensor_model_parallel_world_size": _SET,
-    "set_pipeline_model_parallel_rank": _SET,
-    "set_pipeline_model_parallel_world_size": _SET,
     "get_tensor_and_data_parallel_group": "use the tensor- and data-parallel groups one after the other",
     "get_tensor_and_context_parallel_group": "context parallelism is not built yet; use the tensor-parallel group",
     "get_hierarchical_context_parallel_groups": "context parallelism is not built yet",

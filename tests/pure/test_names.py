@@ -30,7 +30,9 @@ NAMES = {
     "get_expert_data_parallel_rank get_expert_data_parallel_world_size get_model_parallel_group get_model_parallel_src_rank "
     "get_embedding_group is_rank_in_embedding_group get_position_embedding_group is_rank_in_position_embedding_group "
     "get_global_memory_buffer set_tensor_model_parallel_rank set_tensor_model_parallel_world_size "
-    "set_pipeline_model_parallel_rank set_pipeline_model_parallel_world_size get_tensor_and_data_parallel_group",
+    "set_pipeline_model_parallel_rank set_pipeline_model_parallel_world_size get_tensor_and_data_parallel_group "
+    "set_virtual_pipeline_model_parallel_world_size set_data_parallel_rank set_expert_model_parallel_rank "
+    "set_expert_model_parallel_world_size",
     "megatron.core.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding vocab_parallel_cross_entropy "
     "broadcast_data copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
     "scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region "
@@ -153,6 +155,33 @@ def test_with_chunks_only_one_of_them_is_first(at):
             (mpu.is_pipeline_first_stage(vp_stage=1 - chunk), mpu.is_rank_in_embedding_group(ignore_virtual=False))
         )
     assert told == [(True, True), (False, True), (False, True), (True, False)]
+
+
+# Rank 13 of the 16 above: setter, what is so, what is not.
+SETTERS = [
+    ("set_tensor_model_parallel_rank", 1, 0), ("set_tensor_model_parallel_world_size", 2, 1),
+    ("set_pipeline_model_parallel_rank", 3, 0), ("set_pipeline_model_parallel_world_size", 4, 8),
+    ("set_data_parallel_rank", 0, 1), ("set_expert_model_parallel_rank", 0, 1), ("set_expert_model_parallel_world_size", 1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, is_so, is_not", SETTERS)
+def test_a_rank_cannot_pretend_to_be_another(name, is_so, is_not, at):
+    at(13)
+    for value in (is_so, None):
+        getattr(mpu, name)(value)
+        assert getattr(mpu, name.replace("set_", "get_"))() == is_so
+    with pytest.raises(ConfigError, match=rf"{name}\({is_not}\): it is {is_so}, .* start as many as the layout has"):
+        getattr(mpu, name)(is_not)
+
+
+def test_the_number_of_chunks_is_set_as_in_megatron(at):
+    at(0)
+    mpu.set_virtual_pipeline_model_parallel_world_size(3)
+    mpu.set_virtual_pipeline_model_parallel_rank(2)
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() == 3 and not mpu.is_pipeline_first_stage()
+    mpu.set_virtual_pipeline_model_parallel_world_size(None)
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() is None and mpu.is_pipeline_first_stage()
 
 
 ACCESSORS = [
