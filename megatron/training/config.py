@@ -253,6 +253,11 @@ def check(config: Config, world_size: int) -> None:
     problems += _schedule_problems(config)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         problems.append("--save-interval needs --save, the folder to write to")
+    if config.training.skip_train and config.training.eval_iters == 0 and config.checkpoint.load is None:
+        problems.append(
+            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or leave out "
+            "--skip-train to train"
+        )
     problems += watch_problems(
         config.log, config.tensorboard, config.profile, save=config.checkpoint.save, world_size=world_size
     )

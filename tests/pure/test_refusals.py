@@ -114,6 +114,9 @@ REFUSALS = {
     ),
     "warm-up past the decay": (1, MOCK + "--lr-warmup-iters 10", ["warm-up (10 iterations)", "(10)", "lower --lr-warmup-iters"]),
     "save interval without a folder": (1, MOCK + "--save-interval 5", ["--save-interval needs --save"]),
+    "nothing to do": (
+        1, MOCK + "--skip-train --eval-iters 0", ["--skip-train with --eval-iters 0 leaves nothing to do", "raise --eval-iters"]
+    ),
     "data twice": (1, MOCK + "--data-path x", ["--data-path and --mock-data exclude each other", "give one"]),
     "no data": (1, REAL, ["no data", "--data-path PREFIX", "--mock-data"]),
     # ---- files and devices

@@ -242,7 +242,7 @@ def saved_iterations(folder: Path) -> list[int]:
         ("--exit-interval 9", [4], 4),
         ("--exit-duration-in-mins 0", [1], 1),
         ("--exit-duration-in-mins 1000", [4], 4),
-        ("--skip-train", [], 0),
+        ("--skip-train --eval-iters 1", [], 0),
     ],
 )
 def test_what_was_done_is_saved_once(flags: str, saved: list[int], last: int, tmp_path, capsys):
