@@ -199,6 +199,13 @@ def test_flags_without_effect_are_listed_by_reason():
     ]
 
 
+def test_a_split_of_made_up_data_is_noted():
+    """Megatron's scripts give both."""
+    *_, notes = parse_args(["--mock-data", "--split", "949,50,1"])
+    assert notes == ["no effect here: --split: made-up data have as many samples of each kind as are asked for"]
+    assert parse_args(["--data-path", "x", "--split", "949,50,1"])[2] == []
+
+
 # ---------------------------------------------------------------- defaults and flags of the script's own
 
 
@@ -372,7 +379,6 @@ RULES = [
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes is 0; it must be at least 1"),
     ("--data-path 0 a", "--data-path: weight 0.0 of a must be a positive number; leave the data set out or give it a share"),
     ("--seq-length 0", "--seq-length (0) must be at least 1"),
-    ("--mock-data --split 9,1,0", "--split 9,1,0 has no meaning with --mock-data; leave one of them out"),
     ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
     ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),

@@ -31,7 +31,7 @@ class DataConfig:
         None, 'JSON file {"train": [..], "valid": [..], "test": [..]}, likewise', metavar="FILE"
     )
     split: str | None = knob(
-        None, f"shares of train, validation and test; unset: {DEFAULT_SPLIT}, with mock data {MOCK_SPLIT}",
+        None, f"shares of train, validation and test; unset: {DEFAULT_SPLIT}; without effect on mock data",
         metavar="X,X,X",
     )  # fmt: skip
     seq_length: int | None = knob(
@@ -75,8 +75,6 @@ class DataConfig:
             problems.append(f"--seq-length ({self.seq_length}) must be at least 1")
         if self.num_workers < 0:
             problems.append(f"--num-workers ({self.num_workers}) must not be negative")
-        if self.mock_data and self.split is not None:
-            problems.append(f"--split {self.split} has no meaning with --mock-data; leave one of them out")
         if self.split is not None:
             try:
                 parse_split(self.split)
@@ -88,7 +86,13 @@ class DataConfig:
     @property
     def split_shares(self) -> str:
         """The split string in force."""
-        return self.split or (MOCK_SPLIT if self.mock_data else DEFAULT_SPLIT)
+        return MOCK_SPLIT if self.mock_data else self.split or DEFAULT_SPLIT
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """The flags that are given and change nothing, with the reason."""
+        divides_nothing = self.mock_data and self.split is not None
+        return {"--split": "made-up data have as many samples of each kind as are asked for"} if divides_nothing else {}
 
     @property
     def has_own_splits(self) -> bool:
