@@ -29,6 +29,24 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> Normal:
     return Normal(sigma / math.sqrt(2.0 * num_layers))
 
 
+def sequence_parallel_hint(given: int, expected: int) -> str:
+    """What to change where hidden states are `given` tokens long instead of `expected`, if one is a multiple of the other, as it is
+    where a model forgets that sequence parallelism divides them; else nothing."""
+    if given > expected and given % expected == 0:
+        return (
+            f"; that is {given // expected} times as long: under --sequence-parallel each tensor-parallel rank holds its part of the "
+            "sequence between the layers, so scatter it once, after the embedding (scatter_to_sequence_parallel_region of "
+            "megatron.core.tensor_parallel, or its VocabParallelEmbedding with reduce_scatter_embeddings=True), or leave out "
+            "--sequence-parallel"
+        )
+    if given < expected and expected % given == 0:
+        return (
+            f"; that is one part of {expected // given}: the model scatters the sequence over the tensor-parallel ranks; give "
+            "--sequence-parallel, so that the layers know, or scatter only where config.sequence_parallel says so"
+        )
+    return ""
+
+
 def unwrap_model(model: Any) -> Any:
     """The model, or each of a list of models, without its data-parallel wrapper."""
     if isinstance(model, list | tuple):

@@ -217,6 +217,23 @@ def test_cross_entropy_equals_torchs():
     torch.testing.assert_close(torch.cat([grad for _, grad in ranks], dim=-1), leaf.grad)
 
 
+def test_a_model_that_does_not_scatter_its_embedding_is_told_of_sequence_parallelism():
+    """Between its layers there is twice the sequence then, which the loss is the first to see."""
+    ids = torch.randint(0, 12, (S, B), generator=torch.Generator().manual_seed(1))
+
+    def work(mesh):
+        block = Block(DividedConfig())
+        block.table.sequence_parallel = False
+        head = mt.ColumnParallelLinear(H, 12, config=DividedConfig(), bias=False)
+        initialize_parameters(torch.nn.ModuleDict({"block": block, "head": head}), SEED, mesh)
+        mt.vocab_parallel_cross_entropy(head(block(ids))[0], ids)
+
+    with pytest.raises(
+        RuntimeError, match=r"of \(8, 2\) tokens, their targets of \(4, 2\); that is 2 times as long: under --seq"
+    ):
+        run_ranks({"tp": 2}, work)
+
+
 def test_broadcast_data_needs_no_shapes():
     batch = {"text": torch.arange(10).view(2, 5), "types": torch.tensor([7, 8, 9])}
 

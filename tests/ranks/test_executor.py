@@ -468,6 +468,21 @@ def test_what_the_stages_did_not_agree_on_is_not_sent(boundary: tuple, agreed: s
     assert error.__notes__[0].startswith("while running pipeline action SEND_F0.0:\n")
 
 
+@pytest.mark.parametrize(
+    ("agreed", "why"),
+    [
+        (ROWS // 2, "2 times as long: under --sequence-parallel each tensor-parallel rank holds its part"),
+        (ROWS * 4, "one part of 4: the model scatters the sequence over the tensor-parallel ranks; give --sequence-parallel"),
+    ],
+)  # fmt: skip
+def test_a_model_that_forgets_sequence_parallelism_is_told_of_it(agreed: int, why: str):
+    def work(mesh):
+        boundary = (TensorSpec((agreed, WIDTH), torch.float64),)
+        execute(mesh, lowered(2, 1), {mesh["pp"].rank: Stage(mesh["pp"].rank)}, boundary=boundary)
+
+    assert why in str(error_of(work, {"pp": 2}))
+
+
 def test_a_schedule_that_leaves_work_behind_is_our_mistake():
     with pytest.raises(RuntimeError, match=r"the schedule is not complete, it leaves \{'roots': \[\(0, 0\)\]\}"):
         run_ranks({}, lambda mesh: execute(mesh, [[Action(Op.F, 0, 0)]], {0: Stage(0)}))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import Axis
+from megatron.core.utils import sequence_parallel_hint
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class Transport:
         """Begin to send to pipeline rank `to`; the tensors may not be changed before the transfer's `wait`."""
         given = tuple(TensorSpec(tuple(x.shape), x.dtype) for x in tensors)
         if given != self.boundary:
-            raise ValueError(f"a stage hands on {given}, but the stages agreed on {self.boundary}")
+            raise ValueError(
+                f"a stage hands on {given}, but the stages agreed on {self.boundary}{_length_hint(given, self.boundary)}"
+            )
         axis, over = self.axes[direction], self._copies_over
         if over is not None:
             tensors = tuple(x.reshape(-1)[comm.my_part(x.numel(), over)] for x in tensors)
@@ -72,3 +75,11 @@ class Transport:
         shapes = [spec.shape if over is None else (prod(spec.shape) // over.size,) for spec in self.boundary]
         made = [torch.empty(shape, dtype=spec.dtype, device=self.device) for shape, spec in zip(shapes, self.boundary)]
         return Transfer([comm.start_recv(x, axis, source) for x in made], self.boundary, over)
+
+
+def _length_hint(given: tuple[TensorSpec, ...], agreed: tuple[TensorSpec, ...]) -> str:
+    """Why the hidden states may be of another length, where that is all that differs."""
+    for mine, other in zip(given, agreed):
+        if mine.dtype == other.dtype and mine.shape[1:] == other.shape[1:] and mine.shape != other.shape:
+            return sequence_parallel_hint(mine.shape[0], other.shape[0])
+    return ""

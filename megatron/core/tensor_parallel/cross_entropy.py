@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import Axis
+from megatron.core.utils import sequence_parallel_hint
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -115,5 +116,10 @@ def vocab_parallel_cross_entropy(
     logits: [s, b, v/t], this rank's part of the vocabulary; target: [s, b] global ids; -> [s, b]. Columns beyond
     `vocab_size` are padding and count as impossible words. Every rank of the axis must call.
     """
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: the scores are of {tuple(logits.shape[:-1])} tokens, their targets of {tuple(target.shape)}"
+            + (sequence_parallel_hint(len(logits), len(target)) if logits.shape[1:-1] == target.shape[1:] else "")
+        )
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss)
