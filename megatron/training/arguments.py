@@ -218,7 +218,7 @@ def _build_all(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 @dataclass(frozen=True)
-class CoreTransformerConfig(TransformerConfig):
+class _CoreSettings(TransformerConfig):
     """The model's settings, and of the others those that Megatron's layers read from the same object."""
 
     tensor_model_parallel_size: int = 1
@@ -243,6 +243,14 @@ class CoreTransformerConfig(TransformerConfig):
     @property
     def pipeline_dtype(self) -> torch.dtype:
         return self.residual_dtype
+
+
+class CoreTransformerConfig(_CoreSettings):
+    """Settings that stay as they are, and to which a script attaches what it likes: it is no frozen dataclass itself."""
+
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = (
+        None  # what `get_forward_backward_func` scales the loss with
+    )
 
 
 def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,20 +15,35 @@ from tiny_run import (
     build_chunks,
     forward_step,
     microbatches,
-    my_pieces,
+    pieces_of_chunks,
     put_together,
     run,
 )
 
-from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.train_step import BatchShape
 
 BATCH, SEQ = 24, 8
-LAYOUTS = [Layout(m=3), Layout(pp=2, m=4), Layout(pp=2, v=2, m=4, tp=2, sp=True), Layout(dp=2, pp=2, m=2, delayed=True)]
+SHARDS = [
+    DataParallelConfig(zero_stage=stage, overlap_grad_reduce=stage > 1, ddp_bucket_size=1500) for stage in (1, 2, 3)
+]
+LAYOUTS = [
+    Layout(m=3), Layout(pp=2, m=4), Layout(pp=2, v=2, m=4, tp=2, sp=True), Layout(dp=2, pp=2, m=2, delayed=True),
+    *(Layout(dp=2, pp=2, m=2, delayed=True, data_parallel=shards) for shards in SHARDS),
+    Layout(dp=2, tp=2, m=3, data_parallel=SHARDS[2]),
+]  # fmt: skip
+CASES = [
+    pytest.param(layout, model, marks=[pytest.mark.full] * ((i > 3) and not (i == 6 and name == "gpt2")), id=f"{layout}-{layout.data_parallel.stage}-{name}")
+    for i, layout in enumerate(LAYOUTS)
+    for name, model in (("gpt2", GPT2), ("llama", LLAMA))
+]  # fmt: skip
 
 
-def run_by_func(mesh, config, layout):
+def run_by_func(mesh, config, layout, **options):
     """One step's reports and gradients."""
     chunks, _, _ = build_chunks(mesh, config, layout)
     mesh.sequence_parallel = layout.sp
@@ -39,12 +55,13 @@ def run_by_func(mesh, config, layout):
         num_microbatches=layout.m,
         seq_length=SEQ,
         micro_batch_size=batch.micro_batch_size,
+        **options,
     )
-    return reports, [p for chunk in chunks.values() for p in my_pieces(chunk.module, mesh, lambda p: p.main_grad)]
+    buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
+    return reports, pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers})
 
 
-@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout, model", CASES)
 def test_it_gives_the_losses_and_gradients_of_the_train_step(layout, model):
     """Dropout included. The train step runs on one rank: the oracle knows neither this layout nor this function."""
     expected = run(model, Layout(), steps=1, global_batch=BATCH, optimizer=OptimizerConfig(clip_grad=0.0))
@@ -57,6 +74,50 @@ def test_it_gives_the_losses_and_gradients_of_the_train_step(layout, model):
         expected, grads=[put_together([pieces for _, pieces in ranks])], losses=[(pairs[0] / pairs[1]).item()]
     )
     assert_equal(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize("shards", [DataParallelConfig(), *[pytest.param(s, marks=pytest.mark.full) for s in SHARDS]])
+def test_a_scaled_loss_leaves_scaled_gradients(shards):
+    """The optimizer's `scale_loss` in, `clip_grad_norm(scale)` out: as if nothing had been scaled."""
+    layout, scale = Layout(dp=2, pp=2, m=2, data_parallel=shards), 3.0 * 2**10
+
+    def work(mesh, scaler):
+        optimizer = FlatOptimizer([], OptimizerConfig(), mesh, scaler=scaler)
+        return run_by_func(mesh, GPT2, layout, grad_scale_func=optimizer.scale_loss)[1]
+
+    sizes = {"pp": 2, "dp": 2}
+    plain, scaled = (
+        put_together(run_ranks(sizes, partial(work, scaler=scaler))) for scaler in (None, ConstantGradScaler(scale))
+    )
+    for name, gradient in plain.items():
+        torch.testing.assert_close(scaled[name], gradient * scale, rtol=1e-10, atol=1e-12)
+
+
+def test_float16_gradients_that_would_vanish_are_scaled_by_what_the_models_config_holds():
+    """A gradient of 2^-26 is no number of float16 (its smallest is 2^-24), one of 2^-26 x 2^10 is; the input is 1."""
+
+    class Model(torch.nn.Linear):
+        def set_input_tensor(self, x): ...
+
+    def work(mesh, scale):
+        model = Model(1, 1, bias=False, dtype=torch.float16)
+        model.config = core_transformer_config_from_args(SimpleNamespace(fp16=True))
+        if scale is not None:
+            model.config.grad_scale_func = lambda loss: loss * scale
+        get_forward_backward_func()(
+            forward_step_func=lambda data, model: (
+                model(torch.ones(1, 1, dtype=torch.float16)),
+                lambda y: (y.float().sum() * 2**-26, 1, {}),
+            ),
+            data_iterator=None,
+            model=model,
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+        return model.weight.grad.item()
+
+    assert [run_ranks({}, partial(work, scale=scale))[0] for scale in (None, 2.0**10)] == [0.0, 2**-16]
 
 
 def test_without_a_wrapper_gradients_are_left_in_grad():

@@ -140,6 +140,10 @@ class FlatOptimizer:
         updater.state.update(states)
         return updater
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss as a backward of our own loop needs it, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` undoes it."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
     def grad_norm(self) -> float:
         """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp, and one over
         the ranks that share the gradient in shards; in fixed order, where every rank has the whole sum, an all-reduce of a count

@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.schedule import forward_only as forwards
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 # Megatron's further arguments: they steer its own transfers and groups, or how it warms up.
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
@@ -45,6 +45,7 @@ def forward_backward(
     decoder_seq_length: int | None = None,
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None,
     **others: Any,
 ) -> list[Any]:
     """One step's forwards and backwards; returns the report of each microbatch on the last stage, [] elsewhere. Every rank calls.
@@ -52,6 +53,9 @@ def forward_backward(
     Gradients are added to the chunks' buffers (to `.grad` of a chunk that no DistributedDataParallel wraps), summed over
     the data-parallel ranks, and divided by the tokens of the whole step: afterwards they are those of the mean loss, and not scaled. The
     caller zeroes them before, and updates after.
+
+    grad_scale_func(loss) -> the loss times the loss scale, such as the optimizer's `scale_loss`; that of the model's config when left
+    out. Gradients are then those of the mean loss times the scale, for the caller to take out again.
 
     model: this rank's chunk, or its chunks in order, with a data iterator each. Chunks have `set_input_tensor` and, in a
     pipeline, `config` with hidden_size and params_dtype. collect_non_loss_data: the list holds loss_func(output, non_loss_data=True)
@@ -72,6 +76,8 @@ def forward_backward(
     mesh, reports = get_mesh(), []
     pp, training = mesh["pp"], not (forward_only or collect_non_loss_data)
     by_stage = {i * pp.size + pp.rank: chunk for i, chunk in enumerate(chunks)}
+    scale = _loss_scale(grad_scale_func or _grad_scale_func_of(chunks[0]), mesh) if training else None
+    step_tokens = micro_batch_size * seq_length * num_microbatches * mesh["dp"].size
     executor = Executor(
         by_stage,
         len(chunks) * pp.size,
@@ -84,9 +90,10 @@ def forward_backward(
         nominal_tokens=micro_batch_size * seq_length,
     )
     actions = _actions(pp.size, num_microbatches, len(chunks), training=training)
-    totals = executor.run(actions, pp.rank, training=training)
+    # A scaled loss is divided by the tokens before and not after the backward, so that a sum of losses overflows no float16.
+    totals = executor.run(actions, pp.rank, training=training, loss_scale=1.0 if scale is None else scale / step_tokens)
     if training:
-        _finish(chunks, mesh, totals.tokens)
+        _finish(chunks, mesh, totals.tokens, scaled_by=1.0 if scale is None else 1 / step_tokens)
         mesh.kept[_SAMPLES] = mesh.kept.get(_SAMPLES, 0) + num_microbatches * micro_batch_size * mesh["dp"].size
     return reports
 
@@ -133,6 +140,15 @@ def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: i
     return (TensorSpec((length, micro_batch_size, config.hidden_size), dtype),)
 
 
+def _grad_scale_func_of(chunk: nn.Module) -> Callable | None:
+    return getattr(getattr(unwrap_model(chunk), "config", None), "grad_scale_func", None)
+
+
+def _loss_scale(grad_scale_func: Callable | None, mesh: Mesh) -> float | None:
+    """What the function multiplies by; None where nothing is scaled."""
+    return None if grad_scale_func is None else float(grad_scale_func(torch.ones((), device=mesh.device)))
+
+
 def _beginner(by_stage: Mapping[int, nn.Module], mesh: Mesh, micro_batch_size: int) -> Callable[[Action], None]:
     """What precedes each compute action: the running chunk, the samples that dropout is keyed by, whose gradients are written."""
     found = (getattr(m, "keys", None) for chunk in by_stage.values() for m in chunk.modules())
@@ -149,12 +165,12 @@ def _beginner(by_stage: Mapping[int, nn.Module], mesh: Mesh, micro_batch_size: i
     return begin
 
 
-def _finish(chunks: Sequence[nn.Module], mesh: Mesh, tokens: torch.Tensor | float) -> None:
-    """Make the gradients whole, and those of the mean over all tokens of the step."""
+def _finish(chunks: Sequence[nn.Module], mesh: Mesh, tokens: torch.Tensor | float, *, scaled_by: float) -> None:
+    """Make the gradients whole, and those of the mean over all tokens of the step. scaled_by: what the sum of losses was."""
     total = torch.as_tensor(tokens, dtype=torch.float64).reshape(1).to(mesh.device)
     for axis in ("dp", "pp"):
         total = comm.all_reduce(total.clone(), mesh[axis])
-    share = 1.0 / max(total.item(), 1.0)
+    share = 1.0 / (max(total.item(), 1.0) * scaled_by)
     for chunk in chunks:
         _call(chunk, "finish_grad_reduce")
         if hasattr(chunk, "scale_gradients"):
