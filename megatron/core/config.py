@@ -168,9 +168,41 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
+        self._unreadable: dict[str, str] = {}
+
+    def read(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
+        """(values, words that no flag took, field -> what is wrong with the value it was given, which is left out)."""
+        self._unreadable = {}
+        values, unknown = super().parse_known_args(argv)
+        for name in self._unreadable:
+            vars(values).pop(name, None)
+        return values, unknown, self._unreadable
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        values, unknown, unreadable = self.read(args)
+        if unreadable:
+            raise ConfigError(list(unreadable.values()))
+        return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        raise ConfigError([*self._unreadable.values(), message.removeprefix("argument ")])
+
+    # argparse ends at the first value that it cannot read; these two go on, so that all can be said.
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            self._note_unreadable(action, error)
+            return None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self._note_unreadable(action, error)
+
+    def _note_unreadable(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
+        self._unreadable.setdefault(action.dest, str(error).removeprefix("argument "))
 
     def known_flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]

@@ -113,6 +113,7 @@ class GivenFlags:
     problems: list[str]
     no_effect: dict[str, str]  # flag -> why
     hides_positions: bool  # --no-position-embedding, which counts only where no kind of position is given
+    unreadable: list[str]  # settings whose value could not be read
 
 
 def parse_args(
@@ -132,7 +133,7 @@ def parse_args(
     if any(source.hides_positions for source in sources):
         settings.setdefault("position_embedding_type", "none")
     _add_defaults(settings, args_defaults or {})
-    parts, more = _build_all(settings)
+    parts, more = _build_all(settings, {name for source in sources for name in source.unreadable})
     if problems + more:
         raise ArgumentsError(problems + more, parts)
     config = Config(**parts)
@@ -145,7 +146,7 @@ def parse_args(
 
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
     """What the file of --yaml-cfg says, if there is one; values of the script's own flags become their defaults."""
-    path = vars(parser.parse_known_args(words)[0]).get(YAML_FLAG)
+    path = vars(parser.read(words)[0]).get(YAML_FLAG)
     if path is None:
         return []
     file_words, problems = read_yaml(path, parser)
@@ -161,9 +162,9 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
 
 def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
     """What a line of flags says, and what is wrong with it."""
-    known, unknown = parser.parse_known_args(words)
+    known, unknown, unreadable = parser.read(words)
     given = vars(known)
-    problems = unknown_problems(unknown, parser.known_flags()) if unknown else []
+    problems = list(unreadable.values()) + (unknown_problems(unknown, parser.known_flags()) if unknown else [])
     no_effect = {flag: NO_EFFECT[flag].reason for flag in given if flag in NO_EFFECT}
     for flag, other in REFUSED.items():
         if flag in given and other.is_harmless(given[flag]):
@@ -172,7 +173,7 @@ def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
             problems.append(f"{flag}: {other.reason}")
     settings = {name: value for name, value in given.items() if not name.startswith("--")}
     problems += _expand_shorthand(given, settings)
-    return GivenFlags(settings, problems, no_effect, "--no-position-embedding" in given)
+    return GivenFlags(settings, problems, no_effect, "--no-position-embedding" in given, list(unreadable))
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
@@ -206,10 +207,12 @@ def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None
             settings[name] = value
 
 
-def _build_all(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Each component's config, and the problems of those that could not be built."""
+def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Each component's config, and the problems of those that could not be built; one with an unreadable setting is left out."""
     parts, problems = {}, []
     for name, component in COMPONENTS.items():
+        if unreadable & {field.name for field in knobs(component)}:
+            continue
         try:
             parts[name] = build(component, dict(settings))
         except ConfigError as error:

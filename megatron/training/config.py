@@ -1,5 +1,7 @@
 """The configuration of a run: every component's own, side by side, and the rules between them."""
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -275,21 +277,20 @@ def _missing(config: Config) -> list[str]:
     return problems
 
 
-# What the rules between components measure by: where one of these cannot be, there is nothing to say of the rest.
-_MEASURES = ("transformer", "parallel", "training")
+def flags_in(problems: Iterable[str]) -> set[str]:
+    """The flags that messages name."""
+    return {flag for problem in problems for flag in re.findall(r"--[\w-]*\w", problem)}
 
 
-def problems_of_rest(parts: dict[str, Any], world_size: int) -> list[str]:
-    """What `check` finds in the components that could be built, so that a mistake in one hides no other."""
+def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[str]) -> list[str]:
+    """Of what was found with defaults for the components that are not in `parts`, whatever cannot follow from these defaults, nor
+    from the problems `known`: it shares no flag with them."""
     failed = [name for name in COMPONENTS if name not in parts]
-    if not failed or set(failed) & set(_MEASURES):
-        return []
-    try:
-        check(Config(**parts, **{name: COMPONENTS[name]() for name in failed}), world_size)
-    except ConfigError as error:
-        flags = [flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)]
-        return [problem for problem in error.problems if not any(flag in problem for flag in flags)]
-    return []
+    doubtful = flags_in(known) | {
+        flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)
+    }
+    words = ("world size", "data-parallel size") if "parallel" in failed else ()
+    return [problem for problem in found if not flags_in([problem]) & doubtful and not any(w in problem for w in words)]
 
 
 def _data_problems(config: Config) -> list[str]:

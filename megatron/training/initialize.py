@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
-from megatron.training.config import Config, check, problems_of_rest
+from megatron.training.config import COMPONENTS, Config, apart_from, check
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
 from megatron.training.start import mistake_in
 from megatron.training.timers import Timers
@@ -104,12 +104,26 @@ def read_settings(
     try:
         config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
     except ArgumentsError as error:
-        raise ConfigError(error.problems + problems_of_rest(error.parts, world_size)) from None
+        filled_in = {name: component() for name, component in COMPONENTS.items() if name not in error.parts}
+        found, _, _ = examine(Config(**error.parts, **filled_in), world_size)
+        raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
+    problems, device, tokenizer = examine(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+    notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
+    device.prepare(bf16=config.transformer.bf16)
+    if config.profile.record_memory_history:
+        device.record_memory_history()
+    return Settings(config, args, notes, device, tokenizer)
+
+
+def examine(config: Config, world_size: int) -> tuple[list[str], Device | None, Tokenizer | None]:
+    """(all that is wrong with the settings together, on this host, the device and the tokenizer that they ask for)."""
     problems: list[str] = []
+    device = tokenizer = None
     with collected(problems):
         check(config, world_size)
     problems += file_problems(config)
-    device = tokenizer = None
     with collected(problems):
         device = select_device(config.device)
     if config.tokenizer.tokenizer_type is not None:
@@ -118,13 +132,7 @@ def read_settings(
     if tokenizer is not None and config.fim.fim_data:
         with collected(problems):
             FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # its tokens are in the vocabulary
-    if problems:
-        raise ConfigError(problems)
-    notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
-    device.prepare(bf16=config.transformer.bf16)
-    if config.profile.record_memory_history:
-        device.record_memory_history()
-    return Settings(config, args, notes, device, tokenizer)
+    return problems, device, tokenizer
 
 
 def select_device(config: DeviceConfig) -> Device:

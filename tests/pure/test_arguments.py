@@ -283,6 +283,9 @@ def test_defaults_of_the_script_fill_in_its_own_flags_where_they_are_none():
         ("here there", ["here there does not belong to any flag"]),
         ("--num-layers 2 3", ["3 does not belong to any flag"]),
         ("--hidden-size two", ["--hidden-size: 'two' is not a whole number"]),
+        ("--hidden-size two --data-path a --rampup-batch-size 1 b c --lr", [
+            "--hidden-size: 'two' is not a whole number", "--rampup-batch-size: 'b' is not a whole number", "--lr: expected one argument",
+        ]),
         ("--bf16 --fp64", ["--bf16 and --fp64 exclude each other; give one"]),
     ],
 )  # fmt: skip
@@ -450,8 +453,8 @@ def test_a_number_that_makes_no_sense_is_refused(line: str):
             15,
             [
                 "--data-path and --mock-data exclude each other; give one",
-                "--num-attention-heads (12) must be a multiple of --tensor-model-parallel-size (5)",
-                "ffn hidden size (3072) must be a multiple of --tensor-model-parallel-size (5)",
+                "--num-attention-heads (12) must be a multiple of --tensor-model-parallel-size (5); change one",
+                "ffn hidden size (3072) must be a multiple of --tensor-model-parallel-size (5); change one",
                 "--num-query-groups (4) must be a multiple of --tensor-model-parallel-size (5), so that ranks have whole groups, "
                 "or divide it, so that groups have whole ranks; change one",
                 "--sequence-parallel divides --seq-length (32) over --tensor-model-parallel-size (5), which does not "

@@ -182,6 +182,32 @@ def test_problems_of_settings_and_of_files_come_together(launched, tmp_path):
     ]  # fmt: skip
 
 
+# Mistakes in several components: (ranks, flags, the beginnings of all problems).
+TOGETHER = [
+    (2, MOCK + "--weight-decay -1 --hidden-size 50 --save {tmp}/file", ["--hidden-size 50", "--weight-decay is", "--save {tmp}/file"]),
+    (2, MOCK + "--hidden-size 50 --global-batch-size 3 --lr-warmup-iters 20", ["--hidden-size 50", "--global-batch-size (3)", "the warm-up (20"]),
+    (2, MOCK + "--num-layer 3 --global-batch-size 3 --max-position-embeddings 3", ["unknown flag --num-layer;", "--max-position-embeddings (3)", "--global-batch-size (3)"]),
+    (1, MOCK + "--lr fast --seed x --hidden-size 50", ["--lr: 'fast'", "--seed: 'x'", "--hidden-size 50"]),
+    (3, MOCK + "--tensor-model-parallel-size 2 --max-position-embeddings 3 --save-interval 3", ["--max-position-embeddings (3)", "world size 3", "--save-interval needs"]),
+    (2, REAL + "--data-path {tmp}/no --seed -1 --load {tmp}/file", ["--seed is -1", "--data-path {tmp}/no:", "--load {tmp}/file is"]),
+    (2, REAL + "--data-path {tmp}/no --lr fast --device xpu", ["--lr: 'fast'", "--data-path {tmp}/no:", "--device xpu"]),
+    (1, MOCK + "--normalization Batch --num-experts 8 --seed -1", ["--normalization: 'Batch'", "--num-experts:", "--seed is -1"]),
+    # of the parts that could not be read nothing is said, nor of what may follow from them
+    (6, MOCK + "--tensor-model-parallel-size x --pipeline-model-parallel-size 4 --global-batch-size 7", ["--tensor-model-parallel-size: 'x'"]),
+    (1, MOCK + "--batch-size 4 --micro-batch-size 0", ["--batch-size: was renamed", "--micro-batch-size is 0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, flags, problems", TOGETHER)
+def test_mistakes_in_several_components_are_said_at_once(launched, tmp_path, ranks, flags, problems):
+    words = launched(ranks, flags)
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, None, words)
+    expected = [problem.replace("{tmp}", str(tmp_path)) for problem in problems]
+    assert len(error.value.problems) == len(expected), error.value.problems
+    assert all(sum(p.startswith(begin) for p in error.value.problems) == 1 for begin in expected), error.value.problems
+
+
 def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch):
     """The user who runs the tests may be allowed everything."""
     monkeypatch.setattr("os.access", lambda *_: False)

@@ -178,7 +178,7 @@ def tensor_parallel_problems(config: TransformerConfig, tensor_parallel_size: in
     """Why the layers cannot be divided over so many ranks, if they cannot."""
     parts = {"--num-attention-heads": config.num_attention_heads, "ffn hidden size": config.ffn_size}
     problems = [
-        f"{what} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size})"
+        f"{what} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}); change one"
         for what, size in parts.items()
         if size % tensor_parallel_size
     ]
