@@ -16,23 +16,31 @@ from typing import Any, NoReturn
 
 from megatron.core import parallel_state
 from megatron.core.comm import PeerError
+from megatron.core.config import ConfigError
+from megatron.training.train_step import NotFiniteError
 
 _CLAIMS, _FAILED, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "left"))
 _SECONDS = 3.0  # in which ranks find the word of one that failed
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether the message says what to change, so that the calls which led there would only hide it."""
+    return isinstance(error, ConfigError | NotFiniteError)
 
 
 def report(error: BaseException) -> None:
     """Say of `error` what this rank has to say. Every rank that fails in a job of several calls it, and then `leave`."""
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
     at_first_hand = not isinstance(error, PeerError)
+    told = f" {error}" if explains_itself(error) else f"\n{''.join(traceback.format_exception(error))}"
     if at_first_hand and _claims(store):
-        _say(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
+        _say(f"rank {rank} failed:{told}")
         with contextlib.suppress(Exception):
             store.set(_FAILED, str(rank))
     elif failed := _rank_that_failed(store):
         _say(f"rank {rank}: stopping, because rank {failed} failed")
     elif at_first_hand:
-        _say(f"rank {rank} failed as well:\n{''.join(traceback.format_exception(error))}")
+        _say(f"rank {rank} failed as well:{told}")
     else:
         _say(f"rank {rank}: stopping, because a rank has ended without a word ({error})")
     _let_go(error)

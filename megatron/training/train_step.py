@@ -23,6 +23,10 @@ from megatron.core.random import DropoutKeys
 from megatron.training.timers import Timers
 
 
+class NotFiniteError(FloatingPointError):
+    """A step gave no numbers; the message is all there is to know."""
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """How the samples of a step are dealt out."""
@@ -168,7 +172,7 @@ def train_step(
     check_finite: bool = True,
     timers: Timers = _NO_TIMERS,
 ) -> StepResult:
-    """One update of the parameters. Every rank must call; all raise FloatingPointError if the gradient is not finite.
+    """One update of the parameters. Every rank must call; all raise NotFiniteError if the gradient is not finite.
 
     Gradients are sums over tokens until all are summed, and are then divided by the tokens of the whole step, so that no layout
     and no uneven loss mask changes what they mean. The count is that of `loss_func`, so it may be a sum of weights: a fraction, or
@@ -200,7 +204,7 @@ def train_step(
         norm = optimizer.clip_grad_norm((tokens or 1.0) * loss_scale)
     overflow = not math.isfinite(norm)
     if overflow and check_finite and not (scaler is not None and scaler.adapts):
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the gradient's norm is {norm} (losses on this rank: {losses}); nothing was updated in this step. "
             "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
         )

@@ -9,6 +9,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
     at the end      validation and test losses
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -74,7 +75,7 @@ def pretrain(
 
     The order of the arguments is Megatron's; that of 2.5, which has no model_type, is understood too.
     Settings that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank that had it;
-    in a job of one process that error is raised.
+    in a job of one process that error is raised, unless its message says what to change, as of a loss that is no number.
 
     train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each
         with a length and items that are dictionaries of arrays
@@ -115,6 +116,9 @@ def pretrain(
             stop_with(error)
         if parallel_state.launched_world_size() == 1:
             parallel_state.stop_distributed()
+            if failures.explains_itself(error):
+                print(f"stopping, because {error}", file=sys.stderr, flush=True)
+                sys.exit(1)
             raise
         failures.report(error)
         failed = True

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import (
     Blend,
     BlendedDataset,
@@ -158,7 +159,7 @@ class GPTDataset:
             "one or preprocess again"
         )
         where = f"sequence {document}, offset {offset}"
-        raise ValueError(f"{self.indexed.data_path} holds token {token} ({where}), {reason}")
+        raise ConfigError(f"{self.indexed.data_path} holds token {token} ({where}), {reason}")
 
 
 class MockGPTDataset:
