@@ -29,6 +29,7 @@ from nursery import Child, born
 
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
+_FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, str(ROOT / "tests" / "gloo" / "refused_script.py"))
 
 _GRACE = 40.0  # seconds that the other ranks have to end once one has failed
 _LAUNCHER_VARIABLES = re.compile(
@@ -131,7 +132,7 @@ class Job:
         out, err, folder = self._path(rank, "out"), self._path(rank, "err"), self._folder.name
         for path in (out, err):
             path.touch()
-        if command[0] in (PRETRAIN_GPT, PRETRAIN_BERT):
+        if command[0] in _FORKED:
             return born(command, environment, folder, out, err)
         with out.open("wb") as out_file, err.open("wb") as err_file:
             return subprocess.Popen(

@@ -64,7 +64,9 @@ def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, messa
     outcome = run([FAILING, *flags], layout.ranks, timeout=60)
     assert set(outcome.codes) == {1}, outcome
     assert outcome.everything.count(message) == 1, outcome
-    begins = " the gradient" if how == "nan" else "\nTraceback"  # the one tells all, of the other the calls must be seen
+    begins = (
+        " the gradient" if how == "nan" else "\nTraceback"
+    )  # the one tells all, of the other the calls must be seen
     (failed,) = [i for i, said in enumerate(outcome.stderr) if said.startswith(f"rank {i} failed:{begins}")]
     assert failed == rank or how == "nan"
     for other, said in enumerate(outcome.stderr):
