@@ -29,7 +29,8 @@ from nursery import Child, born
 
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
-_FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, str(ROOT / "tests" / "gloo" / "refused_script.py"))
+_OF_TESTS = (str(ROOT / "tests" / "gloo" / f"{name}_script.py") for name in ("refused", "failing"))
+_FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, *_OF_TESTS)
 
 _GRACE = 40.0  # seconds that the other ranks have to end once one has failed
 _LAUNCHER_VARIABLES = re.compile(

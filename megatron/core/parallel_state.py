@@ -114,13 +114,20 @@ def start_distributed(backend: str, timeout_minutes: int) -> None:
     launch = discover(os.environ)
     if launch.address is None or (launch.world_size == 1 and launch.launcher != "torchrun"):
         return
-    dist.init_process_group(
-        backend,
-        init_method=launch.meeting_point,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=launch.meeting_point,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+        )
+    except dist.DistError as error:
+        raise ConfigError(
+            f"rank {launch.rank} of {launch.world_size} did not meet the others at {launch.address}:{launch.port} "
+            f"({str(error).splitlines()[0].rstrip('.')}): a rank has ended already and says why where it prints, or was not started, or "
+            "looks elsewhere, or another job has that port; check the number of processes, MASTER_ADDR and MASTER_PORT"
+        ) from error
     _joined = True
 
 

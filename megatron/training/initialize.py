@@ -264,7 +264,7 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
 
 def stop_with(error: ConfigError | comm.PeerError) -> NoReturn:
     """Print what is wrong, once, leave the job in order and end the process. Every rank calls, with its own error."""
-    if parallel_state.launched_rank() == 0:
+    if parallel_state.launched_rank() == 0 or not parallel_state.has_joined():  # alone, each speaks for itself
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         lines = "\n".join(f"  - {problem}" for problem in problems)
         print(f"cannot start, {len(problems)} problem(s):\n{lines}", file=sys.stderr, flush=True)

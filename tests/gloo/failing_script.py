@@ -1,5 +1,6 @@
-"""A user's script in which one rank fails in a step: `--fails-how` says how. tests/gloo/test_faults.py runs it."""
+"""A user's script in which one rank fails, or dies without a word: `--fails-how` says how. tests/gloo/test_faults.py runs it."""
 
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -32,16 +33,28 @@ def failing_forward_step(data_iterator: Iterator | None, model: nn.Module) -> tu
     return (output * float("nan"), loss_func) if fails else (output, loss_func)
 
 
+def dying_model_provider(**where: Any) -> nn.Module:
+    args = get_args()
+    if args.fails_how == "dies while building" and launched_rank() == args.fails_rank:
+        os._exit(9)
+    return pretrain_gpt.model_provider(**where)
+
+
 def extra_args(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--fails-rank", type=int)
-    parser.add_argument("--fails-how", choices=("before", "after", "nan"))
+    parser.add_argument(
+        "--fails-how", choices=("before", "after", "nan", "dies before it joins", "dies while building")
+    )
+    words = sys.argv
+    if "dies before it joins" in words and words[words.index("--fails-rank") + 1] == os.environ["RANK"]:
+        os._exit(9)
     return parser
 
 
 if __name__ == "__main__":
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
-        pretrain_gpt.model_provider,
+        dying_model_provider,
         ModelType.encoder_or_decoder,
         failing_forward_step,
         extra_args_provider=extra_args,

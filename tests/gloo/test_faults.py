@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from conftest import GPT2, STEPS, rewound
-from processes import PRETRAIN_GPT, Layout, Outcome, pretrain, run, start
+from processes import PRETRAIN_GPT, Job, Layout, Outcome, free_port, pretrain, run, start
 
 SOON = 30.0  # seconds in which the ranks that are left notice that one is gone
 FAILING = str(Path(__file__).with_name("failing_script.py"))
+MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--train-iters", "90"]
+DIES = [*GPT2, *STEPS, *MOCK, "--fails-rank"]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,7 @@ def test_a_rank_asked_to_end_ends_the_job_in_order(data, tmp_path):
 )
 def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, message):
     """With the rank that had it; a gradient that is not finite is an error of every rank, and one of them says it."""
-    mock = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--train-iters", "90"]
-    flags = [*GPT2, *STEPS, *mock, "--fails-rank", str(rank), "--fails-how", how, *layout.flags]
+    flags = [*DIES, str(rank), "--fails-how", how, *layout.flags]
     outcome = run([FAILING, *flags], layout.ranks, timeout=60)
     assert set(outcome.codes) == {1}, outcome
     assert outcome.everything.count(message) == 1, outcome
@@ -71,6 +72,25 @@ def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, messa
     assert failed == rank or how == "nan"
     for other, said in enumerate(outcome.stderr):
         assert other == failed or said == f"rank {other}: stopping, because rank {failed} failed\n", outcome
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, pp=2), *(pytest.param(Layout(**two), marks=pytest.mark.full) for two in ({"tp": 2}, {"pp": 2}))], ids=str
+)  # fmt: skip
+def test_a_rank_that_dies_while_the_job_starts_ends_the_others(layout):
+    outcome = run([FAILING, *DIES, "1", "--fails-how", "dies while building", *layout.flags], layout.ranks, timeout=60)
+    assert outcome.codes[1] == 9 and all(code == 1 for rank, code in enumerate(outcome.codes) if rank != 1), outcome
+    assert outcome.everything.count("stopping, because a rank has ended without a word") == layout.ranks - 1, outcome
+    assert "Traceback" not in outcome.everything and outcome.seconds < SOON, outcome
+
+
+def test_a_rank_that_dies_before_it_joins_ends_the_job_by_its_launcher():
+    """The others wait for it to come, and only who started it knows that it will not."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    with Job([[*launch, FAILING, *DIES, "1", "--fails-how", "dies before it joins", *Layout(tp=2).flags]]) as job:
+        outcome = job.wait(60)
+    assert outcome.codes[0] > 0 and outcome.seconds < SOON, outcome
+    assert "exitcode" in outcome.stderr[0], outcome
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -4,13 +4,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from processes import free_port
 from refusals import BASE, MOCK, REAL, REFUSALS
 
 from megatron.core import parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
-from megatron.training.initialize import read_settings
+from megatron.training.initialize import read_settings, stop_with
 
 
 @pytest.fixture
@@ -111,3 +112,19 @@ def test_a_stage_split_with_two_mistakes_counts_as_two_problems(launched):
         "pipeline: --decoder-first-pipeline-num-layers", "pipeline: --decoder-last-pipeline-num-layers"
     ]  # fmt: skip
     assert all("\n" not in problem for problem in error.value.problems)
+
+
+@pytest.mark.full
+def test_a_rank_that_waits_for_others_in_vain_says_where(monkeypatch, capsys):
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError) as error:
+        parallel_state.start_distributed("gloo", 0.005)
+    with pytest.raises(SystemExit) as stop:
+        stop_with(error.value)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.startswith(
+        "cannot start, 1 problem(s):\n  - rank 0 of 2 did not meet the others at 127.0"
+    )
+    assert "1/2 clients joined" in said and "check the number of processes" in said
