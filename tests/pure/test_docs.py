@@ -10,14 +10,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS, ROOT, commands_of, name_of
 
 from megatron.core.config import FlagParser, add_flags
 from megatron.core.tokenizers import TokenizerConfig
 from megatron.training.arguments import make_parser as pretrain_parser
 from tools import generate, plot_run, preprocess_data, train_tokenizer
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
 
 GENERATES = "tests/gloo/test_generate.py::test_four_ranks_write_what_one_process_writes"
@@ -73,17 +72,6 @@ COMMANDS = {
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_examples.py::test_a_fork_elsewhere_trains_alike_in_one_process_and_over_a_pipeline",
     },
 }  # fmt: skip
-
-
-def name_of(document: Path) -> str:
-    return str(document.relative_to(ROOT))
-
-
-def commands_of(document: Path) -> list[str]:
-    """The commands in fenced bash blocks, each on one line, without comments."""
-    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [command for line in lines if (command := " ".join(re.sub(r"(^|\s)#.*", "", line).split()))]
 
 
 def matches(entry: str, command: str) -> bool:

@@ -1,0 +1,24 @@
+"""The documents and the commands in them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def blocks_of(document: Path, *languages: str) -> list[str]:
+    """The texts of fenced blocks in these languages."""
+    fence = rf"^```(?:{'|'.join(languages)})\n(.*?)^```"
+    return re.findall(fence, document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands_of(document: Path) -> list[str]:
+    """The commands in fenced bash blocks, each on one line, without comments."""
+    blocks = blocks_of(document, "bash", "sh", "shell", "console")
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [command for line in lines if (command := " ".join(re.sub(r"(^|\s)#.*", "", line).split()))]

@@ -1,0 +1,139 @@
+"""What README.md and docs/*.md show is run as it stands there, tiny. Processes, because bash, torchrun and pipes are what is shown.
+
+A folder of its own has the repository's programs under the paths that the documents name; flags that make a run tiny come last,
+where they win. docs/data_preparation.md is run by tests/pure/test_data_tools.py.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import ROOT, blocks_of, commands_of
+from processes import free_port
+
+pytestmark = pytest.mark.full
+
+TINY = {
+    "README.md": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 2 --eval-interval 1 --eval-iters 1 --log-interval 1",
+    "docs/watching.md": "",
+    "docs/adding_a_model.md": "--train-iters 3 --eval-iters 1",
+}
+TRAINS = ("pretrain_gpt.py", "pretrain.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The programs of the repository, and commands `python` and `torchrun` that are those of the tests."""
+    for name in ("megatron", "tools", "examples", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, runs in (("python", ""), ("torchrun", f" -m torch.distributed.run --master-port {free_port()}")):
+        (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable}{runs} "$@"\n')
+        (commands / name).chmod(0o755)
+    return tmp_path
+
+
+def bash(script: str, folder: Path, **variables: str) -> str:
+    """What a script prints; it must succeed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "WORLD_SIZE"))}
+    environment |= {"PATH": f"{folder}/bin:{environment['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], env=environment | variables, cwd=folder, capture_output=True, text=True,
+        timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def made_tiny(command: str, tiny: str) -> str:
+    """The command on at most four processes of this machine's CPU, and with these flags at its end."""
+    first, *rest = command.replace("--nproc-per-node 8", "--nproc-per-node 4").split(" | ")
+    if any(f"{program} " in first for program in TRAINS):
+        first += f" {tiny} --device cpu"
+    if "tools/generate.py" in first:
+        first += " --max-new-tokens 4 --device cpu"
+    return " | ".join([first, *rest])
+
+
+def shown_in(document: str, *, but: tuple[str, ...] = ()) -> list[str]:
+    """The commands of a document, tiny, but those that begin with one of `but`."""
+    commands = [command for command in commands_of(ROOT / document) if not command.startswith(but)]
+    return [made_tiny(command, TINY.get(document, "")) for command in commands]
+
+
+def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
+    """And what docs/generation.md does with the same checkpoint: four processes say what one does not draw by chance."""
+    texts = [f"Once upon a time there were {n} bears, and {n * n} honey pots. " * 5 for n in range(100)]
+    (folder / "books.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    readme = shown_in("README.md", but=("bash ",))
+    assert [command.split()[1] for command in readme] == [
+        "tools/train_tokenizer.py", "tools/preprocess_data.py", "--nproc-per-node", "tools/plot_run.py", "tools/generate.py",
+    ]  # fmt: skip
+    said = bash("\n".join([*readme, *shown_in("docs/generation.md")]), folder)
+    assert "tp 2, pp 2, dp 1" in said and "validation loss at iteration 2 on test set" in said
+    assert (folder / "books.png").stat().st_size > 1000
+    assert said.count("Once upon a time") >= 3
+
+
+def test_the_page_about_watching_shows_what_can_be_seen(folder: Path):
+    has_board = importlib.util.find_spec("tensorboard") is not None
+    commands = shown_in("docs/watching.md", but=("tensorboard ",))
+    said = bash("\n".join(c for c in commands if has_board or "--tensorboard-dir" not in c), folder)
+    assert "throughput per GPU" in said and "params norm" in said and "forward-backward" in said
+    assert (folder / "runs.png").stat().st_size > 1000
+    assert len(list((folder / "runs/profiled/profile").iterdir())) == 2
+    assert said.count('"what": "gradient"') == 3
+
+
+def test_the_fork_of_the_page_trains(folder: Path):
+    (command,) = shown_in("docs/adding_a_model.md")
+    assert "lm loss" in bash(command, folder)
+
+
+def test_the_quickstart_leads_from_nothing_to_a_sample(folder: Path):
+    """In a copy, for it writes beside itself; with an environment that is made already."""
+    copy, environment = folder / "copy", folder / "environment"
+    bash(
+        f"mkdir copy && cd {ROOT} && cp -r megatron tools examples pretrain_gpt.py setup.py constraints.txt {copy}",
+        folder,
+    )
+    (environment / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").rename(environment / "bin" / "python")
+    bash(
+        f"cat {copy}/setup.py {copy}/constraints.txt >{environment}/installed_from.txt; echo {copy} >>{environment}/installed_from.txt; "
+        f"{environment}/bin/python --version >>{environment}/installed_from.txt",
+        folder,
+    )
+    small = {"TRAIN_ITERS": "4", "MAX_MB": "0.2", "VOCAB_SIZE": "300"}
+    said = bash(f"bash {copy}/examples/quickstart.sh", folder, VENV=str(environment), PYTHONPATH=str(copy), **small)
+    assert "installing" not in said and "exiting at iteration 2" in said and "going on from iteration 2" in said
+    assert "== done in" in said and (copy / "runs/quickstart/loss.png").stat().st_size > 1000
+
+
+# ---------------------------------------------------------------- Python
+
+
+def test_the_python_of_the_pages_runs(folder: Path):
+    """Each block alone, where the page says it is run: in the fork's folder, or beside a quickstart that has run."""
+    fork, run = folder / "examples" / "minimal_fork", folder / "runs" / "quickstart" / "checkpoints"
+    tiny = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 0.1 --eval-iters 0 "
+    mock = "--mock-data --tokenizer-type NullTokenizer --vocab-size 31 --train-iters 1 --device cpu"
+    bash(f"python pretrain_gpt.py {tiny} {mock} --save {run}", folder)
+    said = {}
+    for document, where in (("docs/adding_a_model.md", fork), ("docs/checkpoint_format.md", folder)):
+        for i, block in enumerate(blocks_of(ROOT / document, "python")):
+            (folder / "block.py").write_text(f"import sys; sys.path[0] = '.'\n{block}")
+            said[document, i] = bash(f"cd {where} && python {folder}/block.py", folder)
+    assert "rank 0 |F0F1      B0--B1--F2F3" in said["docs/adding_a_model.md", 0]
+    assert "model/language_model" in said["docs/checkpoint_format.md", 0]
+
+
+def test_every_page_with_python_is_run():
+    pages = {path.name for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if blocks_of(path, "python")}
+    assert pages == {"adding_a_model.md", "checkpoint_format.md"}, "run the new page's blocks in the test above"
