@@ -124,7 +124,12 @@ RAMP = (
 SIZES = [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]  # as in tests/pure/test_batch_size.py
 
 
-LAYOUTS = {"one process": ONE, "1f1b": FOUR, "interleaved": INTERLEAVED, "dp": WITH_DATA}
+LAYOUTS = {
+    "one process": ONE, "1f1b": FOUR, "interleaved": INTERLEAVED, "dp": WITH_DATA,
+    "zb-h1, zero 3": (WITH_DATA[0], FOUR[1] + "--pipeline-schedule zb-h1 --zero-stage 3 --overlap-param-gather "),
+    "gpipe, recomputed": (FOUR[0], FOUR[1] + "--pipeline-schedule gpipe --recompute-activations "),
+    "zero 2": ({"dp": 2}, "--zero-stage 2 --overlap-grad-reduce "),
+}  # fmt: skip
 
 
 @cache
@@ -133,7 +138,12 @@ def whole_ramp(name: str) -> Rank:
 
 
 @pytest.mark.parametrize(
-    "name", ["interleaved", *(pytest.param(name, marks=pytest.mark.full) for name in ("1f1b", "dp"))]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name != "interleaved"))
+        for name in LAYOUTS
+        if name != "one process"
+    ],
 )
 def test_a_ramp_is_the_same_in_any_layout(name: str):
     """Also with dropout, whose masks depend on the numbers of the samples."""
@@ -154,7 +164,17 @@ def test_a_ramp_goes_on_where_it_stopped(tmp_path):
     assert first.steps + second.steps == whole.steps
     assert second.state == whole.state
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
-    assert_close(run(ONE, RAMP + f"--load {tmp_path}").steps, whole.steps[7:])
+    for name in ("one process", "dp", "zero 2"):
+        assert_close(run(LAYOUTS[name], RAMP + f"--load {tmp_path}").steps, whole.steps[7:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stop", [5, 9])
+def test_a_ramp_over_data_parallel_ranks_goes_on_with_fewer(stop: int, tmp_path):
+    """Within a stage and at the end of one: sizes, rates and weights are those of a run that did not stop."""
+    run(LAYOUTS["zb-h1, zero 3"], RAMP + f"--save {tmp_path} --exit-interval {stop}")
+    for name in ("1f1b", "zero 2"):
+        assert_close(run(LAYOUTS[name], RAMP + f"--load {tmp_path}").steps, whole_ramp("one process").steps[stop:])
 
 
 @pytest.mark.full
