@@ -76,7 +76,7 @@ def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
         "tools/train_tokenizer.py", "tools/preprocess_data.py", "--nproc-per-node", "tools/plot_run.py", "tools/generate.py",
     ]  # fmt: skip
     said = bash("\n".join([*readme, *shown_in("docs/generation.md")]), folder)
-    assert "tp 2, pp 2, dp 1" in said and "validation loss at iteration 2 on test set" in said
+    assert "tp 2, pp 2, dp 1" in said and "validation loss at iteration 2 on validation set" in said
     assert (folder / "books.png").stat().st_size > 1000
     assert said.count("Once upon a time") >= 3
 

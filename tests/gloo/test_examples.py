@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,27 @@ def test_script_trains_under_the_older_launcher(name, tmp_path):
     variables, said = SCRIPTS[name]
     done = bash([str(EXAMPLES / name), *QUIET], tmp_path, LAUNCHER=LAUNCH, **variables)
     assert_trained(done, tmp_path, said)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [None, LAUNCH], ids=["torchrun", "torch.distributed.launch"])
+def test_script_trains_on_two_nodes_started_apart(launcher, tmp_path):
+    """The same command on each, with its own number; the two meet over this machine's loopback."""
+    variables = {
+        "NNODES": "2",
+        "GPUS_PER_NODE": "1",
+        "TENSOR_MP_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    variables |= {"LAUNCHER": launcher} if launcher else {}
+    command = [str(EXAMPLES / "pretrain_gpt_distributed_with_mp.sh"), *QUIET]
+    with ThreadPoolExecutor() as nodes:
+        started = [nodes.submit(bash, command, tmp_path, NODE_RANK=str(node), **variables) for node in range(2)]
+        first, second = (one.result() for one in started)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "2 rank(s) on cpu: tp 1, pp 2, dp 1" in first.stdout
+    assert_trained(second, tmp_path, "iteration")  # the last rank's lines
 
 
 def test_a_missing_environment_is_said(tmp_path):
@@ -131,8 +153,9 @@ def test_sbatch_asks_slurm_for_a_signal_and_a_requeue():
 
 
 @pytest.mark.full
-def test_sbatch_runs_with_bash_alone(tmp_path):
-    done = bash([SBATCH, *QUIET], tmp_path, GPUS_PER_NODE="2", TENSOR_MP_SIZE="1")
+@pytest.mark.parametrize("launcher", [{}, {"LAUNCHER": LAUNCH}], ids=["torchrun", "torch.distributed.launch"])
+def test_sbatch_runs_with_bash_alone(launcher, tmp_path):
+    done = bash([SBATCH, *QUIET], tmp_path, GPUS_PER_NODE="2", TENSOR_MP_SIZE="1", **launcher)
     assert_trained(done, tmp_path, "2 rank(s) on cpu: tp 1, pp 2, dp 1")
 
 
@@ -158,13 +181,14 @@ def test_kubernetes_job_agrees_with_itself():
 
 
 @pytest.mark.full
-def test_kubernetes_command_trains(tmp_path):
+@pytest.mark.parametrize("launcher", [{}, {"LAUNCHER": LAUNCH}], ids=["torchrun", "torch.distributed.launch"])
+def test_kubernetes_command_trains(launcher, tmp_path):
     """What the pod of index 0 runs, as the only one, with a tiny model."""
     container = kubernetes()[1]["spec"]["template"]["spec"]["containers"][0]
     bash_word, *command = container["command"]
     assert bash_word == "bash" and command[0] == "-c"
     script = command[1].replace("examples/", f"{EXAMPLES}/")
-    tiny = {"NNODES": "1", "GPUS_PER_NODE": "2", "TENSOR_MP_SIZE": "1", "JOB_COMPLETION_INDEX": "0"}
+    tiny = {"NNODES": "1", "GPUS_PER_NODE": "2", "TENSOR_MP_SIZE": "1", "JOB_COMPLETION_INDEX": "0", **launcher}
     done = bash(["-c", script, *command[2:], *QUIET], tmp_path, **tiny)
     assert_trained(done, tmp_path, "2 rank(s) on cpu: tp 1, pp 2, dp 1")
 

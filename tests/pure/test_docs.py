@@ -19,35 +19,34 @@ from tools import generate, plot_run, preprocess_data, train_tokenizer
 
 MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
 
-GENERATES = "tests/gloo/test_generate.py::test_four_ranks_write_what_one_process_writes"
-DRAWS = "tests/pure/test_plot_run.py::test_several_runs_are_drawn_in_one_picture"
-WATCHES = "tests/gloo/test_watched_job.py::test_a_job_is_watched_over_a_restart"
+READS_ON = "tests/gloo/test_documents.py::test_the_readme_leads_from_a_text_to_a_sample"
+WATCHES = "tests/gloo/test_documents.py::test_the_page_about_watching_shows_what_can_be_seen"
 PREPARES = "tests/pure/test_data_tools.py::test_every_command_of_the_page_runs"
 TRAINS_A_BERT = "tests/gloo/test_bert.py::test_every_command_of_the_page_runs"
-# document: command, or its beginning before " ..." -> the test that runs its program, or "not run: why".
+# document: command, or its beginning before " ..." -> the test that runs it, word for word, or "not run: why".
 COMMANDS = {
     "README.md": {
-        "bash examples/quickstart.sh": "not run: it installs packages and trains for minutes; the tests below run its tools",
+        "bash examples/quickstart.sh": "tests/gloo/test_documents.py::test_the_quickstart_leads_from_nothing_to_a_sample",
         "bash tests/run.sh": "not run: it runs the tests",
         "bash tests/run.sh --fast": "not run: it runs the tests",
         "bash tests/run.sh -k schedule": "not run: it runs the tests",
-        "python tools/train_tokenizer.py ...": "tests/pure/test_preprocess.py::test_a_trained_tokenizer_is_the_same_every_time_and_writes_any_text",
-        "python tools/preprocess_data.py ...": "tests/pure/test_preprocess.py::test_workers_write_the_same_bytes_from_any_directory",
-        "torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/gloo/test_scripts.py::test_runs_under_torchrun",
-        "python tools/plot_run.py ...": DRAWS,
-        "python tools/generate.py ...": GENERATES,
+        "python tools/train_tokenizer.py ...": READS_ON,
+        "python tools/preprocess_data.py ...": READS_ON,
+        "torchrun --nproc-per-node 8 pretrain_gpt.py ...": READS_ON,
+        "python tools/plot_run.py ...": READS_ON,
+        "python tools/generate.py ...": READS_ON,
     },
     "docs/generation.md": {
-        "python tools/generate.py ...": GENERATES,
-        "torchrun --nproc-per-node 4 tools/generate.py ...": "tests/gloo/test_generate.py::test_runs_under_torchrun",
+        "python tools/generate.py ...": READS_ON,
+        "torchrun --nproc-per-node 4 tools/generate.py ...": READS_ON,
     },
     "docs/watching.md": {
-        'SMALL="--num-layers ...': "not run: flags of the commands that follow",
+        'SMALL="--num-layers ...': WATCHES,
         "torchrun --nproc-per-node 2 pretrain_gpt.py ...": WATCHES,
         "python pretrain_gpt.py ...": WATCHES,
-        "python tools/plot_run.py ...": DRAWS,
+        "python tools/plot_run.py ...": WATCHES,
         "tensorboard --logdir runs/tb": "not run: it shows a page until it is stopped",
-        "grep ...": "not run: it shows lines of a file that a test reads",
+        "grep ...": WATCHES,
     },
     "docs/data_preparation.md": {
         "python tools/stdlib_corpus.py ...": PREPARES,
@@ -69,7 +68,7 @@ COMMANDS = {
         "torchrun --nproc-per-node 4 pretrain_bert.py ...": "tests/gloo/test_bert.py::test_losses_equal_one_process",
     },
     "docs/adding_a_model.md": {
-        "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_examples.py::test_a_fork_elsewhere_trains_alike_in_one_process_and_over_a_pipeline",
+        "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_documents.py::test_the_fork_of_the_page_trains",
     },
 }  # fmt: skip
 
