@@ -107,7 +107,7 @@ def test_data_of_another_tokenizer_stop_every_rank(data):
     assert_stopped(outcome, "the tokenizer's vocabulary has 301")
 
 
-@pytest.mark.parametrize("part", ["rank_00001.bin", "manifest.json"])
+@pytest.mark.parametrize("part", ["rank_00001.bin", pytest.param("manifest.json", marks=pytest.mark.full)])
 def test_damaged_checkpoint_is_refused(part, twenty_steps, tmp_path):
     """One byte is not what was saved."""
     made_by = Layout(pp=2)
@@ -121,6 +121,7 @@ def test_damaged_checkpoint_is_refused(part, twenty_steps, tmp_path):
     assert_stopped(run([PRETRAIN_GPT, *flags], 2, timeout=30), str(damaged))
 
 
+@pytest.mark.full  # as in test_refused_on_layouts.py, but that the processes end
 def test_a_checkpoint_of_another_model_is_refused(twenty_steps):
     """All that differs in one message."""
     twenty_steps("gpt2", Layout(pp=2))
@@ -130,6 +131,7 @@ def test_a_checkpoint_of_another_model_is_refused(twenty_steps):
     assert "normalization: the checkpoint has LayerNorm, this run has RMSNorm" in outcome.everything
 
 
+@pytest.mark.full  # as in test_refused_on_layouts.py, but that the processes end
 def test_a_folder_that_cannot_be_written_stops_every_rank(data, tmp_path):
     """At the start, and not when it is first needed."""
     (tmp_path / "file").write_text("in the way")
