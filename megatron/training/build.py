@@ -20,6 +20,7 @@ from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
 from megatron.training.initialize import as_settings_problem
 from megatron.training.runtime import Runtime, get_runtime
@@ -43,6 +44,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
         with runtime.device.torch_device:  # where a module that is told nothing makes its tensors
             chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
+        place_plain_parameters(chunk, runtime.config.transformer.params_dtype, mesh.sequence_parallel)
         if problems := model_problems(chunk, in_pipeline=last_stage > 0):
             raise ConfigError(problems)
         made[stage] = chunk
@@ -80,6 +82,22 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
     ]
 
 
+def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bool) -> None:
+    """Take in the parameters of torch's own layers that are the same in any layout: those filled with one value, as a norm's.
+
+    Every tensor-parallel rank holds them whole. Under sequence parallelism it has to be said whether the layer stands where the
+    sequence is divided: parameter.sequence_parallel = True or False, as in Megatron. What was drawn at random depends on what
+    was drawn before it, and so on the layout: it stays without a placement.
+    """
+    for p in chunk.parameters() if isinstance(chunk, nn.Module) else ():
+        said = getattr(p, "sequence_parallel", None if sequence_parallel else False)
+        if hasattr(p, "placement") or said is None or not p.numel() or bool((p != p.view(-1)[0]).any()):
+            continue
+        value, parts = Constant(p.view(-1)[0].item()), ("tp",) if said else ()
+        p.data = p.data.to(dtype)
+        p.placement = Placement(tuple(p.shape), value, replicated_over=("tp",), partial_grad=parts)
+
+
 def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
     """Why what a model_provider returned cannot be trained."""
     if not isinstance(chunk, nn.Module):
@@ -91,7 +109,9 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
         problems.append(
             f"parameters without a placement: {', '.join(lost)}. Nothing says which ranks hold what of them: build the model from "
             "megatron.core.tensor_parallel's layers, or set parameter.placement = Placement(shape, init, "
-            'replicated_over=("tp",)) where each is created'
+            'replicated_over=("tp",)) where each is created. Of torch\'s own layers those without random values, such as LayerNorm, may '
+            "stay as they are; under --sequence-parallel they need parameter.sequence_parallel = True, or False where every rank has "
+            "the whole sequence"
         )
     if in_pipeline and not hasattr(chunk, "set_input_tensor"):
         problems.append(

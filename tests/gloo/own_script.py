@@ -19,7 +19,6 @@ from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.tensor_parallel.classic import tensor_parallel_of
-from megatron.core.transformer.norm import make_norm
 from megatron.core.utils import init_method_normal
 from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
@@ -32,9 +31,7 @@ class Mixer(nn.Module):
     def __init__(self, config, power: int):
         super().__init__()
         init, self.power = init_method_normal(config.init_method_std), power
-        self.norm = make_norm(
-            config.normalization, config.hidden_size, config.layernorm_epsilon, tensor_parallel_of(config)
-        )
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.up = tensor_parallel.ColumnParallelLinear(
             config.hidden_size,
             config.ffn_size,
