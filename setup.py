@@ -17,7 +17,6 @@ EXTRAS = {
         "hypothesis",  # inputs that nobody thought of, for the tests of properties
     ],
     "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
-    "fast": ["regex"],  # tools/preprocess_data.py about twice as fast with GPT-2's kind of tokenizer
     "sentencepiece": ["sentencepiece"],  # SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer
     "zstd": ["zstandard"],  # tools/preprocess_data.py --input corpus.jsonl.zst
     "parquet": ["pyarrow"],  # tools/preprocess_data.py --input corpus.parquet

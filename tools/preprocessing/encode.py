@@ -1,7 +1,7 @@
 """JSON lines to tokens: what each line says, and which lines are bad."""
 
 import codecs
-import itertools
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.core.datasets.indexed import token_dtype
-from megatron.core.tokenizers import Tokenizer, tokenize_batch
+from megatron.core.tokenizers import Tokenizer, tokenize_packed
 from tools.preprocessing.sources import Chunk
 
+_PACKED = np.dtype(np.int32)  # of `tokenize_packed`
 SHOWN = 20  # bad lines that are reported one by one
 
 
@@ -61,8 +62,8 @@ class Encoder:
         result.columns = {key: _join(columns) for key, columns in arrays.items()}
         return result
 
-    def _documents(self, chunk: Chunk, result: Encoded) -> list[list[list[list[int]]]]:
-        """[line][key][sequence][token] of the good lines; the others are noted in `result`."""
+    def _documents(self, chunk: Chunk, result: Encoded) -> list[list[list[bytes]]]:
+        """[line][key][sequence] of the good lines, packed tokens; the others are noted in `result`."""
         rows: list[tuple[int, list[list[str]]]] = []
         for number, line in enumerate(chunk.text.split(b"\n"), chunk.first):
             if line and not line.isspace():
@@ -85,25 +86,28 @@ class Encoder:
     def _split(self, texts: list[str]) -> list[str]:
         return texts if self.split is None else [part for text in texts for part in self.split(text)]
 
-    def _tokenize(self, rows: list[list[list[str]]]) -> list[list[list[list[int]]]]:
-        """All texts in one call: [line][key][text] to [line][key][sequence][token]."""
-        ids = iter(tokenize_batch(self.tokenizer, [text for row in rows for texts in row for text in texts]))
-        return [[self._document([next(ids) for _ in texts]) for texts in row] for row in rows]
+    def _tokenize(self, rows: list[list[list[str]]]) -> list[list[list[bytes]]]:
+        """All texts in one call: [line][key][text] to [line][key][sequence]."""
+        packed = iter(tokenize_packed(self.tokenizer, [text for row in rows for texts in row for text in texts]))
+        return [[self._document([next(packed) for _ in texts]) for texts in row] for row in rows]
 
-    def _document(self, sequences: list[list[int]]) -> list[list[int]]:
+    def _document(self, sequences: list[bytes]) -> list[bytes]:
         """The sequences of a document: those without tokens dropped, the last one ending in eod."""
         sequences = [sequence for sequence in sequences if sequence]
         if self.append_eod and sequences:
-            sequences[-1] = [*sequences[-1], self.tokenizer.eod]
+            sequences[-1] += self._eod
         return sequences
 
-    def _column(self, documents: list[list[list[int]]]) -> Column:
-        sequences = list(itertools.chain.from_iterable(documents))
-        lengths = np.array([len(sequence) for sequence in sequences], "<i4")
-        counts = np.array([len(document) for document in documents], "<i8")
+    @functools.cached_property
+    def _eod(self) -> bytes:
+        return np.array([self.tokenizer.eod], _PACKED).tobytes()
+
+    def _column(self, documents: list[list[bytes]]) -> Column:
+        sequences = [sequence for document in documents for sequence in document]
+        lengths = (np.array(list(map(len, sequences)), np.int64) // _PACKED.itemsize).astype("<i4")
+        counts = np.array(list(map(len, documents)), "<i8")
         dtype = np.dtype(token_dtype(self.tokenizer.vocab_size)).newbyteorder("<")
-        total = int(lengths.sum(dtype=np.int64))
-        return Column(np.fromiter(itertools.chain.from_iterable(sequences), dtype, total), lengths, counts)
+        return Column(np.frombuffer(b"".join(sequences), _PACKED).astype(dtype), lengths, counts)
 
 
 def _join(columns: list[Column]) -> Column:
@@ -141,7 +145,7 @@ def line_texts(line: bytes, keys: list[str]) -> list[list[str]]:
 def _whole_characters(text: str) -> str:
     """`text`, if it can be written as UTF-8: JSON may spell half of a surrogate pair."""
     try:
-        text.encode("utf-8")
+        text.isascii() or text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"half a surrogate pair at character {error.start}") from None
     return text

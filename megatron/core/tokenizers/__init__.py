@@ -12,6 +12,6 @@ __getattr__, __dir__ = lazy_names(
         "Tokenizer": "tokenizers",
         "NullTokenizer": "tokenizers",
         "build_tokenizer": "tokenizers",
-        "tokenize_batch": "tokenizers",
+        "tokenize_packed": "tokenizers",
     },
 )

@@ -7,13 +7,12 @@ TikToken files: "[SEP]" or "<|endoftext|>" in a document is read as the characte
 import base64
 import binascii
 import functools
-import itertools
 import json
 import os
-import re
 from typing import Any
 
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.word_memory import GPT2_PATTERN, WordMemory, packed
 
 # The names under which published tokenizers keep these tokens, in the order in which they are looked for.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -27,84 +26,6 @@ TIK_PATTERNS = {
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-
-
-# How byte-level BPE cuts text into words: GPT-2's own pattern.
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-_REMEMBERED_WORDS = 200_000  # 40 MB or so
-_LONGEST_TEXT = 1 << 20  # characters; the words of a longer text would take much memory at once
-_CLASSES = ("L", "N", "M", "Lu", "Ll", "Lt", "Lm", "Lo")  # of letters, that patterns name
-
-
-class WordMemory:
-    """Ids of texts whose tokens never cross the words of `pattern`: each word is encoded once and looked up from then on.
-
-    About twice as fast as the library, since most words of a text have been seen. A text is left to the library
-    if it is very long, has one of the strings `never`, or a character that the two know from different Unicode versions.
-    """
-
-    def __init__(self, tokenizer: Any, regex: Any, pattern: str, never: list[str]):
-        self._tokenizer = tokenizer
-        self._words = regex.compile(pattern).findall
-        self._never = never
-        self._unsure = re.compile(f"[{unsure_characters(regex, pattern)}\\U00020000-\\U0010ffff]").search
-        self._ids = _Ids(tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        plain = text.isascii() or not self._unsure(text)
-        if not plain or len(text) > _LONGEST_TEXT or any(string in text for string in self._never):
-            return self._tokenizer.encode(text).ids
-        if len(self._ids) > _REMEMBERED_WORDS:
-            self._ids.clear()
-        return list(itertools.chain.from_iterable(map(self._ids.__getitem__, self._words(text))))
-
-
-class _Ids(dict):
-    """Word -> ids, asked of the library at the first use."""
-
-    def __init__(self, tokenizer: Any):
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, word: str) -> list[int]:
-        ids = self[word] = self._tokenizer.encode(word).ids
-        return ids
-
-
-@functools.cache
-def unsure_characters(regex: Any, pattern: str) -> str:
-    """The characters below U+20000 that `regex` and the library put into different classes, of those in `pattern`.
-
-    New letters are assigned every year, and each package has the table of some year. Takes 0.1 s for each class.
-    """
-    library = _library()
-    blocks = (
-        (0, 0x3400),
-        (0x4DC0, 0x4E00),
-        (0x9FF0, 0xAC00),
-        (0xD7A4, 0xD800),
-        (0xF900, 0x20000),
-    )  # others are uniform
-    characters = "".join(chr(c) for first, past in blocks for c in range(first, past))
-    unsure: set[str] = set()
-    for name in (r"\s", *(rf"\p{{{name}}}" for name in _CLASSES)):
-        if name in pattern:
-            cut = library.pre_tokenizers.Split(library.Regex(f"{name}+"), "removed")
-            theirs = set().union(*(part for part, _ in cut.pre_tokenize_str(characters)))
-            unsure |= theirs ^ set(regex.sub(f"{name}+", "", characters))
-    return character_ranges(sorted(unsure))
-
-
-def character_ranges(characters: list[str]) -> str:
-    """What stands for sorted `characters` between the brackets of a pattern; single ones would be looked at one by one."""
-    ranges: list[list[int]] = []
-    for code in map(ord, characters):
-        if ranges and code == ranges[-1][1] + 1:
-            ranges[-1][1] = code
-        else:
-            ranges.append([code, code])
-    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
 
 
 class LibraryTokenizer:
@@ -129,7 +50,7 @@ class LibraryTokenizer:
         self.pad = pad
         self._special = special or {}
         self._tokenizer = tokenizer
-        self._words, self._never = words, never
+        self._memory = None if words is None else WordMemory(tokenizer, words, never)
         self.vocab_size = max(self.vocab.values()) + 1  # ids may have gaps
 
     @functools.cached_property
@@ -146,20 +67,11 @@ class LibraryTokenizer:
         """Ids of `text`; with those that the tokenizer's own template adds, such as a first `<s>`."""
         return self._tokenizer.encode(text).ids
 
-    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+    def tokenize_packed(self, texts: list[str]) -> list[bytes]:
         """`tokenize` of each text, faster: no positions within the text are noted, and words may be remembered."""
         if self._memory is not None:
-            return [self._memory.encode(text) for text in texts]
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
-
-    @functools.cached_property
-    def _memory(self) -> WordMemory | None:
-        """None without the package `regex`, which can tell letters from digits in any script; only the speed differs."""
-        try:
-            import regex
-        except ImportError:
-            return None
-        return None if self._words is None else WordMemory(self._tokenizer, regex, self._words, self._never)
+            return list(map(self._memory.encode, texts))
+        return [packed(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def detokenize(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens included."""

@@ -1,0 +1,148 @@
+"""Byte-level BPE at several times the library's speed: a text is cut into words, and a word's ids are computed once.
+
+    text      "The cat, the cat"
+    words     The| cat|,| the| cat            cut by the pattern of the tokenizer; no token crosses a word
+    memory    {"The": ids, " cat": ids, ...}  as bytes, so that the ids of a text are the ids of its words joined
+
+The words are cut by Python's own `re`. It knows no classes of characters such as \\p{L}, so they are written out, with
+the characters that the library itself puts into them: the two cannot disagree about a letter that was assigned last year.
+"""
+
+import array
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# How byte-level BPE cuts text into words: GPT-2's own pattern.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+_REMEMBERED_WORDS = 200_000  # 40 MB or so
+_LONGEST_REMEMBERED = 64  # characters
+_LEARNED = 10_000  # words; a memory that holds fewer learns from every text
+_SAMPLE = 16  # words at the beginning of a text that say whether it is made of known ones
+_LONGEST_TEXT = 1 << 20  # characters; of a longer text the words are found one by one, in constant memory
+
+_ASCII, _FIRST_PLANE, _TWO_PLANES = 0x80, 0x10000, 0x20000  # past the last character of a pattern
+# Blocks of characters that differ from each other in no class that a pattern names; the first stands for all.
+_UNIFORM = ((0x3400, 0x4DC0), (0x4E00, 0x9FF0), (0xAC00, 0xD7A4))
+_NAMED = re.compile(r"\\p\{\w+\}|\\s")
+_CLASS = re.compile(rf"\[(?:{_NAMED.pattern}|\\.|[^\]])*\]|{_NAMED.pattern}|\\S")  # in brackets, or by itself
+
+
+def packed(ids: list[int]) -> bytes:
+    """`ids` end to end as int32 of this machine, which `numpy.frombuffer` reads."""
+    return array.array("i", ids).tobytes()
+
+
+class WordMemory:
+    """Ids of texts whose tokens never cross the words of `pattern`, packed. tokenizer: of the `tokenizers` library.
+
+    A text is left to the library if it has one of the strings `never`, a rare character past U+20000, or many new words.
+    """
+
+    def __init__(self, tokenizer: Any, pattern: str, never: Iterable[str] = ()):
+        self._tokenizer, self._pattern, self._never = tokenizer, pattern, list(never)
+        self._ids, self._new_texts = _Ids(tokenizer), 0
+        self._words = functools.cache(lambda past: re.compile(spelled_out(self._pattern, past)))
+        self._beyond_first_plane = re.compile(r"[\U00010000-\U0010ffff]").search
+        self._beyond_two_planes = re.compile(r"[\U00020000-\U0010ffff]").search
+
+    def encode(self, text: str) -> bytes:
+        cut = self._cutter(text)
+        if cut is None or (self._never and any(string in text for string in self._never)):
+            return self._ask_library(text)
+        words = cut(text)
+        if len(text) <= _LONGEST_TEXT and self._has_many_new(words[:_SAMPLE]):
+            return self._ask_library(text)
+        if len(self._ids) > _REMEMBERED_WORDS:
+            self._ids.clear()
+        return b"".join(map(self._ids.__getitem__, words))
+
+    def _ask_library(self, text: str) -> bytes:
+        return packed(self._tokenizer.encode_batch_fast([text])[0].ids)
+
+    def _has_many_new(self, words: list[str]) -> bool:
+        """Whether to leave a text that begins with `words` to the library, as over a quarter are new: in a script without
+        spaces words hardly come again. Of four such texts one is learned from, in case it is the first of its language."""
+        if len(self._ids) < _LEARNED or 4 * sum(map(self._ids.__contains__, words)) >= 3 * len(words):
+            return False
+        self._new_texts += 1
+        return self._new_texts % 4 != 0
+
+    def _cutter(self, text: str) -> Callable[[str], Iterable[str]] | None:
+        """The fastest way to cut `text` into words: the fewer characters a pattern knows, the faster it is."""
+        if text.isascii():
+            pattern = self._words(_ASCII)
+        elif not self._beyond_first_plane(text):
+            pattern = self._words(_FIRST_PLANE)
+        elif not self._beyond_two_planes(text):
+            pattern = self._words(_TWO_PLANES)
+        else:
+            return None
+        if len(text) <= _LONGEST_TEXT:
+            return pattern.findall
+        return lambda text: (match.group() for match in pattern.finditer(text))
+
+
+class _Ids(dict):
+    """Word -> packed ids, asked of the library at the first use."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, word: str) -> bytes:
+        ids = packed(self._tokenizer.encode(word).ids)
+        if len(word) <= _LONGEST_REMEMBERED:
+            self[word] = ids
+        return ids
+
+
+def spelled_out(pattern: str, past: int) -> str:
+    """`pattern` for Python's `re` and texts of characters below `past`: without \\p{..}, \\s and \\S."""
+
+    def spell(match: re.Match) -> str:
+        part = match.group()
+        if part == r"\S":
+            part = r"[^\s]"
+        inside = _NAMED.sub(lambda named: _members(named.group(), past), part)
+        return inside if part.startswith("[") else f"[{inside}]"
+
+    return _CLASS.sub(spell, pattern)
+
+
+@functools.cache
+def _members(name: str, past: int) -> str:
+    """What stands between brackets for the class `name`, by the library's own table: its characters below `past`."""
+    return character_ranges(_ranges_of(name, min(past, _FIRST_PLANE)) + _ranges_of(name, past, _FIRST_PLANE))
+
+
+@functools.cache
+def _ranges_of(name: str, past: int, first: int = 0) -> list[tuple[int, int]]:
+    """(first, last) of each run of characters of the class from `first` up to `past`. 0.1 s for a plane."""
+    from tokenizers import Regex, pre_tokenizers
+
+    blocks = {start: stop for start, stop in ((0xD800, 0xE000), *_UNIFORM)}
+    codes, code = [], first
+    while code < past:
+        if code != 0xD800:  # surrogates are no characters
+            codes.append(code)
+        code = blocks.get(code, code + 1)
+    cut = pre_tokenizers.Split(Regex(f"{name}+"), "removed")
+    others = set().union(*(part for part, _ in cut.pre_tokenize_str("".join(map(chr, codes)))))
+    ranges: list[tuple[int, int]] = []
+    for code in codes:
+        if chr(code) in others:
+            continue
+        last = dict(_UNIFORM).get(code, code + 1) - 1
+        if ranges and code == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], last)
+        else:
+            ranges.append((code, last))
+    return ranges
+
+
+def character_ranges(ranges: list[tuple[int, int]]) -> str:
+    """`ranges` (first, last) as they stand between the brackets of a pattern."""
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
