@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config import ConfigError
-from megatron.core.datasets import DataConfig, IndexedDatasetWriter, build_gpt_datasets
+from megatron.core.datasets import DataConfig, IndexedDatasetWriter, blend, build_gpt_datasets
 from megatron.core.datasets.blend import (
     Blend,
     BlendedDataset,
@@ -43,6 +43,23 @@ def test_the_data_set_furthest_behind_gives_the_next_sample(count):
         indices = weighted_indices(shares, 400)
         assert list(zip(*(part.tolist() for part in indices))) == plain_order(shares, 400)
         assert [part.dtype for part in indices] == [np.int16, np.int64]
+
+
+def test_lanes_that_walk_at_once_make_the_choices_of_one(monkeypatch):
+    """Thousands of samples: ties, powers of ten between the weights, lanes that begin wrong, few rivals for many."""
+    dice = random.Random(0)
+    weights = [[dice.random() for _ in range(3)], [2.0, 1.0, 1.0], [1.0, 1e-3, 2e-4], [0.3, 0.3, 0.1, 0.1, 0.1, 0.1]]
+    weights += [[dice.choice([1.0, 0.5, 1e-3, dice.random()]) for _ in range(15)]]
+    walks = []
+    walk = blend._walk
+    monkeypatch.setattr(blend, "_walk", lambda *arguments: walks.append(arguments) or walk(*arguments))
+    monkeypatch.setattr(blend, "_RIVALS", 8)
+    monkeypatch.setattr(blend, "_BLOCK", 7)
+    for some in weights:
+        shares, size = normalized(some), 100 * len(some)
+        indices = weighted_indices(shares, size)
+        assert list(zip(*(part.tolist() for part in indices))) == plain_order(shares, size)
+    assert len(walks) > 2 * len(weights), "else no lane began wrong"
 
 
 def test_an_exhaustive_blend_takes_every_sample_once():

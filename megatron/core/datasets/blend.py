@@ -17,7 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_DATASETS = np.iinfo(np.int16).max - 1
-_FEW = 12  # data sets up to which a loop in Python is faster than numpy over all of them
+
+# Of `weighted_indices`, all only for speed:
+_LANES = 1 << 12  # at most so many, and
+_LANE_ELEMENTS = 1 << 13  # numbers at a time, which stay in cache
+_WARM_UP = 4  # rows per data set that a lane walks before its first
+_RIVALS = 128  # data sets that a block of rows is first tried with
+_BLOCK = 64  # rows
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,115 @@ class BlendIndices(NamedTuple):
 
 
 def weighted_indices(shares: list[float], size: int) -> BlendIndices:
-    """The next sample always from the data set that is furthest behind its share; of several, the first."""
-    choose = _choose_of_few if len(shares) <= _FEW else _choose_of_many
-    return _numbered(choose(shares, size), len(shares))
+    """The next sample always from the data set that is furthest behind its share; of several, the first.
+
+    Every choice depends on the one before. Yet after a wrong start the choices soon are the right ones, since what was
+    taken too early is not taken again. So many lanes, each a range of rows, walk at once, one row of each at a time:
+
+        lane 0      0------>           from the true counts, all 0
+        lane 1          ..------>      from counts that are guessed, so many rows before its first
+        lane 2                ..----->
+
+    A lane is right if it began with the counts with which the lane before it ended, and that one is right. One that did not
+    begin so walks again, from there. Thus every choice is made by the rule, in the same float64 steps.
+    """
+    if len(set(shares)) == 1:  # in turn; the walk below would tell a thousand ties apart at every row
+        return BlendIndices((np.arange(size) % len(shares)).astype(np.int16), np.arange(size) // len(shares))
+    weights, few = np.array(shares), min(len(shares), _RIVALS)
+    lanes = max(1, min(_LANES, _LANE_ELEMENTS // few, size // (2 * _WARM_UP * len(shares))))
+    rows = -(-size // lanes)
+    firsts = np.arange(lanes) * rows
+    begins = np.zeros((lanes, len(shares)))
+    if lanes > 1:
+        warm_up = _WARM_UP * len(shares)
+        begins[1:] = _guessed_counts(weights, firsts[1:] - warm_up)
+        _walk(weights, begins[1:], firsts[1:] - warm_up, warm_up)
+    ends = begins.copy()
+    chosen, numbers = _walk(weights, ends, firsts, rows)
+    while (wrong := 1 + np.flatnonzero((begins[1:] != ends[:-1]).any(axis=1))).size:
+        begins[wrong] = counts = ends[wrong - 1]
+        chosen[:, wrong], numbers[:, wrong] = _walk(weights, counts, firsts[wrong], rows)
+        ends[wrong] = counts
+    return BlendIndices(chosen.T.reshape(-1)[:size], numbers.T.reshape(-1)[:size])
+
+
+def _guessed_counts(weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """About the samples of each data set before each of `rows`: its share, rounded so that the sum is right. [lanes, sets]"""
+    exact = weights * rows[:, None]
+    counts = np.floor(exact)
+    ranks = np.argsort(np.argsort(counts - exact, axis=1), axis=1)
+    return counts + (ranks < (rows - counts.sum(axis=1))[:, None])
+
+
+def _walk(weights: np.ndarray, counts: np.ndarray, firsts: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The choices of `rows` rows of each lane, and their numbers, [rows, lanes]; lane l goes from row firsts[l] on.
+
+    counts: [lanes, data sets], the samples so far; those of the walk are added to it.
+    """
+    chosen, numbers = np.empty((rows, len(counts)), np.int16), np.empty((rows, len(counts)), np.int64)
+    few = _RIVALS
+    for done in range(0, rows, _BLOCK):
+        past = min(done + _BLOCK, rows)
+        few = _walk_block(weights, counts, firsts + done, few, chosen[done:past], numbers[done:past])
+    return chosen, numbers
+
+
+def _walk_block(
+    weights: np.ndarray, counts: np.ndarray, firsts: np.ndarray, few: int, chosen: np.ndarray, numbers: np.ndarray
+) -> int:
+    """As `_walk`, for a few rows, into `chosen` and `numbers`, [rows, lanes].
+
+    Only the `few` data sets with the largest errors after the last row are looked at. An error that is not chosen only
+    grows, so they are enough if every choice beats the largest last error of the others. Lanes where one does not walk again
+    with all. The next block's `few` is returned.
+    """
+    if few >= len(weights):
+        _walk_rows(weights, counts, firsts, chosen, numbers)
+        return few
+    last = weights * np.maximum(firsts + len(chosen) - 1, 1)[:, None] - counts
+    order = np.argpartition(last, -few - 1, axis=1)
+    best_other = np.take_along_axis(last, order[:, -few - 1 : -few], axis=1)[:, 0]
+    rivals = np.sort(order[:, -few:], axis=1)  # of equal errors the first is chosen
+    some = np.take_along_axis(counts, rivals, axis=1)
+    least = _walk_rows(weights[rivals], some, firsts, chosen, numbers)
+    chosen[:] = rivals[np.arange(len(counts)), chosen]
+    unsure = np.flatnonzero(least <= best_other)
+    again = counts[unsure]
+    np.put_along_axis(counts, rivals, some, axis=1)
+    if not unsure.size:
+        return few
+    anew = chosen[:, unsure], numbers[:, unsure]
+    _walk_rows(weights, again, firsts[unsure], *anew)
+    counts[unsure] = again
+    chosen[:, unsure], numbers[:, unsure] = anew
+    return 2 * few if 2 * len(unsure) > len(counts) else few
+
+
+def _walk_rows(
+    weights: np.ndarray, counts: np.ndarray, firsts: np.ndarray, chosen: np.ndarray, numbers: np.ndarray
+) -> np.ndarray:
+    """As `_walk_block`, with all data sets. The least error that was chosen in each lane, [lanes].
+
+    weights: [data sets], or [lanes, data sets] where each lane has its own.
+    """
+    weights = np.broadcast_to(weights, counts.shape).copy()  # numpy is twice as fast where nothing is broadcast
+    samples, errors, least = np.empty(counts.shape), np.empty(counts.shape), np.full(len(counts), np.inf)
+    starts = np.arange(len(counts)) * counts.shape[1]
+    flat_counts, flat_errors = counts.reshape(-1), errors.reshape(-1)
+    for row in range(len(chosen)):
+        if row < 2:
+            samples[:] = np.maximum(firsts + row, 1)[:, None]
+        else:
+            samples += 1
+        np.multiply(weights, samples, out=errors)
+        np.subtract(errors, counts, out=errors)
+        best = errors.argmax(axis=1)
+        chosen[row] = best
+        best += starts
+        np.minimum(least, flat_errors[best], out=least)
+        numbers[row] = before = flat_counts[best]
+        flat_counts[best] = before + 1
+    return least
 
 
 def exhaustive_indices(sizes: list[int]) -> BlendIndices:
@@ -114,33 +226,6 @@ def exhaustive_indices(sizes: list[int]) -> BlendIndices:
         counts[d] += 1
         spent[d] = counts[d] == left[d]
     return _numbered(chosen, len(sizes))
-
-
-def _choose_of_few(shares: list[float], size: int) -> np.ndarray:
-    chosen = np.empty(size, np.int16)
-    rivals = [[d, share, 0] for d, share in enumerate(shares)]  # number, share, samples so far
-    for i in range(size):
-        step = float(max(i, 1))
-        best, most = rivals[0], shares[0] * step - rivals[0][2]
-        for rival in rivals[1:]:
-            error = rival[1] * step - rival[2]
-            if error > most:
-                best, most = rival, error
-        best[2] += 1
-        chosen[i] = best[0]
-    return chosen
-
-
-def _choose_of_many(shares: list[float], size: int) -> np.ndarray:
-    chosen = np.empty(size, np.int16)
-    weights, counts, errors = np.array(shares), np.zeros(len(shares)), np.empty(len(shares))
-    for i in range(size):
-        np.multiply(weights, max(i, 1), out=errors)
-        np.subtract(errors, counts, out=errors)
-        d = errors.argmax()
-        counts[d] += 1.0
-        chosen[i] = d
-    return chosen
 
 
 def _numbered(chosen: np.ndarray, count: int) -> BlendIndices:

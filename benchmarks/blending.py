@@ -1,0 +1,86 @@
+"""Time to choose which data set of a blend gives each sample, here and in megatron-core's compiled helper, in turns.
+
+    MEGATRON_CORE_PATH=FOLDER python benchmarks/blending.py --datasets 5 1000 --samples 10000000
+
+FOLDER: see tests/compat/test_megatron_core.py; without it our own figures are printed alone. The weights are drawn at random. Prints
+microseconds a sample, by the clock and by processor time, as medians of the rounds, and their ratio with the least and
+the largest of a round; and whether both made the same choices.
+"""
+
+import argparse
+import glob
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.datasets.blend import normalized, weighted_indices
+
+
+def compiled_helper() -> Callable[[list[float], int], tuple[np.ndarray, np.ndarray]] | None:
+    """The helper's choices, in the form of ours; None without MEGATRON_CORE_PATH."""
+    if "MEGATRON_CORE_PATH" not in os.environ:
+        return None
+    (path,) = glob.glob(f"{os.environ['MEGATRON_CORE_PATH']}/megatron/core/datasets/helpers_cpp*.so")
+    spec = importlib.util.spec_from_file_location("helpers_cpp", path)
+    helpers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helpers)
+
+    def choose(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+        chosen, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        helpers.build_blending_indices(chosen, numbers, np.array(shares), len(shares), size, False)
+        return chosen, numbers
+
+    return choose
+
+
+def timed(
+    choose: Callable, shares: list[float], size: int
+) -> tuple[tuple[float, float], tuple[np.ndarray, np.ndarray]]:
+    """((elapsed, processor) microseconds a sample, the choices)."""
+    started, before = time.perf_counter(), time.process_time()
+    result = choose(shares, size)
+    return tuple(1e6 * s / size for s in (time.perf_counter() - started, time.process_time() - before)), result
+
+
+def compare(count: int, size: int, rounds: int) -> None:
+    shares = normalized(np.random.RandomState(count).rand(count).tolist())
+    contenders = {"ours": weighted_indices} | ({"helper": helper} if (helper := compiled_helper()) else {})
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        choices = []
+        for name, choose in contenders.items():
+            seconds, result = timed(choose, shares, size)
+            spent[name].append(seconds)
+            choices.append(result)
+        if not all(np.array_equal(a, b) for a, b in zip(choices[0], choices[-1])):
+            sys.exit(f"{count} data sets: the choices differ")
+    print(f"{count} data sets, {size:,} samples, {rounds} rounds")
+    for kind, label in enumerate(("by the clock", "by processor time")):
+        medians = {name: statistics.median(times[kind] for times in found) for name, found in spent.items()}
+        line = ", ".join(f"{name} {median:.3f} us a sample" for name, median in medians.items())
+        if "helper" in spent:
+            ratios = [a[kind] / b[kind] for a, b in zip(spent["ours"], spent["helper"])]
+            line += f"; ours / helper {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        print(f"  {label}: {line}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--datasets", type=int, nargs="+", default=[5, 1000], help="how many are blended")
+    parser.add_argument("--samples", type=int, default=10_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    for count in options.datasets:
+        compare(count, options.samples, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
