@@ -141,8 +141,9 @@ def samples_in(tokens: int, request: IndexRequest) -> int:
 
 def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.random.RandomState) -> np.ndarray:
     """`epochs` copies of `ids`, shuffled together, the last copy apart if `separate`. [epochs * len(ids)] int32."""
-    documents = np.tile(ids.astype(np.int32, copy=False), epochs)
-    return _shuffled_in_parts(documents, (epochs - 1) * len(ids) if separate else len(documents), rng)
+    documents = np.empty(epochs * len(ids), np.int64)
+    documents.reshape(epochs, len(ids))[:] = ids
+    return _shuffled_in_parts(documents, (epochs - 1) * len(ids) if separate else len(documents), rng, np.int32)
 
 
 def build_sample_index(
@@ -180,15 +181,24 @@ def build_sample_index(
 def build_shuffle_index(before: int, total: int, rng: np.random.RandomState) -> np.ndarray:
     """The numbers 0..total-1, shuffled below `before` and from `before` on; before == total shuffles them as one."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    return _shuffled_in_parts(np.arange(total, dtype=dtype), before, rng)
+    return _shuffled_in_parts(np.arange(total), before, rng, dtype)
 
 
-def _shuffled_in_parts(array: np.ndarray, before: int, rng: np.random.RandomState) -> np.ndarray:
-    """`array`, shuffled in place: its elements below `before` first, then those from there on."""
+def _shuffled_in_parts(array: np.ndarray, before: int, rng: np.random.RandomState, dtype: type) -> np.ndarray:
+    """`array` (int64) shuffled, its elements below `before` first, then those from there on; as `dtype`, in its memory.
+
+    Numpy takes a quarter less time to swap numbers of 8 bytes than of 4, and swaps the same ones.
+    """
     rng.shuffle(array[:before])
     if before < len(array):
         rng.shuffle(array[before:])
-    return array
+    count, size = len(array), np.dtype(dtype).itemsize
+    if size < array.itemsize:
+        for first in range(0, count, _AT_ONCE):
+            some = array[first : first + _AT_ONCE].astype(dtype)
+            array.view(dtype)[first : first + len(some)] = some
+        array.resize(-(-count * size // array.itemsize), refcheck=False)  # the rest goes back to the system
+    return array.view(dtype)[:count]
 
 
 def split_tokens(lengths: np.ndarray, request: IndexRequest) -> int:
@@ -225,9 +235,10 @@ def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
     total = samples_in(epochs * tokens, request)
     rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
     documents = build_document_index(np.arange(*request.ids_range, dtype=np.int32), epochs, separate, rng)
-    samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
     before = samples_before_final_epoch(tokens, epochs, request) if separate else total
-    return Indices(documents, samples, build_shuffle_index(before, total, rng))
+    order = build_shuffle_index(before, total, rng)
+    samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
+    return Indices(documents, samples, order)
 
 
 def _epoch_stable_indices(lengths: np.ndarray, request: IndexRequest, tokens: int, epochs: int) -> Indices:
