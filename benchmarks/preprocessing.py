@@ -6,14 +6,16 @@ Three contenders turn the same JSON lines into GPT-2 tokens, in turns, `--rounds
 
     ours        tools/preprocess_data.py with --workers N, from its start to the finished files
     library     `encode_batch` of the package tokenizers in a loop, with N threads, texts already in memory, ids thrown away
-    loop        transformers' GPT-2 tokenizer called for one document after the other, ids kept
+    loop        transformers' GPT2Tokenizer called for one document after the other, ids kept
 
-Prints MB of text a second of each round, the medians, and two ratios: ours / library, ours / loop; then the same by
-seconds of CPU time, which tell more on a machine that has other work, but do not credit `ours` with its workers. Without
-transformers the loop is left out.
+Prints MB of text a second of each round, the medians, and two ratios with the least and the largest of a round: ours / library,
+ours / loop; then the same by seconds of CPU time, which tell more on a machine that has other work, but do not credit `ours`
+with its workers. Since version 5 transformers has one GPT2Tokenizer, also under the name GPT2TokenizerFast, which runs on the
+package tokenizers; versions before had a slower one in Python. The version is printed; without transformers the loop is left out.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -96,8 +98,11 @@ def main() -> None:
             LIBRARY, options, TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(options.workers)
         ),
     }
+    print(f"tokenizers {importlib.metadata.version('tokenizers')}", end="")
     if importlib.util.find_spec("transformers"):
+        print(f", transformers {importlib.metadata.version('transformers')}", end="")
         contenders["loop"] = lambda: seconds_of(LOOP, options)
+    print(flush=True)
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(options.rounds):
         for name, run in contenders.items():
@@ -108,7 +113,8 @@ def main() -> None:
         medians = {name: statistics.median(rate[kind] for rate in found) for name, found in rates.items()}
         print(f"medians, {unit}: " + ", ".join(f"{name} {rate:.2f}" for name, rate in medians.items()))
         for name in list(medians)[1:]:
-            print(f"  ours / {name}: {medians['ours'] / medians[name]:.2f}")
+            ratios = [ours[kind] / theirs[kind] for ours, theirs in zip(rates["ours"], rates[name])]
+            print(f"  ours / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
 
 
 if __name__ == "__main__":
