@@ -182,9 +182,10 @@ def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
     def blocks() -> Iterator[bytes]:
         nonlocal rows
         try:
-            for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=keys):
-                rows += batch.num_rows
-                yield b"".join(json.dumps(row, default=_unreadable).encode() + b"\n" for row in batch.to_pylist())
+            for group in range(table.num_row_groups):  # all at once, pyarrow keeps something of each
+                for batch in table.iter_batches(_PARQUET_ROWS, [group], keys):
+                    rows += batch.num_rows
+                    yield b"".join(json.dumps(row, default=_unreadable).encode() + b"\n" for row in batch.to_pylist())
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is damaged near row {rows + 1}: {error}; copy it again") from None
 
