@@ -34,6 +34,8 @@ PURE = [
     "megatron.core.batch_size",
     "megatron.core.launch",
     "megatron.core.distributed.plan",
+    "megatron.core.distributed.traffic",
+    "megatron.core.distributed.uses",
     "megatron.core.optimizer.lr_schedule",
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.param_groups",

@@ -53,6 +53,7 @@ class Layout:
     scatter: bool = True
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     delayed: bool = False
+    poison: bool = True  # NaN where memory would be released
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}"]
@@ -151,7 +152,8 @@ def build_chunks(
             tp=tp, keys=keys, ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,
         )  # fmt: skip
         initialize_parameters(model, SEED, mesh)
-        chunks[stage] = DistributedDataParallel(model, mesh, layout.data_parallel)
+        poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
+        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store)
     return chunks, keys, store
 
 
@@ -216,7 +218,7 @@ def my_pieces(
     shards: in which attribute of a buffer a rank has its part of the values, for buffers where it has no more.
     """
     held = {
-        slot.name: (slot, getattr(buffer, attribute))
+        slot.name: (slot, getattr(buffer, attribute), buffer.replica_axis)
         for attribute, buffers in (shards or {}).items()
         for buffer in buffers
         if buffer.stage
@@ -230,9 +232,9 @@ def my_pieces(
             if mesh["dp"].is_first:
                 result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
             continue
-        slot, shard = held[name]
+        slot, shard, replicas = held[name]
         is_whole = shard.held == [(0, shard.held[-1][1])]  # in fixed order, every rank has all sums
-        speaks = mesh["dp"].is_first if is_whole else mesh["dp_outer"].is_first
+        speaks = mesh["dp"].is_first if is_whole else replicas.is_first
         for start, stop in overlaps(shard.held, slot.start, slot.stop) if speaks else ():
             values, run = shard.at(start, stop), (start - slot.start, stop - slot.start)
             for box, ((first, last),) in pieces_of_run(owned, run, shape):

@@ -1,7 +1,7 @@
 """How a gradient is handed over: where it is added, and that it was.
 
 `DistributedDataParallel` sets on each parameter that it trains: `main_grad`, a view of a gradient buffer; `grad_written()`, to be
-called once for each gradient that was added; and, where the buffer's memory comes and goes (ZeRO stages 2 and 3), `open_grad()`. A
+called once for each gradient that was added; `grad_put_off()`, for each that will be; and, where the buffer's memory comes and goes (ZeRO stages 2 and 3), `open_grad()`. A
 model says in `uses` of a parameter how many gradients one backward adds, where that is not one (a tied word table: two). A layer that adds gradients itself, instead of leaving them to autograd, goes through these two functions.
 """
 
@@ -13,6 +13,12 @@ def open_main_grad(parameter: nn.Parameter | Tensor) -> Tensor | None:
     if (open_grad := getattr(parameter, "open_grad", None)) is not None:
         open_grad()
     return getattr(parameter, "main_grad", None)
+
+
+def grad_was_put_off(parameter: nn.Parameter | Tensor) -> None:
+    """Say that the backward no longer needs the parameter's values, and that the gradient of one use comes later."""
+    if (put_off := getattr(parameter, "grad_put_off", None)) is not None:
+        put_off()
 
 
 def grad_was_added(parameter: nn.Parameter | Tensor) -> None:

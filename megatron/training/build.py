@@ -52,7 +52,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         raise ConfigError(problems)
     for stage, chunk in made.items():
         initialize_parameters(chunk, runtime.config.training.seed, mesh)
-        chunks[stage] = DistributedDataParallel(chunk, mesh, runtime.config.data_parallel)
+        chunks[stage] = DistributedDataParallel(chunk, mesh, runtime.config.data_parallel, runtime.weight_grads)
     return chunks
 
 

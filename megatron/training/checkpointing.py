@@ -62,8 +62,9 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
     """This rank's part of the optimizer's state, by its name in the checkpoint."""
     parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
     kept = optimizer.kept_of()
+    divided = {name for buffer in optimizer.buffers if buffer.outer_axis.size > 1 for name in buffer.parameters}
     return {
-        f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh)
+        f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh, is_copied=name not in divided)
         if name in kept
         else _local(parameters[name], tensor, mesh)
         for kind, tensors in optimizer.tensors().items()
@@ -79,11 +80,14 @@ def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
     return LocalTensor(tensor, placement.shape, owned, speaks, copies)
 
 
-def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh) -> LocalTensor:
-    """The same of a parameter in shards over dp_inner, of which `values` are the elements `kept`."""
-    whole = _local(parameter, parameter.data, mesh)
+def _run(
+    parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh, *, is_copied: bool = True
+) -> LocalTensor:
+    """The same of a parameter in shards over dp_inner, of which `values` are the elements `kept`. is_copied: whether the ranks of
+    dp_outer hold the same ones."""
+    whole = _local(parameter, parameter, mesh)
     owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
-    others = [name for name in parameter.placement.reduce_over if name != "dp_inner"]
+    others = [name for name in parameter.placement.reduce_over if name != "dp_inner" and is_copied]
     speaks = bool(owned) and all(mesh[name].is_first for name in others)
     return LocalTensor(values, whole.shape, list(owned), speaks, copies)
 

@@ -21,6 +21,7 @@ from torch import nn
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.datasets.batches import loader
+from megatron.core.distributed.traffic import traffic_line
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule, schedule_in_force
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -419,6 +420,12 @@ class Trainer:
         total = torch.tensor(counts, dtype=torch.int64, device=self.runtime.device.torch_device)
         comm.all_reduce(total, self.mesh["world"])
         print_rank_0(f"model of {int(total.item()):,} parameters; training to iteration {self.train_iters}")
+        chosen, dp = self.config.data_parallel, self.mesh["dp"]
+        if dp.size > 1:
+            flats = [flat for chunk in self.chunks.values() for flat in chunk.flats()]
+            inner, m = self.mesh["dp_inner"].size, self.pipeline.batch.num_microbatches
+            sizes = {"inner": inner, "outer": dp.size // inner, "microbatches": m}
+            print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
         if self.state.iteration:
             print_rank_0(f"going on from iteration {self.state.iteration}")
 

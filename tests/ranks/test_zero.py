@@ -24,9 +24,11 @@ from tiny_run import (
     run,
 )
 
+from megatron.core.comm import bytes_sent
 from megatron.core.config import ConfigError
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.traffic import step_traffic
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.transport import TensorSpec
@@ -45,6 +47,11 @@ SHARDED = {
     "zero3": {"zero_stage": 3},
     "zero2": {"zero_stage": 2},
     "hybrid3": {"zero_stage": 3, "num_distributed_optimizer_instances": 2},
+    "hybrid3-optim": {
+        "zero_stage": 3,
+        "num_distributed_optimizer_instances": 2,
+        "outer_dp_sharding_strategy": "optim",
+    },
     "hybrid2": {"zero_stage": 2, "num_distributed_optimizer_instances": 2},
     "zero1": {"use_distributed_optimizer": True},
     "hybrid": {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
@@ -189,19 +196,21 @@ def test_steps_may_have_other_numbers_of_microbatches(name: str):
 # ---------------------------------------------------------------- what is sent and what is kept
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_step_sends_what_the_formula_says(stage: int, replicas: int):
+@pytest.mark.parametrize(("stage", "replicas", "outer"), [*product((1, 2, 3), (1, 2), ("no_shard",)), (3, 2, "optim")])
+def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: str):
     """Per step of P elements in m microbatches over d ranks in shards, by stage:
 
          1   a reduce-scatter of P gradients, then an all-gather of P / d parameters each
          2   m reduce-scatters of P, then the all-gather
          3   m reduce-scatters of P, and 2 m all-gathers, for each forward and backward
 
-    With replicas an all-reduce of P / d gradients between them, once. `by_unit`: a tied table is fetched by the embedding and the
-     output layer in the forward, and once for both in the backward."""
+    With replicas an all-reduce of P / d gradients between them, once; where state is divided over them, a reduce-scatter of P / d
+    and an all-gather of what each has updated. `by_unit`: a tied table is fetched by the embedding and the output layer in the
+    forward, and once for both in the backward. The bytes that travel are those that `step_traffic` announces."""
     model, d = replace(MODELS["gpt2-tied"], fp64=False, bf16=True), 4 // replicas
-    config = DataParallelConfig(zero_stage=stage, num_distributed_optimizer_instances=replicas)
+    config = DataParallelConfig(
+        zero_stage=stage, num_distributed_optimizer_instances=replicas, outer_dp_sharding_strategy=outer
+    )
 
     def work(mesh: Mesh):
         trainer = Tiny(mesh, model, Layout(dp=4, m=2, data_parallel=config))
@@ -209,11 +218,15 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int):
         with mesh.ledger.record() as calls:
             trainer.step(0)
         table = next(b for b in buffer.plan.buckets if any("word_embeddings" in name for name in b.names))
-        large = [(c.op, c.axis, c.bytes) for c in calls if c.bytes > 8 and c.axis in ("dp_inner", "dp_outer")]
-        return buffer.plan.numel, table.stop - table.start, large
+        large = [c for c in calls if c.bytes > 8 and c.axis in ("dp_inner", "dp_outer")]
+        (flat,) = trainer.chunks[0].flats()
+        announced = step_traffic(
+            flat, stage, inner=d, outer=replicas, microbatches=2, divides_outer=config.divides_over_outer
+        )
+        return buffer.plan.numel, table.stop - table.start, large, announced
 
     m = 2
-    for padded, table, calls in run_ranks({"dp_outer": replicas, "dp_inner": d}, work):
+    for padded, table, calls, announced in run_ranks({"dp_outer": replicas, "dp_inner": d}, work):
         sent = {
             1: {("reduce_scatter", "dp_inner"): padded * 4, ("all_gather", "dp_inner"): padded // d * 2},
             2: {("reduce_scatter", "dp_inner"): padded * 4 * m, ("all_gather", "dp_inner"): padded // d * 2},
@@ -223,23 +236,29 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int):
             },
         }[stage]
         between = {("all_reduce", "dp_outer"): padded // d * 4} if replicas > 1 else {}
-        total = Counter()
-        for op, axis, size in calls:
-            total[op, axis] += size
+        if outer == "optim":
+            between = {("reduce_scatter", "dp_outer"): padded // d * 4, ("all_gather", "dp_outer"): padded // 4 * 2}
+        total, on_the_wire = Counter(), Counter()
+        for call in calls:
+            total[call.op, call.axis] += call.bytes
+            on_the_wire[call.op, call.axis] += bytes_sent(call)
         assert total == sent | between
+        assert on_the_wire == pytest.approx(announced, rel=1e-12)
 
 
-def test_a_rank_keeps_its_share_of_masters_and_moments():
+@pytest.mark.parametrize("config", [{"use_distributed_optimizer": True}, SHARDED["hybrid3-optim"]], ids=["1", "3"])
+def test_a_rank_keeps_its_share_of_masters_and_moments(config: dict):
     model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)
 
     def work(mesh: Mesh):
-        trainer = Tiny(mesh, model, Layout(dp=4, data_parallel=DataParallelConfig(use_distributed_optimizer=True)))
+        trainer = Tiny(mesh, model, Layout(dp=4, data_parallel=DataParallelConfig(**config)))
         kept = [trainer.adam.masters, *trainer.adam.moments.values()]
         return trainer.adam.buffers[0].plan.numel, [
             sum(tensor.numel() for shard in kind for tensor in shard.tensors) for kind in kept
         ]
 
-    for padded, kept in run_ranks({"dp": 4}, work):
+    outer = config.get("num_distributed_optimizer_instances", 1)
+    for padded, kept in run_ranks({"dp_outer": outer, "dp_inner": 4 // outer}, work):
         assert kept == [padded // 4] * 3
 
 
@@ -278,6 +297,7 @@ LATE = DataParallelConfig(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=BUCKET
 )
 ALL = replace(LATE, use_distributed_optimizer=False, zero_stage=3)
+DIVIDED = replace(ALL, num_distributed_optimizer_instances=2, outer_dp_sharding_strategy="optim")
 SAVED, LOADED = (
     [
         Layout(dp=4, data_parallel=ZERO),
@@ -294,6 +314,13 @@ SAVED, LOADED = (
         pytest.param(source, target, id=f"{source} to {target}", marks=[pytest.mark.full] * ((i + j) % 4 > 0))
         for i, source in enumerate(SAVED)
         for j, target in enumerate(LOADED)
+    ]
+    + [
+        pytest.param(*pair, id=f"{name} shards divided between groups", marks=[pytest.mark.full] * (name == "from"))
+        for name, pair in {
+            "from": (Layout(dp=4, tp=2, data_parallel=DIVIDED), LOADED[2]),
+            "to": (SAVED[0], Layout(dp=4, data_parallel=DIVIDED)),
+        }.items()
     ],
 )
 def test_shards_load_into_any_layout(source: Layout, target: Layout, tmp_path):
@@ -353,6 +380,11 @@ def sizes_of(layout: Layout) -> dict[str, int]:
         ),
         ({"num_distributed_optimizer_instances": 2}, "give --use-distributed-optimizer too"),
         ({"num_distributed_optimizer_instances": 0}, "must be at least 1"),
+        (
+            {"zero_stage": 2, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
+            "give --zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too",
+        ),
+        ({"zero_stage": 3, "outer_dp_sharding_strategy": "optim"}, "instances of 2 or more too"),
         ({"overlap_param_gather": True}, "--overlap-param-gather is about sharded optimizer state; give"),
     ],
 )

@@ -1,6 +1,7 @@
 """A bucket: the part of a buffer whose gradients are summed by one call, and whose parameters are gathered by one."""
 
 from megatron.core import comm
+from megatron.core.distributed import released
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 
 
@@ -14,15 +15,15 @@ class Bucket:
         self.buffer, self.plan = buffer, buffer.plan.buckets[number]
         start, stop = self.plan.start, self.plan.stop
         self.missing = set(self.plan.names)  # parameters whose gradient is still to come in this step
-        self.uses = sum(getattr(buffer.parameters[name], "uses", 1) for name in self.plan.names)  # in one backward
-        self.written = 0  # gradients added since the last sum
-        self.written_now = 0  # in this action; of a backward whose weight gradients are put off, fewer than `uses`
+        self.is_written = False  # whether gradients were added since the last sum
         part = comm.my_part(stop - start, buffer.shard_axis)
         mine = (start + part.start, start + part.stop)
-        self.sum, self.owned_params = buffer.sums.at(*mine), buffer.owned_params.at(*mine)
+        self.sum, self.held_params = buffer.held_sums.at(*mine), buffer.held_params.at(*mine)
         self._part, self._rounds = part, rounds and buffer.reduce_axis.size > 1
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
+        self._holders = [buffer.parameters[name] for name in self.plan.names] if buffer.params_of else []
+        released.release(self._holders)
         self._span = slice(start, stop)
         self._reducing: comm.Pending | None = None
         self._gathering: comm.Pending | None = None
@@ -39,7 +40,7 @@ class Bucket:
         """Before a step: nothing is written or under way, unless an error ended the step before."""
         if self._reducing is not None:
             self._reducing.wait()
-        self._reducing, self.written, self.written_now = None, 0, 0
+        self._reducing, self.is_written = None, False
         if self._grads is not None:
             self._grads.release()
 
@@ -59,9 +60,11 @@ class Bucket:
         added to what earlier microbatches gave."""
         if self._reducing is None:
             return
-        total, self._reducing, self.written = self._reducing.wait(), None, 0
+        total, self._reducing, self.is_written = self._reducing.wait(), None, False
         if self._grads is not None:
             self.sum.add_(total)
+            if self.buffer.poison:
+                total.fill_(float("nan"))
             self._grads.release()
             return
         if self.buffer.stage == 1:
@@ -69,7 +72,22 @@ class Bucket:
         if self._rounds or self.buffer.stage == 1:
             self.sum.copy_(total)
 
+    def sum_over_replicas(self) -> None:
+        """The end of a step in stages 2 and 3: what the ranks of shard_axis have summed, over the others; of what is divided over them
+        too, each gets its part."""
+        outer = self.buffer.outer_axis
+        if outer.size > 1:
+            self.sum[comm.my_part(self.sum.numel(), outer)].copy_(comm.reduce_scatter(self.sum, outer))
+        else:
+            comm.all_reduce(self.sum, self.buffer.replica_axis)
+
     # ---------------------------------------------------------------- parameters
+
+    def gather_updated(self) -> None:
+        """After an update: fetch what the other ranks of outer_axis have updated of what this rank holds."""
+        outer = self.buffer.outer_axis
+        mine = self.held_params[comm.my_part(self.held_params.numel(), outer)].clone()
+        comm.start_all_gather(mine, outer, out=self.held_params).wait()
 
     def start_gather(self) -> None:
         """Begin to fetch the other ranks' parts of the parameters."""
@@ -78,10 +96,10 @@ class Bucket:
         if self._params is not None:
             out = self._params.open()
             if self.buffer.shard_axis.size == 1:
-                out.copy_(self.owned_params)
-            self._gathering = comm.start_all_gather(self.owned_params, self.buffer.shard_axis, out=out)
+                out.copy_(self.held_params)
+            self._gathering = comm.start_all_gather(self.held_params, self.buffer.shard_axis, out=out)
         elif self.buffer.shard_axis.size > 1:
-            mine = self.owned_params.clone()  # which may not lie where the result goes
+            mine = self.held_params.clone()  # which may not lie where the result goes
             self._gathering = comm.start_all_gather(
                 mine, self.buffer.shard_axis, out=self.buffer.params.data[self._span]
             )
@@ -91,9 +109,11 @@ class Bucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            released.restore(self._holders)
 
     def release_params(self) -> None:
-        """Keep the owned part only (stage 3)."""
+        """Keep the held part only (stage 3)."""
         self.finish_gather()
-        if self._params is not None:
+        if self._params is not None and self._params.is_open:
             self._params.release()
+            released.release(self._holders)

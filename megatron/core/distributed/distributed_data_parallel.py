@@ -19,6 +19,7 @@ of m microbatches (ZeRO, arXiv:1910.02054, section 5):
     3       passing      passing     shard                    m reduce-scatters, 2 m all-gathers (`fetch.py`)
 
 With shards over dp_inner and copies of them over dp_outer (hybrid sharding, arXiv:2304.11277), an all-reduce of the summed shard too.
+With masters and moments divided over dp_outer as well (--outer-dp-sharding-strategy optim), a reduce-scatter and an all-gather instead.
 """
 
 from collections import Counter
@@ -33,13 +34,16 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError, knob
+from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.fetch import ParamFetcher, units_of
 from megatron.core.distributed.fixed_order import MicrobatchGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import BufferPlan, Cut, Item, lay_out, overlaps
+from megatron.core.distributed.traffic import Flat
+from megatron.core.distributed.uses import Uses
 from megatron.core.grid import ALONE
-from megatron.core.main_grad import grad_was_added, open_main_grad
+from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
 from megatron.core.mesh import Mesh
 from megatron.core.placement import Placement, partial_grads
 
@@ -67,6 +71,9 @@ class DataParallelConfig:
     num_distributed_optimizer_instances: int = knob(
         1, "groups of data-parallel ranks that each hold all shards (hybrid sharding); must divide their number"
     )
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = knob(
+        "no_shard", "what those groups divide further among them: optim is masters and moments; in ZeRO stage 3"
+    )
     overlap_param_gather: bool = knob(
         False, "gather updated parameters during the next forward, bucket by bucket; with --use-distributed-optimizer"
     )
@@ -77,6 +84,10 @@ class DataParallelConfig:
     fixed_order_grad_reduce: bool = knob(
         False, "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
         "data or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
+    )  # fmt: skip
+    poison_released_buffers: bool = knob(
+        False, "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it: a use "
+        "while they are away shows in the loss; for debugging",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -106,6 +117,11 @@ class DataParallelConfig:
         ):
             if given and self.stage == 0:
                 problems.append(f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too")
+        if self.outer_dp_sharding_strategy == "optim" and (self.stage < 3 or instances < 2):
+            problems.append(
+                "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in shards; give "
+                "--zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
+            )
         if self.overlap_grad_reduce and self.fixed_order_grad_reduce:
             problems.append("--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce")
         if self.grad_reduce_in_bf16 and self.fixed_order_grad_reduce:
@@ -127,6 +143,11 @@ class DataParallelConfig:
         """What is in shards: 0 nothing, 1 masters and moments, 2 gradients too, 3 parameters too (ZeRO, arXiv:1910.02054)."""
         return max([int(self.use_distributed_optimizer), *self._stages_asked().values()])
 
+    @property
+    def divides_over_outer(self) -> bool:
+        """Whether optimizer state is in shards over dp_outer too (ZeRO stage 3 inside, stage 1 outside)."""
+        return self.outer_dp_sharding_strategy == "optim"
+
     def bucket_numel(self, ranks: int) -> int | None:
         """Elements in a bucket; None for one bucket, where nothing overlaps."""
         passes = self.overlap_grad_reduce or self.overlap_param_gather or self.stage > 1
@@ -136,18 +157,27 @@ class DataParallelConfig:
 class DistributedDataParallel(nn.Module):
     """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and call alike.
 
-    A parameter without a placement (of a plain torch module) is taken to be whole on every rank.
+    A parameter without a placement (of a plain torch module) is taken to be whole on every rank. weight_grads: where the module's
+    linear layers put off weight gradients, if a schedule asks for it; in stages 2 and 3 the gradients of its other layers follow.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, config: DataParallelConfig | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        config: DataParallelConfig | None = None,
+        weight_grads: WeightGradStore | None = None,
+    ):
         super().__init__()
         self.module, self.mesh, self.config = module, mesh, config or DataParallelConfig()
+        module.register_load_state_dict_pre_hook(_refuse_other_tensors)
         trained = self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if not hasattr(parameter, "placement"):
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
             parameter.grad_written = partial(self._count_gradient, name)
-            parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+            parameter.released_name = name
+            parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
         units = units_of(module)
         items = [Item(name, p.numel(), _buffer_key(p), units[name]) for name, p in trained.items()]
         self.buffers = [self._buffer(plan, trained) for plan in lay_out(items, cut_of=self._cut)]
@@ -163,12 +193,15 @@ class DistributedDataParallel(nn.Module):
         ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.plan.names}
         self._travelling: Bucket | None = None  # the one whose gradients are being summed, in stages 2 and 3
-        self._fetcher = None
+        self._weight_grads = weight_grads or WeightGradStore()
+        self._fetcher, self._uses = None, self._count_uses()
         if self.config.stage > 1:
             for name, parameter in trained.items():
                 parameter.open_grad = self._bucket_of[name].open_grads
+                parameter.grad_put_off = partial(self._pass, self._bucket_of[name])
         if self.config.stage == 3:
-            self._fetcher = ParamFetcher(module, self._bucket_of, ahead=self.config.overlap_param_gather)
+            ahead = self.config.overlap_param_gather
+            self._fetcher = ParamFetcher(module, self._bucket_of, self._uses, ahead=ahead)
         elif self.config.overlap_param_gather:
             for owner in module.modules():
                 self._wait_for_parameters_of(owner)
@@ -178,19 +211,32 @@ class DistributedDataParallel(nn.Module):
         """How the buffer of these parameters is divided."""
         reduce_over, _, _ = key
         shards = self.mesh["dp_inner"].size if self.config.stage > 0 else 1
+        shards *= self.mesh["dp_outer"].size if self.config.divides_over_outer else 1
         return Cut(self.config.bucket_numel(self.mesh.over(reduce_over).size), shards, by_unit=self.config.stage == 3)
 
     def _buffer(self, plan: BufferPlan, parameters: dict[str, nn.Parameter]) -> ParamAndGradBuffer:
-        reduce_axis, sharded = self.mesh.over(plan.key[0]), plan.shards > 1
+        reduce_axis, sharded, divides = self.mesh.over(plan.key[0]), plan.shards > 1, self.config.divides_over_outer
+        outer = self.mesh["dp_outer"] if sharded else reduce_axis
         return ParamAndGradBuffer(
             plan,
             parameters,
             reduce_axis,
             self.mesh["dp_inner"] if sharded else ALONE,
-            self.mesh["dp_outer"] if sharded else reduce_axis,
+            ALONE if divides else outer,
+            outer_axis=outer if divides else ALONE,
             stage=self.config.stage,
             summed_in_shards=not self.config.fixed_order_grad_reduce,
+            poison=self.config.poison_released_buffers,
         )
+
+    def _count_uses(self) -> Uses:
+        """Gradients of one backward by bucket, as the model says it, and in which buckets it says nothing."""
+        said = {
+            bucket: [getattr(self._trained[name], "uses", None) for name in bucket.plan.names]
+            for bucket in self._buckets
+        }
+        guessed = [bucket for bucket, counts in said.items() if set(counts) == {None}]
+        return Uses({bucket: sum(count or 1 for count in counts) for bucket, counts in said.items()}, guessed)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if self._fetcher is None:
@@ -216,10 +262,11 @@ class DistributedDataParallel(nn.Module):
         knows = self._is_complete and num_microbatches == self._num_microbatches
         self._expected, self._written = (self._written or None) if knows else None, Counter()
         self._num_microbatches, self._is_complete, self._travelling = num_microbatches, False, None
+        self._uses.forget()
         if self._fetcher is not None:
             self._fetcher.release()
         for buffer in self.buffers:
-            for tensor in buffer.sums.tensors if buffer.grads is None else [buffer.grads.data]:
+            for tensor in buffer.held_sums.tensors if buffer.grads is None else [buffer.grads.data]:
                 tensor.zero_()
         for grads in self._microbatches:
             grads.forget()
@@ -229,6 +276,7 @@ class DistributedDataParallel(nn.Module):
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """A forward or a backward of this microbatch follows."""
+        self._uses.begin(microbatch, backward=backward, puts_off=self._weight_grads.is_collecting)
         if self._fetcher is not None:
             self._fetcher.begin(backward=backward)
         for grads in self._microbatches if backward else ():
@@ -237,17 +285,18 @@ class DistributedDataParallel(nn.Module):
     def start_grad_reduce(self) -> None:
         """Begin to sum what is not under way; no backward of this chunk may follow before `finish_grad_reduce`."""
         for bucket in self._buckets if not self._microbatches else ():
-            if self.config.stage < 2 or bucket.written:
+            if self.config.stage < 2 or bucket.is_written:
                 bucket.start_reduce()
 
     def finish_grad_reduce(self) -> None:
         """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns."""
+        self._uses.end()
         if self._fetcher is not None:
             self._fetcher.release()
         for bucket in self._buckets:
             bucket.finish_reduce()
             if self.config.stage > 1:
-                comm.all_reduce(bucket.sum, bucket.buffer.replica_axis)
+                bucket.sum_over_replicas()
         for grads in self._microbatches:
             grads.sum_in_order(self.mesh[ACROSS_STAGES] if _is_tied(grads.buffer) else None)
         for name in self.mesh:
@@ -262,8 +311,10 @@ class DistributedDataParallel(nn.Module):
     def gather_params(self) -> None:
         """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the next
         forward, where each module waits for its own; call `finish_param_gather` before anything else reads parameters.
-        In stage 3 each forward fetches for itself."""
+        In stage 3 each forward fetches for itself, from ranks that hold a shard up to date."""
         if self._fetcher is not None:
+            for bucket in self._buckets if self.config.divides_over_outer else ():
+                bucket.gather_updated()
             return
         self.finish_param_gather()
         for bucket in reversed(self._buckets):
@@ -279,13 +330,26 @@ class DistributedDataParallel(nn.Module):
             bucket.finish_gather()
 
     def param_shards(self) -> dict[str, tuple[tuple[int, int], Tensor]]:
-        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank owns, and them."""
+        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds, and them."""
         return {
-            slot.name: (buffer.kept(slot), buffer.owned_params.values(slot))
+            slot.name: (buffer.kept_values(slot), buffer.held_params.values(slot))
             for buffer in self.buffers
             if buffer.stage == 3
             for slot in buffer.plan.slots
         }
+
+    def flats(self) -> list[Flat]:
+        """Each buffer by the numbers that its traffic follows from."""
+        twice = {
+            bucket for bucket in self._buckets if any(hasattr(self._trained[n], "uses") for n in bucket.plan.names)
+        }
+        result = []
+        for buffer in self.buffers:
+            lent = sum(b.plan.stop - b.plan.start for b in twice if b.buffer is buffer)
+            width, grad_width = buffer.dtype.itemsize, buffer.grad_dtype.itemsize
+            rounded = torch.bfloat16.itemsize if self.config.grad_reduce_in_bf16 else grad_width
+            result.append(Flat(buffer.plan.numel, lent, width, grad_width, rounded))
+        return result
 
     def _count_gradient(self, name: str) -> None:
         """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will come.
@@ -294,7 +358,11 @@ class DistributedDataParallel(nn.Module):
         """
         self._written[name] += 1
         if self.config.stage > 1:
-            self._sum_when_complete(self._bucket_of[name])
+            bucket = self._bucket_of[name]
+            bucket.is_written = True
+            self._pass(bucket)
+            if self._uses.writes(bucket):
+                self._sum(bucket)
             return
         if self._expected is None or not self.config.overlap_grad_reduce:
             return
@@ -307,15 +375,14 @@ class DistributedDataParallel(nn.Module):
             self._bucket_of[name].missing.discard(name)
             self._start_complete_buckets()
 
-    def _sum_when_complete(self, bucket: Bucket) -> None:
-        """Stages 2 and 3: hand a microbatch's gradients on as soon as the bucket has them all, one bucket at a time travelling. A
-        bucket that is written less often than said is summed at the end of the step, one that is written more often is twice."""
-        bucket.written += 1
-        bucket.written_now += 1
-        if self._fetcher is not None and bucket.written_now == bucket.uses:
+    def _pass(self, bucket: Bucket) -> None:
+        """Stages 2 and 3: a backward is past a parameter of the bucket, perhaps past the last."""
+        if self._uses.passes(bucket) and self._fetcher is not None:
             bucket.release_params()
-        if bucket.written < bucket.uses:
-            return
+
+    def _sum(self, bucket: Bucket) -> None:
+        """Stages 2 and 3: hand a microbatch's gradients on, one bucket at a time travelling. A bucket that is written less often than
+        expected is summed with the next microbatch, or at the end of the step, one that is written more often is twice."""
         if self._travelling is not None:
             self._travelling.finish_reduce()
         bucket.start_reduce()
@@ -346,12 +413,30 @@ class DistributedDataParallel(nn.Module):
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total)
 
+    def _move_to_main_grad(self, parameter: nn.Parameter) -> None:
+        """Add what autograd has left in `.grad`. A linear layer has written into the buffer itself, and left nothing. Where weight
+        gradients are put off, those of the other layers are too, else a bucket's memory would wait for its linear layers."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and self.config.stage > 1 and self._weight_grads.is_collecting:
+            self._weight_grads.keep(partial(_add_to_main_grad, parameter, gradient))
+            grad_was_put_off(parameter)
+        elif gradient is not None:
+            _add_to_main_grad(parameter, gradient)
+
     def _wait_for_parameters_of(self, owner: nn.Module) -> None:
         """Let a module's forward begin when the parameters that it holds itself are there."""
         own = {id(p) for p in owner.parameters(recurse=False)}
         buckets = {self._bucket_of[name] for name, p in self._trained.items() if id(p) in own}
         if buckets:
             owner.register_forward_pre_hook(lambda *_: [bucket.finish_gather() for bucket in buckets] and None)
+
+
+def _refuse_other_tensors(module: nn.Module, state: dict, prefix: str, metadata: dict, *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put tensors of its own where parameters are views of contiguous buffers; leave "
+            "out assign=True, or load before the model is wrapped"
+        )
 
 
 def _partial_runs(parameter: nn.Parameter, axis_name: str) -> list[tuple[int, int]]:
@@ -376,9 +461,6 @@ def _is_tied(buffer: ParamAndGradBuffer) -> bool:
     return ACROSS_STAGES in next(iter(buffer.parameters.values())).placement.partial_grad
 
 
-def _move_to_main_grad(parameter: nn.Parameter) -> None:
-    """Add what autograd has left in `.grad`. A linear layer has written into the buffer itself, and left nothing."""
-    if parameter.grad is not None:
-        open_main_grad(parameter).add_(parameter.grad)
-        parameter.grad = None
-        grad_was_added(parameter)
+def _add_to_main_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
+    open_main_grad(parameter).add_(gradient)
+    grad_was_added(parameter)

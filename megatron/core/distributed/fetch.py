@@ -1,10 +1,10 @@
 """ZeRO stage 3: a unit's parameters are fetched before it is used, forward and backward, and given up after.
 
 A unit is what is used together: a layer of a list of layers, or, outside of lists, a module that holds parameters itself. Hooks say
-when it is used. In a backward a unit's parameters stay until their gradients are complete; recomputation inside a backward fetches,
-and leaves giving up to that. So a layer with a backward of its own must compute its input's gradient before the last one of its
-parameters, as ours do; and a parent must leave its children's parameters to them, or hand them to a module that uses them. A backward
-whose weight gradients are put off (zero-bubble schedules) keeps all units that it has passed until its end.
+when it is used, and how often (`uses.py`). In a backward a unit's parameters stay until their gradients are complete, or put off
+(zero-bubble schedules); recomputation inside a backward fetches, and leaves giving up to that. So a layer with a backward of its own
+must compute its input's gradient before the last one of its parameters, as ours do; and a parent must leave its children's parameters
+to them, or hand them to a module that uses them (`released.py` says so where it does not).
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.uses import Uses
 
 
 def units_of(module: nn.Module) -> dict[str, str]:
@@ -46,8 +47,8 @@ def _outermost(owner: str, listed: set[str]) -> str:
 class ParamFetcher:
     """Hooks on the units of a model chunk. With `ahead` the next unit's parameters travel while one computes."""
 
-    def __init__(self, module: nn.Module, bucket_of: Mapping[str, Bucket], *, ahead: bool):
-        self.ahead, self.in_backward = ahead, False
+    def __init__(self, module: nn.Module, bucket_of: Mapping[str, Bucket], uses: Uses, *, ahead: bool):
+        self.ahead, self.in_backward, self._uses = ahead, False, uses
         self._bucket_of = {id(p): bucket_of[name] for name, p in module.named_parameters() if name in bucket_of}
         self._buckets = list(dict.fromkeys(bucket_of.values()))
         self._needs: dict[str, list[Bucket]] = {}  # of each unit, when last used
@@ -66,8 +67,6 @@ class ParamFetcher:
         """Before the forward or the backward of a microbatch."""
         self.release()
         self.in_backward = backward
-        for bucket in self._buckets:
-            bucket.written_now = 0
 
     def release(self) -> None:
         """Keep what this rank owns only."""
@@ -81,6 +80,8 @@ class ParamFetcher:
         self._needs[unit] = list(dict.fromkeys((*held, *lent)))
         if self._needs[unit]:
             self._fetch(unit, +1)
+        for bucket in self._needs[unit] if not self.in_backward else ():
+            self._uses.enter(bucket)
 
     def _after_forward(self, unit: str, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         for x in _tensors(output) if self._needs[unit] else ():

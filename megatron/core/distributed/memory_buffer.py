@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
-from megatron.core.grid import Axis
+from megatron.core.grid import ALONE, Axis
 
 
 class MemoryBuffer:
@@ -44,6 +44,10 @@ class Shard:
         mine = overlaps(self.held, slot.start, slot.stop)
         return self.at(*mine[0]) if mine else self.tensors[0][:0]
 
+    def within(self, held: list[tuple[int, int]]) -> "Shard":
+        """Some runs of it, in the same memory."""
+        return self if held == self.held else Shard(held, [self.at(*run) for run in held])
+
     def zeros_like(self) -> "Shard":
         return Shard(self.held, [torch.zeros_like(tensor) for tensor in self.tensors])
 
@@ -51,25 +55,28 @@ class Shard:
 class Transient:
     """A flat tensor whose memory comes and goes, while views of it stay: parameters and gradients that are whole for a while.
 
-    It begins open, since torch makes views of memory that is there only.
+    It begins open, since torch makes views of memory that is there only. `poison`: to find what is used while it is away, it keeps its
+    memory, and every value is NaN from its release until somebody writes it.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"):
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, poison: bool = False):
         self.data = torch.empty(numel, dtype=dtype, device=device)
+        self.is_open, self.poison = True, poison
         self._bytes = self.data.untyped_storage().nbytes()
-
-    @property
-    def is_open(self) -> bool:
-        return self.data.untyped_storage().nbytes() == self._bytes
 
     def open(self) -> Tensor:
         """The tensor with its memory, which is not set to anything."""
-        if not self.is_open:
+        if not self.is_open and not self.poison:
             self.data.untyped_storage().resize_(self._bytes)
+        self.is_open = True
         return self.data
 
     def release(self) -> None:
-        self.data.untyped_storage().resize_(0)
+        self.is_open = False
+        if self.poison:
+            self.data.fill_(float("nan"))
+        else:
+            self.data.untyped_storage().resize_(0)
 
 
 class ParamAndGradBuffer:
@@ -86,7 +93,9 @@ class ParamAndGradBuffer:
 
     Passing tensors are `Transient`, one a bucket: `params_of`, `grads_of`. reduce_axis: the ranks over which gradients are summed.
     shard_axis: those of them among which owned things are divided, each owning its part of every bucket (ALONE: nothing is
-    divided). replica_axis: the others. `summed_in_shards`: whether a rank gets the sums that it owns only.
+    divided). replica_axis: the others. outer_axis: in stage 3, the others, if what is owned is divided further over them: a rank then
+    holds a shard of parameters and gradients (`held_params`, `held_sums`) and owns, that is updates, a part of that. Else a rank owns
+    what it holds. `summed_in_shards`: whether a rank gets the sums that it owns only. poison: for `Transient`.
     """
 
     def __init__(
@@ -97,34 +106,39 @@ class ParamAndGradBuffer:
         shard_axis: Axis,
         replica_axis: Axis,
         *,
+        outer_axis: Axis = ALONE,
         stage: int = 0,
         summed_in_shards: bool = True,
+        poison: bool = False,
     ):
         first = parameters[plan.slots[0].name]
         self.plan, self.reduce_axis, self.shard_axis, self.replica_axis = plan, reduce_axis, shard_axis, replica_axis
-        self.stage = stage
+        self.outer_axis, self.stage, self.poison = outer_axis, stage, poison
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         self.dtype, self.grad_dtype = first.dtype, torch.promote_types(first.dtype, torch.float32)
         self.device = first.device
-        self.owned = plan.owned(shard_axis.rank)
+        self.held = plan.owned(shard_axis.rank, shard_axis.size)
+        self.owned = plan.owned(shard_axis.rank * outer_axis.size + outer_axis.rank)
         self.params = MemoryBuffer(plan.numel, self.dtype, self.device)
         for slot in plan.slots:
             self.params.get(tuple(parameters[slot.name].shape), slot.start).copy_(parameters[slot.name].data)
-        self.owned_params = self._part_of(self.params.data)
+        self.held_params = self._part_of(self.params.data)
         self.params_of = self.grads_of = ()
         if stage < 2:
             self.grads = MemoryBuffer(plan.numel, self.grad_dtype, self.device)
-            self.sums = self._part_of(self.grads.data)
+            self.held_sums = self._part_of(self.grads.data)
             if not summed_in_shards:
-                self.sums = Shard([(0, plan.numel)], [self.grads.data])
+                self.held_sums = Shard([(0, plan.numel)], [self.grads.data])
         else:
             self.grads, self.grads_of = None, self._transients(self.grad_dtype)
-            self.sums = Shard(
-                self.owned, [torch.zeros(b - a, dtype=self.grad_dtype, device=self.device) for a, b in self.owned]
+            self.held_sums = Shard(
+                self.held, [torch.zeros(b - a, dtype=self.grad_dtype, device=self.device) for a, b in self.held]
             )
         if stage == 3:
-            self.owned_params = Shard(self.owned, [tensor.clone() for tensor in self.owned_params.tensors])
+            self.held_params = Shard(self.held, [tensor.clone() for tensor in self.held_params.tensors])
             self.params, self.params_of = None, self._transients(self.dtype)
+        self.owned_params = self.held_params.within(self.owned)
+        self.sums = self.held_sums.within(self.owned) if outer_axis.size > 1 else self.held_sums
         self._point_parameters()
         for passing in (*self.params_of, *self.grads_of):
             passing.release()
@@ -136,14 +150,18 @@ class ParamAndGradBuffer:
 
     def kept(self, slot: Slot) -> tuple[int, int]:
         """Which elements of a parameter, in row-major order, this rank owns."""
-        mine = overlaps(self.owned, slot.start, slot.stop)
-        return (mine[0][0] - slot.start, mine[0][1] - slot.start) if mine else (0, 0)
+        return _elements(slot, self.owned)
+
+    def kept_values(self, slot: Slot) -> tuple[int, int]:
+        """Which of them it holds the values of."""
+        return _elements(slot, self.held)
 
     def _part_of(self, whole: Tensor) -> Shard:
-        return Shard(self.owned, [whole[start:stop] for start, stop in self.owned])
+        return Shard(self.held, [whole[start:stop] for start, stop in self.held])
 
     def _transients(self, dtype: torch.dtype) -> tuple[Transient, ...]:
-        return tuple(Transient(bucket.stop - bucket.start, dtype, self.device) for bucket in self.plan.buckets)
+        sizes = [bucket.stop - bucket.start for bucket in self.plan.buckets]
+        return tuple(Transient(size, dtype, self.device, poison=self.poison) for size in sizes)
 
     def _point_parameters(self) -> None:
         """Make each parameter and its `main_grad` views of where their values lie."""
@@ -158,3 +176,8 @@ class ParamAndGradBuffer:
                 for whole, passing in ((self.params, self.params_of), (self.grads, self.grads_of))
             )
             parameter.data, parameter.main_grad = params.view(shape), grads.view(shape)
+
+
+def _elements(slot: Slot, held: list[tuple[int, int]]) -> tuple[int, int]:
+    mine = overlaps(held, slot.start, slot.stop)
+    return (mine[0][0] - slot.start, mine[0][1] - slot.start) if mine else (0, 0)

@@ -63,11 +63,13 @@ class BufferPlan:
         """With the gaps that alignment leaves."""
         return self.buckets[-1].stop
 
-    def owned(self, part: int) -> list[tuple[int, int]]:
-        """(start, stop) of what shard number `part` has of each bucket; of one shard, the whole."""
-        if self.shards == 1:
+    def owned(self, part: int, shards: int | None = None) -> list[tuple[int, int]]:
+        """(start, stop) of what shard number `part` has of each bucket; of one shard, the whole. shards: where there are fewer, each
+        of several of the smallest."""
+        shards = self.shards if shards is None else shards
+        if shards == 1:
             return [(0, self.numel)]
-        parts = [(bucket.start, (bucket.stop - bucket.start) // self.shards) for bucket in self.buckets]
+        parts = [(bucket.start, (bucket.stop - bucket.start) // shards) for bucket in self.buckets]
         return [(start + part * size, start + (part + 1) * size) for start, size in parts]
 
 

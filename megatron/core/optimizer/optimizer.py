@@ -19,7 +19,6 @@ from megatron.core.config import ConfigError, knob
 from megatron.core.device import has_fused_adam
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
-from megatron.core.grid import ALONE
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
@@ -113,7 +112,7 @@ class FlatOptimizer:
     ):
         self.buffers, self.config, self.mesh, self.scaler = list(buffers), config, mesh, scaler
         self.fixed_order = fixed_order
-        self.shard_axis = self.buffers[0].shard_axis if self.buffers else ALONE
+        self.shard_axes = [self.buffers[0].shard_axis, self.buffers[0].outer_axis] if self.buffers else []
         self.device = self.buffers[0].device if self.buffers else device
         self.masters = [_master_of(buffer) for buffer in self.buffers]
         self.moments = {kind: [master.zeros_like() for master in self.masters] for kind in config.moments}
@@ -157,7 +156,8 @@ class FlatOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight, part in self._weighted_gradients():
             total += weight * _sum_of_squares(part)  # 0 x infinity is NaN
-        comm.all_reduce(total, self.shard_axis)
+        for axis in self.shard_axes:
+            comm.all_reduce(total, axis)
         return comm.all_reduce(total, self.mesh["mp"]).sqrt().item()
 
     def _squares_of_all_parameters(self) -> list[float]:

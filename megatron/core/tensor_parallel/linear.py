@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
-from megatron.core.main_grad import grad_was_added, open_main_grad
+from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -112,6 +112,7 @@ class _ColumnLinear(torch.autograd.Function):
         if defers:
             holder, axis, gathers = ctx.weight, ctx.axis, ctx.sequence_parallel
             ctx.store.keep(lambda: _write(holder, grad, comm.all_gather(x, axis) if gathers else x))
+            grad_was_put_off(holder)
         elif needs_weight:
             grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x)
         if summing:
@@ -136,6 +137,7 @@ class _Linear(torch.autograd.Function):
         if needs_weight and _defers(ctx):
             holder = ctx.weight
             ctx.store.keep(lambda: _write(holder, grad, x))
+            grad_was_put_off(holder)
         elif needs_weight:
             grad_weight = weight_gradient(ctx.weight, grad, x)
         return grad_x, grad_weight, None

@@ -1,0 +1,63 @@
+"""What a parameter is while its values are elsewhere: it has a shape and a name, and says so when its values are asked for.
+
+A stage-3 parameter whose memory is released changes its class to `ReleasedParameter` and back: torch then calls `__torch_function__`
+before it touches the memory, which would else end the process. That costs an assignment where memory comes and goes, and nothing
+where it is there.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_SHARES_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are the values
+_MAY_BE_SET = {"grad", "requires_grad"}
+_FACTS = {
+    "size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
+    "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__",
+}  # fmt: skip
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter without its values. What is known without them can be asked for; everything else is an error with its name."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _needs_no_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        held = [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, cls)]
+        name = getattr(held[0], "released_name", "a parameter") if held else "a parameter"
+        if getattr(func, "__name__", "") == "__repr__":
+            return f"ReleasedParameter({name}, {tuple(held[0].shape)})"
+        raise RuntimeError(
+            f"{name} is used while ZeRO stage 3 has released it: a rank has its values only while the module that holds it runs. "
+            "Compute with it inside that module's forward, or pass the parameter to a module without children as an argument of "
+            "its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
+        )
+
+
+def release(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on these say that their values are not there. A parameter of a class of its own is left as it is."""
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ReleasedParameter
+
+
+def restore(parameters: Iterable[nn.Parameter]) -> None:
+    """Their values are there again."""
+    for parameter in parameters:
+        if type(parameter) is ReleasedParameter:
+            parameter.__class__ = nn.Parameter
+
+
+def _needs_no_values(func: Any) -> bool:
+    what, of = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
+    if what == "__get__":
+        return of not in _SHARES_MEMORY
+    return of in _MAY_BE_SET if what == "__set__" else what in _FACTS
+
+
+def _flat(values: Iterable[Any]) -> list[Any]:
+    return [x for value in values for x in (_flat(value) if isinstance(value, tuple | list) else [value])]

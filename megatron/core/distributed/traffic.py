@@ -1,0 +1,82 @@
+"""What data parallelism sends in a step, by ZeRO stage, from the size of the buffers. Pure numbers.
+
+Of P elements in m microbatches over d ranks, in groups of n that each hold all shards, with bandwidth-optimal collectives, which send
+(k - 1) / k of a tensor from each of k ranks, an all-reduce twice that:
+
+    stage             inside a group (over n)                              between groups (over d / n)
+    0                 an all-reduce of P gradients, over all d
+    1                 a reduce-scatter of P, an all-gather of P            an all-reduce of P / n gradients
+    2                 m reduce-scatters of P, an all-gather of P           the same
+    3                 m reduce-scatters of P, 2 m all-gathers of P         the same
+    3, outer optim    the same as 3                                        a reduce-scatter and an all-gather of P / n
+
+Sums of what tensor-parallel ranks hold parts of, and of a table that two stages share, are not counted: no stage changes them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A buffer by its numbers: elements, those fetched once more in a forward since two units use them, and bytes of an element."""
+
+    numel: int
+    lent: int
+    param_bytes: int
+    grad_bytes: int
+    sent_bytes: int  # of a gradient on its way
+
+
+Traffic = dict[tuple[str, str], float]  # (call, axis) -> bytes that a rank sends in a step
+
+
+def step_traffic(
+    flat: Flat, stage: int, *, inner: int, outer: int = 1, microbatches: int = 1, divides_outer: bool = False
+) -> Traffic:
+    """Bytes that one rank sends in a step, by call and axis; without what an axis of one rank leaves out."""
+    gradients, parameters, times = flat.numel * flat.sent_bytes, flat.numel * flat.param_bytes, microbatches
+    if stage == 0:
+        return _some({("all_reduce", "dp"): 2 * _share(inner * outer) * gradients})
+    fetched = 2 * parameters + flat.lent * flat.param_bytes
+    sent = {
+        ("reduce_scatter", "dp_inner"): _share(inner) * gradients * (times if stage > 1 else 1),
+        ("all_gather", "dp_inner"): _share(inner) * (fetched * times if stage == 3 else parameters),
+    }
+    part = flat.numel * (flat.sent_bytes if stage == 1 else flat.grad_bytes) / inner
+    if divides_outer:
+        sent |= {
+            ("reduce_scatter", "dp_outer"): _share(outer) * part,
+            ("all_gather", "dp_outer"): _share(outer) * parameters / inner,
+        }
+    else:
+        sent["all_reduce", "dp_outer"] = 2 * _share(outer) * part
+    return _some(sent)
+
+
+def traffic_line(
+    flats: Iterable[Flat], stage: int, *, inner: int, outer: int, microbatches: int, divides_outer: bool
+) -> str:
+    """What each stage would send in this layout, the chosen one marked."""
+    held = list(flats)
+    rows = [(str(number), number, False) for number in range(4)]
+    rows += [("3 with --outer-dp-sharding-strategy optim", 3, True)] * (outer > 1)
+    words = []
+    for name, number, divides in rows:
+        sizes = {"inner": inner, "outer": outer, "microbatches": microbatches, "divides_outer": divides}
+        sent = sum(sum(step_traffic(flat, number, **sizes).values()) for flat in held)
+        chosen = (number, divides) == (stage, divides_outer)
+        words.append(f"{name}: {sent / 2**20:,.1f} MiB{' (chosen)' if chosen else ''}")
+    groups = f"{outer} groups of {inner} ranks" if outer > 1 else f"{inner} ranks"
+    return (
+        f"data-parallel traffic that rank 0 sends in a step of {microbatches} microbatches over {groups}, by ZeRO stage: "
+        + (", ".join(words))
+    )
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _some(sent: Traffic) -> Traffic:
+    return {call: size for call, size in sent.items() if size}

@@ -1,0 +1,46 @@
+"""What each ZeRO stage sends, against the table of the ZeRO paper and its hybrids: in elements of a model of P, and in words."""
+
+import pytest
+
+from megatron.core.distributed.traffic import Flat, step_traffic, traffic_line
+
+P = 3 * 2**20
+ONE = Flat(P, lent=0, param_bytes=1, grad_bytes=1, sent_bytes=1)  # bytes are elements
+# stage, group, groups, microbatches, divided -> elements that a rank sends, as multiples of P
+TABLE = [
+    (0, 4, 1, 5, False, 2 * 3 / 4),
+    (1, 4, 1, 5, False, 2 * 3 / 4),
+    (2, 4, 1, 5, False, (5 + 1) * 3 / 4),
+    (3, 4, 1, 5, False, 3 * 5 * 3 / 4),
+    (0, 4, 2, 5, False, 2 * 7 / 8),  # all eight ranks
+    (1, 4, 2, 5, False, 2 * 3 / 4 + 2 * 1 / 2 / 4),
+    (3, 4, 2, 5, False, 3 * 5 * 3 / 4 + 2 * 1 / 2 / 4),
+    (3, 4, 2, 5, True, 3 * 5 * 3 / 4 + (1 + 1) * 1 / 2 / 4),
+    (3, 1, 1, 5, False, 0),
+]
+
+
+@pytest.mark.parametrize(("stage", "inner", "outer", "m", "divides", "expected"), TABLE)
+def test_a_rank_sends_what_the_papers_say(stage, inner, outer, m, divides, expected):
+    sent = step_traffic(ONE, stage, inner=inner, outer=outer, microbatches=m, divides_outer=divides)
+    assert sum(sent.values()) == pytest.approx(expected * P, rel=1e-12)
+
+
+def test_bytes_follow_the_types():
+    """bfloat16 parameters, float32 gradients that travel in bfloat16, a table of a tenth that is fetched once more."""
+    flat = Flat(1000, lent=100, param_bytes=2, grad_bytes=4, sent_bytes=2)
+    assert step_traffic(flat, 3, inner=2, outer=2, microbatches=3) == {
+        ("reduce_scatter", "dp_inner"): 3 * 1000 * 2 / 2,
+        ("all_gather", "dp_inner"): 3 * (2000 + 100) * 2 / 2,
+        ("all_reduce", "dp_outer"): 500 * 4,
+    }
+
+
+def test_the_line_marks_the_chosen_stage():
+    sizes = {"inner": 2, "microbatches": 2}
+    assert traffic_line([ONE, ONE], 1, outer=1, divides_outer=False, **sizes) == (
+        "data-parallel traffic that rank 0 sends in a step of 2 microbatches over 2 ranks, by ZeRO stage: 0: 6.0 MiB, "
+        "1: 6.0 MiB (chosen), 2: 9.0 MiB, 3: 18.0 MiB"
+    )
+    line = traffic_line([ONE], 3, outer=2, divides_outer=True, **sizes)
+    assert "over 2 groups of 2 ranks" in line and "--outer-dp-sharding-strategy optim: 10.5 MiB (chosen)" in line

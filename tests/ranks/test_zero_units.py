@@ -1,0 +1,211 @@
+"""ZeRO stages 2 and 3: which unit's parameters and gradients are there when, and what is said of one that is not."""
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from tiny_run import GPT2, Layout, run
+from torch import Tensor, nn
+
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.memory_buffer import Transient
+from megatron.core.mesh import Mesh
+from megatron.core.tensor_parallel.linear import linear
+
+WIDTH = 8
+
+
+class Ours(nn.Module):
+    """A layer whose weight's gradient is written once a use, and whose scale's once a backward, by autograd."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 3)
+        self.scale = nn.Parameter(torch.rand(WIDTH, generator=generator, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(linear(x, self.weight)) * self.scale
+
+
+class Model(nn.Module):
+    """Two layers, put together as `wiring` says."""
+
+    def __init__(self, wiring: str):
+        super().__init__()
+        self.wiring, self.layers = wiring, nn.ModuleList([Ours(1), Ours(2)])
+        if wiring == "shared":
+            self.layers.append(self.layers[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.layers[0], self.layers[1]
+        if self.wiring == "shared":
+            for layer in self.layers:
+                x = layer(x)
+            return x
+        return {
+            "once": lambda: b(a(x)),
+            "in a row": lambda: b(a(b(a(x)))),
+            "side by side": lambda: b(a(x) + a(2 * x)),
+            "looks at a child's": lambda: b(a(x)) * a.scale,
+            "ties by hand": lambda: b(a(x)) @ a.weight.t(),
+        }[self.wiring]()
+
+
+def gradients(mesh: Mesh, wiring: str, config: DataParallelConfig, steps: int = 2, m: int = 2) -> dict[str, Tensor]:
+    """The gradients of the last of some steps, summed over microbatches and ranks, as this rank has them, by name."""
+    chunk = DistributedDataParallel(Model(wiring), mesh, config)
+    for _ in range(steps):
+        chunk.zero_grad_buffer(m)
+        for microbatch in range(m):
+            generator = torch.Generator().manual_seed(10 * microbatch + mesh["dp"].rank)
+            x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+            chunk.begin_microbatch(microbatch, backward=False)
+            loss = chunk(x).square().sum()
+            chunk.begin_microbatch(microbatch, backward=True)
+            loss.backward()
+        chunk.start_grad_reduce()
+        chunk.finish_grad_reduce()
+    return {
+        slot.name: (buffer.kept(slot), buffer.sums.values(slot).clone())
+        for buffer in chunk.buffers
+        for slot in buffer.plan.slots
+    }
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("wiring", ["once", "in a row", "side by side", "shared"])
+def test_a_layer_may_be_applied_several_times(wiring: str, stage: int, overlap: bool):
+    """The number of its gradients is found out; nothing is said by hand."""
+    config = DataParallelConfig(
+        zero_stage=stage, overlap_grad_reduce=overlap, overlap_param_gather=overlap, poison_released_buffers=True
+    )
+    (expected,) = run_ranks({}, lambda mesh: _one_rank_of_all(mesh, wiring))
+    for got in run_ranks({"dp": 2}, lambda mesh: gradients(mesh, wiring, config)):
+        for name, ((start, stop), values) in got.items():
+            torch.testing.assert_close(values, expected[name].flatten()[start:stop], rtol=1e-12, atol=1e-13)
+
+
+def _one_rank_of_all(mesh: Mesh, wiring: str, m: int = 2, ranks: int = 2) -> dict[str, Tensor]:
+    """The same sums by plain autograd."""
+    model = Model(wiring)
+    for microbatch in range(m):
+        for rank in range(ranks):
+            generator = torch.Generator().manual_seed(10 * microbatch + rank)
+            model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_layer_applied_twice_is_summed_once_a_backward():
+    """From the second backward on; after the first it is summed with the next."""
+
+    def sums(mesh: Mesh, steps: int) -> int:
+        with mesh.ledger.record() as calls:
+            gradients(mesh, "in a row", DataParallelConfig(zero_stage=3), steps=steps)
+        return Counter(call.op for call in calls)["reduce_scatter"]
+
+    first, both = (run_ranks({"dp": 2}, partial(sums, steps=steps))[0] for steps in (1, 2))
+    assert both - first == 2 * 2  # two units, two microbatches
+
+
+@pytest.mark.parametrize(
+    ("wiring", "name"), [("looks at a child's", "layers.0.scale"), ("ties by hand", "layers.0.weight")]
+)
+def test_a_released_parameter_says_so_by_name(wiring: str, name: str):
+    """Its memory is not there: without a word the process would end by a signal."""
+    with pytest.raises(RuntimeError, match=f"{name} is used while ZeRO stage 3 has released it.*--zero-stage 2"):
+        run_ranks({"dp": 2}, lambda mesh: gradients(mesh, wiring, DataParallelConfig(zero_stage=3)))
+
+
+def test_what_needs_no_values_can_be_asked_of_a_released_parameter():
+    def work(mesh: Mesh) -> None:
+        model = Model("once")
+        DistributedDataParallel(model, mesh, DataParallelConfig(zero_stage=3))
+        p = model.layers[0].weight
+        assert (p.shape, p.dtype, p.numel(), p.dim()) == ((WIDTH, WIDTH), torch.float64, WIDTH**2, 2)
+        assert p.grad is None and p.requires_grad and p.is_leaf and isinstance(p, nn.Parameter) and p in {p}
+        assert repr(p) == "Parameter containing:\nReleasedParameter(layers.0.weight, (8, 8))"
+        for use in (
+            lambda: p.data, lambda: p.T, lambda: p + 1, lambda: torch.cat([p, p]), p.tolist, p.detach, p.data_ptr,
+            model.state_dict, model.float, lambda: copy.deepcopy(model),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match=r"layers\.[01]\.\w+ is used while ZeRO stage 3 has released it"):
+                use()
+
+        with pytest.raises(ValueError, match="tensors of its own where parameters are views of contiguous buffers"):
+            model.load_state_dict({"layers.0.weight": torch.zeros(8, 8)}, strict=False, assign=True)
+
+    run_ranks({"dp": 2}, work)
+
+
+@pytest.mark.parametrize("kind", ["parameters", "gradients"])
+def test_poisoned_memory_shows_what_is_used_while_it_is_away(kind: str):
+    """Views taken while the values were there: nothing else sees these."""
+
+    def work(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        model, seen = Model("once"), []
+        chunk = DistributedDataParallel(model, mesh, DataParallelConfig(zero_stage=3, poison_released_buffers=True))
+        weight = model.layers[0].weight
+        take = (
+            (lambda *_: seen.append(weight.data))
+            if kind == "parameters"
+            else (lambda *_: seen.append(weight.main_grad))
+        )
+        model.layers[0].register_forward_hook(take, prepend=True)
+        chunk.begin_microbatch(0, backward=False)
+        return chunk(torch.ones(1, WIDTH, dtype=torch.float64)), seen[0]
+
+    for output, view in run_ranks({"dp": 2}, work):
+        assert output.isfinite().all() and view.isnan().all()
+
+
+@contextmanager
+def open_at_once() -> Iterator[dict[int, int]]:
+    """The largest number of parameter and gradient buckets of the block that had their memory at a time, by thread."""
+    now, most, opened, released = Counter(), Counter(), Transient.open, Transient.release
+
+    def count(self: Transient, change: int) -> None:
+        me = threading.get_ident()
+        if self.is_open == (change < 0):
+            now[me] += change
+            most[me] = max(most[me], now[me])
+
+    def open_(self: Transient) -> Tensor:
+        count(self, +1)
+        return opened(self)
+
+    def release(self: Transient) -> None:
+        if now[threading.get_ident()]:  # not that of the beginning, where all are open
+            count(self, -1)
+        released(self)
+
+    Transient.open, Transient.release = open_, release
+    try:
+        yield most
+    finally:
+        Transient.open, Transient.release = opened, released
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage"),
+    [
+        ("zb-h1", 3),
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("zb-h1", 2), ("1f1b", 2), ("1f1b", 3))),
+    ],
+)
+def test_a_unit_is_there_only_while_it_computes(schedule: str, stage: int):
+    """One unit's parameters and one's gradients, and, where weight gradients are put off, those of a table that a stage holds: the
+    embedding writes in the backward, the output layer after it. Four units a stage, all of them would be eight."""
+    config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=500)
+    model = replace(GPT2, hidden_size=16, num_attention_heads=4, num_layers=8)
+    with open_at_once() as most:
+        run(model, Layout(pp=2, dp=2, m=4, schedule=schedule, data_parallel=config), steps=2)
+    assert len(most) == 4 and max(most.values()) <= 2
