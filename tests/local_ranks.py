@@ -118,6 +118,9 @@ class ThreadGroup:
             "reduce_scatter", out, x, lambda xs: sum(xs[1:], xs[0].clone()).chunk(len(xs))[self.rank]
         )
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> _Later:
+        return self._collective("all_to_all", out, x, lambda xs: torch.cat([y.chunk(len(xs))[self.rank] for y in xs]))
+
     def broadcast(self, x: Tensor, source: int) -> _Later:
         return self._collective("broadcast", x, x, lambda xs: xs[source])
 

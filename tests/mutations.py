@@ -46,6 +46,7 @@ MUTATIONS = [
         "reduce-scatter", "comm.py",
         "start_reduce_scatter(x, axis).wait()", "start_reduce_scatter(x, axis)._result", CALLS,
     ),
+    Mutation("parts that are summed wide", "comm.py", "self._parts.wait().chunk", "self._parts._result.chunk", CALLS),
     Mutation("broadcast", "comm.py", "broadcast(x, source)).wait()", "broadcast(x, source))", CALLS),
     Mutation(
         "input gathered again for a weight gradient", "tensor_parallel/linear.py",

@@ -40,6 +40,9 @@ REFUSALS = {
     "local rank": (1, MOCK + "--local-rank -1", ["--local-rank is -1", "must not be negative"]),
     "loss scale": (1, MOCK + "--initial-loss-scale 3", ["--initial-loss-scale is 3.0", "power of two"]),
     "two precisions": (1, MOCK + "--bf16 --fp16", ["--bf16 and --fp16 exclude each other", "give one"]),
+    "narrow gradients of a wide model": (
+        1, MOCK + "--main-grads-dtype bf16 --zero-stage 1", ["--main-grads-dtype bf16 is for models of --bf16", "leave it out"],
+    ),
     "hidden by heads": (1, MOCK + "--hidden-size 50", ["--hidden-size 50", "--num-attention-heads 4", "change one"]),
     "query groups": (
         1, MOCK + "--group-query-attention --num-query-groups 3",

@@ -70,6 +70,7 @@ def bytes_sent(call: Call) -> float:
         "all_reduce": 2 * share * size,
         "all_gather": (n - 1) * size,  # `size` is one rank's part
         "reduce_scatter": share * size,  # `size` is the whole
+        "all_to_all": share * size,
         "broadcast": share * size,
         "send": size,
         "recv": 0,
@@ -89,6 +90,7 @@ class Group(Protocol):
     def all_reduce(self, x: Tensor, op: str) -> Work: ...
     def all_gather(self, out: Tensor, x: Tensor) -> Work: ...
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work: ...
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work: ...
     def broadcast(self, x: Tensor, source: int) -> Work: ...
     def send(self, x: Tensor, to: int) -> Work: ...
     def recv(self, x: Tensor, source: int) -> Work: ...
@@ -150,6 +152,9 @@ class TorchGroup:
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         return self._start(_reduce_scatter_single, out, x, async_op=True)
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return self._start(dist.all_to_all_single, out, x, async_op=True)
+
     def broadcast(self, x: Tensor, source: int) -> Work:
         return self._start(dist.broadcast, x, group_src=source, async_op=True)
 
@@ -170,6 +175,22 @@ class Pending:
         if self._work is not None:
             self._work.wait()
             self._work, self._keep = None, ()
+        return self._result
+
+
+class _WideSum(Pending):
+    """A started exchange of parts, whose result is their sum in another dtype, in the order of the ranks."""
+
+    def __init__(self, parts: Pending, ranks: int, dtype: torch.dtype):
+        self._parts: Pending | None = parts
+        self._ranks, self._dtype = ranks, dtype
+
+    def wait(self) -> Tensor:
+        if self._parts is not None:
+            first, *others = self._parts.wait().chunk(self._ranks)
+            self._result, self._parts = first.to(self._dtype), None
+            for part in others:
+                self._result.add_(part)
         return self._result
 
 
@@ -242,6 +263,19 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """My part, along dimension 0, of the sum of `x` over the axis."""
     return start_reduce_scatter(x, axis).wait()
+
+
+def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> Pending:
+    """Begin what `start_reduce_scatter` does, but sum in `dtype`: every part travels once, as in a reduce-scatter, and as it is,
+    where that would round each partial sum. Always in the order of the ranks. One rank alone gets its x back.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    my_part(x.shape[0], axis)  # which must come out even
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    exchanging = Pending(out, _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x)), x)
+    return _WideSum(exchanging, axis.size, dtype)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:

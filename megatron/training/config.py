@@ -310,6 +310,8 @@ def _model_problems(config: Config) -> list[str]:
             f"--sequence-parallel divides --seq-length ({config.data.seq_length}) over --tensor-model-parallel-size ({tensor}), "
             "which does not divide it; change one"
         )
+    if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
+        problems.append("--main-grads-dtype bf16 is for models of --bf16; give that too, or leave it out")
     problems += _layer_problems(config)
     limit = model.max_position_embeddings
     if limit is not None and config.data.seq_length is not None and limit < config.data.seq_length:

@@ -325,7 +325,7 @@ REFUSED_BY_REASON: dict[str, str] = {
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME
     """,
     "moments and masters are always float32; leave it out, at the cost of memory": """
-        --use-precision-aware-optimizer --main-grads-dtype fp32|NAME --main-params-dtype fp32|NAME
+        --use-precision-aware-optimizer --main-params-dtype fp32|NAME
         --exp-avg-dtype fp32|NAME --exp-avg-sq-dtype fp32|NAME
     """,
     "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
@@ -335,9 +335,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --adlr-autoresume --test-mode --sft --perform-rl-step --lazy-mpu-init X --replication
     """,
     # ---- parallelism
-    "is not built yet; leave it out, or use --grad-reduce-in-bf16 without it": """
-        --ddp-reduce-scatter-with-fp32-accumulation
-    """,
     "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards": """
         --use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2
     """,

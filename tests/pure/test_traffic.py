@@ -5,7 +5,7 @@ import pytest
 from megatron.core.distributed.traffic import Flat, step_traffic, traffic_line
 
 P = 3 * 2**20
-ONE = Flat(P, lent=0, param_bytes=1, grad_bytes=1, sent_bytes=1)  # bytes are elements
+ONE = Flat(P, lent=0, param_bytes=1, sum_bytes=1, sent_bytes=1)  # bytes are elements
 # stage, group, groups, microbatches, divided -> elements that a rank sends, as multiples of P
 TABLE = [
     (0, 4, 1, 5, False, 2 * 3 / 4),
@@ -28,7 +28,7 @@ def test_a_rank_sends_what_the_papers_say(stage, inner, outer, m, divides, expec
 
 def test_bytes_follow_the_types():
     """bfloat16 parameters, float32 gradients that travel in bfloat16, a table of a tenth that is fetched once more."""
-    flat = Flat(1000, lent=100, param_bytes=2, grad_bytes=4, sent_bytes=2)
+    flat = Flat(1000, lent=100, param_bytes=2, sum_bytes=4, sent_bytes=2)
     assert step_traffic(flat, 3, inner=2, outer=2, microbatches=3) == {
         ("reduce_scatter", "dp_inner"): 3 * 1000 * 2 / 2,
         ("all_gather", "dp_inner"): 3 * (2000 + 100) * 2 / 2,

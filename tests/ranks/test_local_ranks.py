@@ -20,6 +20,10 @@ MOVES: dict[str, tuple[Callable, Callable[[int], Tensor]]] = {
     "all_gather": (comm.all_gather, lambda rank: torch.cat(BOTH)),
     "all_gather of columns": (lambda x, axis: comm.all_gather(x, axis, dim=-1), lambda rank: torch.cat(BOTH, -1)),
     "reduce_scatter": (comm.reduce_scatter, lambda rank: (BOTH[0] + BOTH[1])[rank : rank + 1]),
+    "reduce_scatter in another type": (
+        lambda x, axis: comm.start_reduce_scatter_in(torch.float32, x.bfloat16(), axis).wait(),
+        lambda rank: (BOTH[0] + BOTH[1])[rank : rank + 1],
+    ),
     "broadcast": (comm.broadcast, lambda rank: BOTH[0]),
 }
 

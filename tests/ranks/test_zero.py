@@ -8,6 +8,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from local_ranks import run_ranks
 from tiny_run import (
     GPT2,
@@ -246,6 +247,26 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
         assert on_the_wire == pytest.approx(announced, rel=1e-12)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("wide", [False, True])
+def test_gradients_may_be_kept_in_bfloat16(stage: int, wide: bool):
+    """What is summed over ranks is float32 all the same, as are masters; the norm is that of float32 gradients to rounding."""
+    model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)
+
+    def norms(mesh: Mesh, **settings) -> list[float]:
+        trainer = Tiny(mesh, model, Layout(dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=stage, **settings)))
+        found = [trainer.step(number) for number in range(3)]
+        trainer.chunks[0].finish_param_gather()
+        (buffer,) = trainer.adam.buffers
+        kept = torch.bfloat16 if settings else torch.float32
+        assert (buffer.grads or buffer.grads_of[0].data).dtype == kept
+        assert {t.dtype for t in (*buffer.sums.tensors, *trainer.adam.masters[0].tensors)} == {torch.float32}
+        return found
+
+    narrow = partial(norms, main_grads_dtype="bf16", reduce_scatter_with_fp32_accumulation=wide)
+    assert run_ranks({"dp": 2}, narrow)[0] == pytest.approx(run_ranks({"dp": 2}, norms)[0], rel=2e-2)
+
+
 @pytest.mark.parametrize("config", [{"use_distributed_optimizer": True}, SHARDED["hybrid3-optim"]], ids=["1", "3"])
 def test_a_rank_keeps_its_share_of_masters_and_moments(config: dict):
     model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)
@@ -384,6 +405,11 @@ def sizes_of(layout: Layout) -> dict[str, int]:
             {"zero_stage": 2, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
             "give --zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too",
         ),
+        (
+            {"reduce_scatter_with_fp32_accumulation": True, "zero_stage": 2},
+            "sums what travels in bfloat16 to shards of a gradient; give --grad-reduce-in-bf16 and",
+        ),
+        ({"main_grads_dtype": "bf16"}, "--main-grads-dtype bf16 keeps float32 sums of a rank's shard only"),
         ({"zero_stage": 3, "outer_dp_sharding_strategy": "optim"}, "instances of 2 or more too"),
         ({"overlap_param_gather": True}, "--overlap-param-gather is about sharded optimizer state; give"),
     ],

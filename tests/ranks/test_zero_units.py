@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,7 @@ class Model(nn.Module):
         }[self.wiring]()
 
 
-def gradients(mesh: Mesh, wiring: str, config: DataParallelConfig, steps: int = 2, m: int = 2) -> dict[str, Tensor]:
+def gradients(mesh: Mesh, wiring: str, config: DataParallelConfig, steps: int = 2, m: int = 2) -> dict[str, tuple]:
     """The gradients of the last of some steps, summed over microbatches and ranks, as this rank has them, by name."""
     chunk = DistributedDataParallel(Model(wiring), mesh, config)
     for _ in range(steps):
@@ -88,20 +88,45 @@ def test_a_layer_may_be_applied_several_times(wiring: str, stage: int, overlap: 
     config = DataParallelConfig(
         zero_stage=stage, overlap_grad_reduce=overlap, overlap_param_gather=overlap, poison_released_buffers=True
     )
-    (expected,) = run_ranks({}, lambda mesh: _one_rank_of_all(mesh, wiring))
+    expected = by_plain_autograd(wiring)
     for got in run_ranks({"dp": 2}, lambda mesh: gradients(mesh, wiring, config)):
         for name, ((start, stop), values) in got.items():
             torch.testing.assert_close(values, expected[name].flatten()[start:stop], rtol=1e-12, atol=1e-13)
 
 
-def _one_rank_of_all(mesh: Mesh, wiring: str, m: int = 2, ranks: int = 2) -> dict[str, Tensor]:
-    """The same sums by plain autograd."""
+def by_plain_autograd(
+    wiring: str, microbatches: Sequence[int] = (0, 1), ranks: Sequence[int] = (0, 1)
+) -> dict[str, Tensor]:
+    """The same sums of one process."""
     model = Model(wiring)
-    for microbatch in range(m):
-        for rank in range(ranks):
+    for microbatch in microbatches:
+        for rank in ranks:
             generator = torch.Generator().manual_seed(10 * microbatch + rank)
             model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)).square().sum().backward()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_travels_in_bfloat16_can_be_summed_wide(stage: int, wide: bool):
+    """The sum of the ranks' rounded gradients: exactly where it is taken in the masters' type, float64 here, and to the rounding of
+    three partial sums to 8 bits otherwise. In stage 1 a rank rounds the sum of its microbatches, in 2 and 3 each."""
+    config = DataParallelConfig(
+        zero_stage=stage,
+        grad_reduce_in_bf16=True,
+        reduce_scatter_with_fp32_accumulation=wide,
+        poison_released_buffers=True,
+    )
+    rounded_together = [(0, 1)] if stage == 1 else [(0,), (1,)]
+    parts = [by_plain_autograd("once", microbatches, [rank]) for rank in range(4) for microbatches in rounded_together]
+    differs = False
+    for got in run_ranks({"dp": 4}, lambda mesh: gradients(mesh, "once", config)):
+        for name, ((start, stop), values) in got.items():
+            expected = sum(part[name].bfloat16().double() for part in parts).flatten()[start:stop]
+            bound = sum(part[name].abs() for part in parts).flatten()[start:stop] * (1e-14 if wide else 3 * 2**-8)
+            assert ((values - expected).abs() <= bound).all()
+            differs |= not torch.allclose(values, expected, rtol=1e-12)
+    assert differs != wide
 
 
 def test_a_layer_applied_twice_is_summed_once_a_backward():

@@ -8,10 +8,10 @@ from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 class Bucket:
     """Bucket `number` of a buffer. Every rank of the buffer's axes must make the same calls in the same order.
 
-    `rounds`: a bfloat16 copy of the gradients travels, and what comes back is widened.
+    `rounds`: a bfloat16 copy of the gradients travels, and what comes back is widened; `sums_wide`: is summed in the masters' type.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, number: int, *, rounds: bool = False):
+    def __init__(self, buffer: ParamAndGradBuffer, number: int, *, rounds: bool = False, sums_wide: bool = False):
         self.buffer, self.plan = buffer, buffer.plan.buckets[number]
         start, stop = self.plan.start, self.plan.stop
         self.missing = set(self.plan.names)  # parameters whose gradient is still to come in this step
@@ -19,7 +19,7 @@ class Bucket:
         part = comm.my_part(stop - start, buffer.shard_axis)
         mine = (start + part.start, start + part.stop)
         self.sum, self.held_params = buffer.held_sums.at(*mine), buffer.held_params.at(*mine)
-        self._part, self._rounds = part, rounds and buffer.reduce_axis.size > 1
+        self._part, self._rounds, self._sums_wide = part, rounds and buffer.reduce_axis.size > 1, sums_wide
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
         self._holders = [buffer.parameters[name] for name in self.plan.names] if buffer.params_of else []
@@ -52,6 +52,8 @@ class Bucket:
         gradients = gradients.bfloat16() if self._rounds else gradients
         if self.buffer.stage == 0:
             self._reducing = comm.start_all_reduce(gradients, self.buffer.reduce_axis)
+        elif self._sums_wide:
+            self._reducing = comm.start_reduce_scatter_in(self.sum.dtype, gradients, self.buffer.shard_axis)
         else:
             self._reducing = comm.start_reduce_scatter(gradients, self.buffer.shard_axis)
 

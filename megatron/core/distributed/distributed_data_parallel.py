@@ -81,6 +81,14 @@ class DataParallelConfig:
         False, "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; what is sent is "
         "the float32 sum of a rank's microbatches, in ZeRO stages 2 and 3 each microbatch",
     )  # fmt: skip
+    reduce_scatter_with_fp32_accumulation: bool = knob(
+        False, "add up in float32 what ranks send in bfloat16, each part travelling once as it is; with sharded optimizer state",
+        flags=("--reduce-scatter-with-fp32-accumulation", "--ddp-reduce-scatter-with-fp32-accumulation"),
+    )  # fmt: skip
+    main_grads_dtype: Literal["fp32", "bf16"] = knob(
+        "fp32", "in what a rank adds up its gradients, and sends them; with bf16 the sums over ranks, and in ZeRO stages 2 and 3 over "
+        "microbatches, are float32 still; with --bf16 and sharded optimizer state",
+    )  # fmt: skip
     fixed_order_grad_reduce: bool = knob(
         False, "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
         "data or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
@@ -117,6 +125,18 @@ class DataParallelConfig:
         ):
             if given and self.stage == 0:
                 problems.append(f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too")
+        bf16 = "--main-grads-dtype bf16" if self.main_grads_dtype == "bf16" else None
+        sent = bf16 or ("--grad-reduce-in-bf16" if self.grad_reduce_in_bf16 else None)
+        if self.reduce_scatter_with_fp32_accumulation and (sent is None or self.stage == 0):
+            problems.append(
+                "--reduce-scatter-with-fp32-accumulation sums what travels in bfloat16 to shards of a gradient; give "
+                "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
+            )
+        if bf16 and (self.stage == 0 or self.fixed_order_grad_reduce):
+            problems.append(
+                f"{bf16} keeps float32 sums of a rank's shard only; give --use-distributed-optimizer (or --zero-stage 1 to 3), and leave "
+                "out --fixed-order-grad-reduce, or leave it out"
+            )
         if self.outer_dp_sharding_strategy == "optim" and (self.stage < 3 or instances < 2):
             problems.append(
                 "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in shards; give "
@@ -187,7 +207,12 @@ class DistributedDataParallel(nn.Module):
         self._num_microbatches: int | None = None  # of this step
         self._is_complete = True  # whether its gradients are summed
         self._buckets = [
-            Bucket(buffer, number, rounds=self.config.grad_reduce_in_bf16)
+            Bucket(
+                buffer,
+                number,
+                rounds=self.config.grad_reduce_in_bf16,
+                sums_wide=self.config.reduce_scatter_with_fp32_accumulation,
+            )
             for buffer in self.buffers
             for number in range(len(buffer.plan.buckets))
         ]
@@ -227,6 +252,7 @@ class DistributedDataParallel(nn.Module):
             stage=self.config.stage,
             summed_in_shards=not self.config.fixed_order_grad_reduce,
             poison=self.config.poison_released_buffers,
+            grad_dtype=torch.bfloat16 if self.config.main_grads_dtype == "bf16" else None,
         )
 
     def _count_uses(self) -> Uses:
@@ -346,9 +372,10 @@ class DistributedDataParallel(nn.Module):
         result = []
         for buffer in self.buffers:
             lent = sum(b.plan.stop - b.plan.start for b in twice if b.buffer is buffer)
-            width, grad_width = buffer.dtype.itemsize, buffer.grad_dtype.itemsize
-            rounded = torch.bfloat16.itemsize if self.config.grad_reduce_in_bf16 else grad_width
-            result.append(Flat(buffer.plan.numel, lent, width, grad_width, rounded))
+            widths = [kind.itemsize for kind in (buffer.dtype, buffer.master_dtype, buffer.grad_dtype)]
+            if self.config.grad_reduce_in_bf16:
+                widths[2] = torch.bfloat16.itemsize
+            result.append(Flat(buffer.plan.numel, lent, *widths, self.config.reduce_scatter_with_fp32_accumulation))
         return result
 
     def _count_gradient(self, name: str) -> None:

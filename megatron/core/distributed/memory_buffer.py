@@ -83,7 +83,8 @@ class ParamAndGradBuffer:
     """The parameters of one plan end to end, and their gradients laid out alike.
 
     Each parameter becomes a view of the first, and its `main_grad` a view of the second. Gradients are kept in float32 for
-    half-precision parameters, so that many microbatches can be summed. What lies where, by ZeRO stage:
+    half-precision parameters, so that many microbatches can be summed; or in `grad_dtype`, and only what a rank gets as their sum is
+    float32. What lies where, by ZeRO stage:
 
         stage   params   grads    owned_params     sums, what a step's gradients become
         0       whole    whole    all of params    all of grads
@@ -110,12 +111,14 @@ class ParamAndGradBuffer:
         stage: int = 0,
         summed_in_shards: bool = True,
         poison: bool = False,
+        grad_dtype: torch.dtype | None = None,
     ):
         first = parameters[plan.slots[0].name]
         self.plan, self.reduce_axis, self.shard_axis, self.replica_axis = plan, reduce_axis, shard_axis, replica_axis
         self.outer_axis, self.stage, self.poison = outer_axis, stage, poison
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
-        self.dtype, self.grad_dtype = first.dtype, torch.promote_types(first.dtype, torch.float32)
+        self.dtype, self.master_dtype = first.dtype, torch.promote_types(first.dtype, torch.float32)
+        self.grad_dtype = grad_dtype or self.master_dtype
         self.device = first.device
         self.held = plan.owned(shard_axis.rank, shard_axis.size)
         self.owned = plan.owned(shard_axis.rank * outer_axis.size + outer_axis.rank)
@@ -126,14 +129,12 @@ class ParamAndGradBuffer:
         self.params_of = self.grads_of = ()
         if stage < 2:
             self.grads = MemoryBuffer(plan.numel, self.grad_dtype, self.device)
-            self.held_sums = self._part_of(self.grads.data)
+            self.held_sums = self._part_of(self.grads.data) if self.grad_dtype == self.master_dtype else self._no_sums()
             if not summed_in_shards:
                 self.held_sums = Shard([(0, plan.numel)], [self.grads.data])
         else:
             self.grads, self.grads_of = None, self._transients(self.grad_dtype)
-            self.held_sums = Shard(
-                self.held, [torch.zeros(b - a, dtype=self.grad_dtype, device=self.device) for a, b in self.held]
-            )
+            self.held_sums = self._no_sums()
         if stage == 3:
             self.held_params = Shard(self.held, [tensor.clone() for tensor in self.held_params.tensors])
             self.params, self.params_of = None, self._transients(self.dtype)
@@ -146,7 +147,7 @@ class ParamAndGradBuffer:
     @property
     def is_half_precision(self) -> bool:
         """Whether the parameters are rounded copies of masters."""
-        return self.dtype != self.grad_dtype
+        return self.dtype != self.master_dtype
 
     def kept(self, slot: Slot) -> tuple[int, int]:
         """Which elements of a parameter, in row-major order, this rank owns."""
@@ -155,6 +156,9 @@ class ParamAndGradBuffer:
     def kept_values(self, slot: Slot) -> tuple[int, int]:
         """Which of them it holds the values of."""
         return _elements(slot, self.held)
+
+    def _no_sums(self) -> Shard:
+        return Shard(self.held, [torch.zeros(b - a, dtype=self.master_dtype, device=self.device) for a, b in self.held])
 
     def _part_of(self, whole: Tensor) -> Shard:
         return Shard(self.held, [whole[start:stop] for start, stop in self.held])

@@ -19,13 +19,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flat:
-    """A buffer by its numbers: elements, those fetched once more in a forward since two units use them, and bytes of an element."""
+    """A buffer by its numbers: elements, those fetched once more in a forward since two units use them, bytes of an element, and
+    whether what is sent is summed in the type of the sums."""
 
     numel: int
     lent: int
     param_bytes: int
-    grad_bytes: int
+    sum_bytes: int  # of the sum of gradients that a rank keeps
     sent_bytes: int  # of a gradient on its way
+    sums_wide: bool = False
 
 
 Traffic = dict[tuple[str, str], float]  # (call, axis) -> bytes that a rank sends in a step
@@ -40,10 +42,13 @@ def step_traffic(
         return _some({("all_reduce", "dp"): 2 * _share(inner * outer) * gradients})
     fetched = 2 * parameters + flat.lent * flat.param_bytes
     sent = {
-        ("reduce_scatter", "dp_inner"): _share(inner) * gradients * (times if stage > 1 else 1),
+        ("all_to_all" if flat.sums_wide else "reduce_scatter", "dp_inner"): _share(inner)
+        * gradients
+        * (times if stage > 1 else 1),
         ("all_gather", "dp_inner"): _share(inner) * (fetched * times if stage == 3 else parameters),
     }
-    part = flat.numel * (flat.sent_bytes if stage == 1 else flat.grad_bytes) / inner
+    rounds_between = stage == 1 and not flat.sums_wide
+    part = flat.numel * (flat.sent_bytes if rounds_between else flat.sum_bytes) / inner
     if divides_outer:
         sent |= {
             ("reduce_scatter", "dp_outer"): _share(outer) * part,

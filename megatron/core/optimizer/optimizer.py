@@ -277,7 +277,7 @@ def _master_of(buffer: ParamAndGradBuffer) -> Shard:
     mine = buffer.owned_params
     if not buffer.is_half_precision:
         return mine
-    return Shard(mine.held, [tensor.to(buffer.grad_dtype) for tensor in mine.tensors])
+    return Shard(mine.held, [tensor.to(buffer.master_dtype) for tensor in mine.tensors])
 
 
 def _values(flat: Shard, buffer: ParamAndGradBuffer, slot: Slot) -> Tensor:
