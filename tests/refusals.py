@@ -43,6 +43,28 @@ REFUSALS = {
     "narrow gradients of a wide model": (
         1, MOCK + "--main-grads-dtype bf16 --zero-stage 1", ["--main-grads-dtype bf16 is for models of --bf16", "leave it out"],
     ),
+    "recomputed experts": (
+        1, MOCK + "--recompute-granularity selective --recompute-modules mlp moe_act",
+        ["--recompute-modules moe_act: there is no mixture of experts (--num-experts) to compute again", "leave it out"],
+    ),
+    "recomputed what": (
+        1, MOCK + "--recompute-granularity selective --recompute-modules attn",
+        ["--recompute-modules attn is not one of core_attn, mlp, layernorm"],
+    ),
+    "modules of whole layers": (
+        1, MOCK + "--recompute-granularity full --recompute-method uniform --recompute-modules mlp",
+        ["--recompute-modules needs --recompute-granularity selective"],
+    ),
+    "parts of nothing": (1, MOCK + "--distribute-saved-activations", ["inputs that --recompute-granularity full keeps"]),
+    "parts of what is whole": (
+        1, MOCK + "--distribute-saved-activations --recompute-granularity full --recompute-method uniform",
+        ["--distribute-saved-activations divides what tensor-parallel ranks hold copies of", "use --tensor-model-parallel-size"],
+    ),
+    "parts of parts": (
+        2, MOCK + "--distribute-saved-activations --recompute-granularity full --recompute-method uniform "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        ["leave it out with --sequence-parallel, where they hold parts"],
+    ),
     "hidden by heads": (1, MOCK + "--hidden-size 50", ["--hidden-size 50", "--num-attention-heads 4", "change one"]),
     "query groups": (
         1, MOCK + "--group-query-attention --num-query-groups 3",

@@ -43,7 +43,9 @@ def knob(
     """
     metadata = {"help": help, "flags": flags, "metavar": metavar, "required": required}
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+        return dataclasses.field(
+            default_factory=lambda: list(default), metadata=metadata, hash=False
+        )  # lists have none
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -312,6 +312,15 @@ def _model_problems(config: Config) -> list[str]:
         )
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
         problems.append("--main-grads-dtype bf16 is for models of --bf16; give that too, or leave it out")
+    if model.distribute_saved_activations and (tensor == 1 or config.parallel.sequence_parallel_on):
+        problems.append(
+            "--distribute-saved-activations divides what tensor-parallel ranks hold copies of; leave it out "
+            + (
+                "with --sequence-parallel, where they hold parts"
+                if tensor > 1
+                else "or use --tensor-model-parallel-size"
+            )
+        )
     problems += _layer_problems(config)
     limit = model.max_position_embeddings
     if limit is not None and config.data.seq_length is not None and limit < config.data.seq_length:

@@ -117,9 +117,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "context parallelism is not built yet, and without it these say nothing": """
         --cp-comm-type NAME... --hierarchical-context-parallel-sizes N...
     """,
-    "memory stays as it is: saved activations are not spread over ranks; --sequence-parallel divides them": """
-        --distribute-saved-activations --no-clone-scatter-output-in-embedding
-    """,
+    "memory stays as it is": "--no-clone-scatter-output-in-embedding",
     "Python collects its garbage as it always does": """
         --manual-gc --manual-gc-interval N --no-manual-gc-eval
     """,
@@ -317,7 +315,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --fp8-format NAME --fp8-e4m3 --fp8-hybrid --fp4-format NAME --transformer-engine-precision-config FILE --te-precision-config-file FILE
         --kitchen-config-file FILE --kitchen-recipe-number N
     """,
-    "what is computed again is chosen by --recompute-granularity; leave it out": "--recompute-modules core_attn|NAME...",
     "offloading to the CPU is not built yet; leave it out, at the cost of memory": """
         --optimizer-cpu-offload --cpu-offloading-num-layers 0|N
     """,

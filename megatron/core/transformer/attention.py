@@ -58,7 +58,7 @@ class ParallelAttention(nn.Module):
             AttentionDropout(config.attention_dropout, keys, layer, first_head=tp.axis.rank * heads),
         )
         self.keys, self.layer = keys, layer
-        self.recomputes_core = config.recompute_granularity == "selective"
+        self.recomputes_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
         )

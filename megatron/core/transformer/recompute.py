@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core import comm
+from megatron.core.grid import Axis
 from megatron.core.random import DropoutKeys
 
 
-def recomputed(run: Callable[..., Tensor], keys: DropoutKeys, *inputs: Any) -> Tensor:
-    """run(*inputs), of which only the inputs are kept for the backward.
+def recomputed(run: Callable[..., Tensor], keys: DropoutKeys, *inputs: Any, parts_over: Axis | None = None) -> Tensor:
+    """run(*inputs), of which only the inputs are kept for the backward. parts_over: ranks with equal copies of the first input, each of
+    which keeps a part of it; the backward gathers them.
 
     Dropout masks follow from their keys, so that no generator's state is saved: the second run names the samples of the first.
     It stops once it has what the backward asks for, and so leaves out the last reduction of the last layer.
@@ -19,9 +22,41 @@ def recomputed(run: Callable[..., Tensor], keys: DropoutKeys, *inputs: Any) -> T
     if not torch.is_grad_enabled():
         return run(*inputs)
     samples = keys.samples
+    take = None
+    if parts_over is not None and parts_over.size > 1:
+        take, inputs = _InParts(inputs[0], parts_over).take, inputs[1:]
 
     def run_as_before(*again: Any) -> Tensor:
         with keys.naming(samples):
-            return run(*again)
+            return run(*again) if take is None else run(take(), *again)
 
     return checkpoint(run_as_before, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class _InParts:
+    """A tensor for one use as it is, and for another, later, from the parts that the ranks of the axis keep. Both ask in one order."""
+
+    def __init__(self, x: Tensor, axis: Axis):
+        self._whole: Tensor | None = x
+        self._axis, self._shape, self._requires_grad = axis, x.shape, x.requires_grad
+        self._part = x.detach().flatten()[comm.my_part(x.numel(), axis)].clone()
+
+    def take(self) -> Tensor:
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            return whole
+        return comm.all_gather(self._part, self._axis).view(self._shape).requires_grad_(self._requires_grad)
+
+
+def give_up(x: Tensor, again: Callable[[], Tensor], *, until: Tensor) -> None:
+    """Free the memory of `x`, which nothing but the backward of `until` reads; there `again()` computes the same values first."""
+    memory = x.untyped_storage()
+    size = memory.nbytes()
+
+    def fill(_: Tensor) -> None:
+        memory.resize_(size)
+        with torch.no_grad():
+            x.data.copy_(again())  # not x, whose saved version this would make the wrong one
+
+    until.register_hook(fill)
+    memory.resize_(0)

@@ -38,6 +38,7 @@ class ParallelTransformer(nn.Module):
     ):
         super().__init__()
         self.config, self.keys = config, keys
+        self.parts_over = tp.axis if config.distribute_saved_activations else None
         self.sequence_ranks = tp.axis.size if tp.sequence_parallel else 1
         make_layer = make_layer or (lambda layer: ParallelTransformerLayer(config, layer, tp=tp, keys=keys))
         self.layers = nn.ModuleDict({str(layer): make_layer(layer) for layer in layers})
@@ -58,7 +59,8 @@ class ParallelTransformer(nn.Module):
             angles = rotary_angles(positions, config.rotary_width, config.rotary_base, like=x)
         for recompute, layers in self._groups():
             run = partial(_run_layers, layers, cache)
-            x = recomputed(run, self.keys, x, mask, angles) if recompute else run(x, mask, angles)
+            again = partial(recomputed, run, self.keys, parts_over=self.parts_over) if recompute else run
+            x = again(x, mask, angles)
         if cache is not None:
             cache.advance(length)
         return x if self.final_layernorm is None else self.final_layernorm(x)

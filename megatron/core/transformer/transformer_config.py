@@ -8,6 +8,12 @@ import torch
 
 from megatron.core.config import ConfigError, knob
 
+_RECOMPUTED = ("core_attn", "mlp", "layernorm")
+_EXPERTS = "mixture of experts (--num-experts)"
+_NOT_HERE = {
+    "moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "mla_up_proj": "multi-latent attention",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -48,7 +54,13 @@ class TransformerConfig:
         "auto, fused or flash: torch's fused kernel wherever it can do the work; unfused or local: the plain one",
     )
     recompute_granularity: Literal["full", "selective"] | None = knob(
-        None, "what the backward computes again instead of keeping: whole layers, or attention's scores"
+        None,
+        "what the backward computes again instead of keeping: whole layers, or the parts that --recompute-modules names",
+    )
+    recompute_modules: list[str] = knob(
+        ["core_attn"],
+        "selective: core_attn (attention's scores), mlp, layernorm (the outputs of a layer's norms)",
+        metavar="NAME",
     )
     recompute_method: Literal["uniform", "block"] | None = knob(
         None, "full: keep the input of every group of layers, or compute the first layers of each stage again"
@@ -57,6 +69,10 @@ class TransformerConfig:
         None, "layers in a group (uniform), or first layers of a stage (block)",
         flags=("--recompute-num-layers", "--checkpoint-num-layers"),
     )  # fmt: skip
+    distribute_saved_activations: bool = knob(
+        False,
+        "full: keep the inputs of recomputed layers in parts over the tensor-parallel ranks, and gather them in the backward",
+    )
     label_smoothing: float = knob(
         0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
     )
@@ -126,7 +142,24 @@ class TransformerConfig:
             problems.append("--recompute-method and --recompute-num-layers need --recompute-granularity full")
         if self.recompute_num_layers is not None and self.recompute_num_layers < 1:
             problems.append(f"--recompute-num-layers is {self.recompute_num_layers}; it must be at least 1")
+        if self.distribute_saved_activations and not full:
+            problems.append(
+                "--distribute-saved-activations is about the inputs that --recompute-granularity full keeps"
+            )
+        if self.recompute_modules != ["core_attn"] and self.recompute_granularity != "selective":
+            problems.append("--recompute-modules needs --recompute-granularity selective")
+        for name in self.recompute_modules:
+            if name in _NOT_HERE:
+                problems.append(
+                    f"--recompute-modules {name}: there is no {_NOT_HERE[name]} to compute again; leave it out"
+                )
+            elif name not in _RECOMPUTED:
+                problems.append(f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}")
         return problems
+
+    def recomputes(self, module: str) -> bool:
+        """Whether the backward computes this part of every layer again: core_attn, mlp or layernorm."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     @property
     def head_width(self) -> int:

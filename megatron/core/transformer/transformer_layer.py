@@ -1,5 +1,8 @@
 """One pre-norm transformer layer."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron.core.random import DropoutKeys, HiddenDropout
@@ -8,6 +11,7 @@ from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.recompute import give_up, recomputed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -27,6 +31,8 @@ class ParallelTransformerLayer(nn.Module):
         self.attention_dropout = HiddenDropout(config.hidden_dropout, keys, "after attention", layer, tp.sequence_axis)
         self.pre_mlp_layernorm = make_norm(norm, width, epsilon, tp)
         self.mlp = ParallelMLP(config, tp=tp)
+        self.keys = keys
+        self.recomputes_mlp, self.recomputes_norms = config.recomputes("mlp"), config.recomputes("layernorm")
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, keys, "after mlp", layer, tp.sequence_axis)
 
     def forward(
@@ -36,5 +42,15 @@ class ParallelTransformerLayer(nn.Module):
         angles: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        x = x + self.attention_dropout(self.self_attention(self.input_layernorm(x), mask, angles, cache))
-        return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x)))
+        attend = lambda normed: self.self_attention(normed, mask, angles, cache)  # noqa: E731
+        x = x + self.attention_dropout(self._of_norm(self.input_layernorm, x, attend))
+        mlp = partial(recomputed, self.mlp, self.keys) if self.recomputes_mlp else self.mlp
+        return x + self.mlp_dropout(self._of_norm(self.pre_mlp_layernorm, x, mlp))
+
+    def _of_norm(self, norm: nn.Module, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
+        """block(norm(x))"""
+        normed = norm(x)
+        result = block(normed)
+        if self.recomputes_norms and result.requires_grad:
+            give_up(normed, partial(norm, x), until=result)
+        return result
