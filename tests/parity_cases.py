@@ -76,10 +76,15 @@ def assert_as_one_process(case: Case) -> None:
 
 
 def worst_difference(case: Case) -> tuple[float, str]:
+    """The largest difference from one process, and where it is."""
+    return worst_of(*outcomes(case))
+
+
+def worst_of(got: Outcome, expected: Outcome) -> tuple[float, str]:
     """The largest difference relative to the largest value of its tensor, and where it is."""
     found = [
         (math.inf if not math.isfinite(worst) else worst / scale if scale else math.inf * (worst > 0), what)
-        for what, worst, scale in differences(*outcomes(case))
+        for what, worst, scale in differences(got, expected)
         if worst or not math.isfinite(worst)
     ]
     return max(found, default=(0.0, ""))

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -56,18 +57,26 @@ def read_results(*paths: Path) -> dict[str, dict]:
     return results
 
 
-def run_case(case: Case) -> dict:
-    """What came of one case, ready to be written."""
-    began, result = time.monotonic(), {"case": str(case), "choices": dict(zip(DIMENSIONS, case.choices))}
+def run_case(
+    case: Any, compare: Callable[[Any], tuple[float, str]] | None = None, dimensions: Iterable[str] = DIMENSIONS
+) -> dict:
+    """What came of one case, ready to be written; of another space with its own dimensions and comparison."""
+    began, result = time.monotonic(), {"case": str(case), "choices": dict(zip(dimensions, case.choices))}
     try:
-        worst, where = worst_difference(case)
+        worst, where = (compare or worst_difference)(case)
         result |= {"ok": worst <= TOLERANCE, "worst": worst if math.isfinite(worst) else None, "where": where}
     except Exception as error:
         result |= {"ok": False, "worst": None, "where": f"{type(error).__name__}: {error}"[:500]}
     return result | {"seconds": round(time.monotonic() - began, 3)}
 
 
-def sweep(cases: Iterable[Case], count: int, paths: list[Path], limit_seconds: float) -> None:
+def sweep(
+    cases: Iterable[Any],
+    count: int,
+    paths: list[Path],
+    limit_seconds: float,
+    run_one: Callable[[Any], dict] = run_case,
+) -> None:
     """Run what is in no file yet of `count` cases, until done or out of time; each result is added to the first file at once."""
     path, results = paths[0], read_results(*paths)
     began, said, ran, passed, revision = time.monotonic(), 0.0, 0, 0, code_revision()
@@ -87,7 +96,7 @@ def sweep(cases: Iterable[Case], count: int, paths: list[Path], limit_seconds: f
                 print(
                     f"{passed - 1} of {count} cases, {_span(left)} left in this run, {_span(whole)} for all", flush=True
                 )
-            result = run_case(case) | {"code": revision}
+            result = run_one(case) | {"code": revision}
             ran += 1
             file.write(json.dumps(result) + "\n")
             file.flush()

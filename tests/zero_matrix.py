@@ -1,0 +1,195 @@
+"""Every ZeRO stage with every way to overlap, accumulate and recompute, in five layouts: against one process, and against one another.
+
+    python tests/zero_matrix.py results.jsonl --limit-minutes 30         the product; goes on where it stopped
+    python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md
+    python tests/zero_matrix.py results.jsonl --strength 3               only cases in which every triple of choices occurs
+
+Ranks are threads, in float64: losses, norms, gradients and weights of three steps, each tensor to 1e-10 of its largest value. Exit
+code 1 if any case differs.
+"""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import combinations, product
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import local_ranks
+from parity_cases import TOLERANCE, worst_of
+from parity_sweep import PATIENCE, read_results, run_case, sweep
+from tiny_run import GPT2, Layout, Outcome, run
+
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+BUCKET = 1500  # elements: several buckets on every rank
+_HYBRID = {"zero_stage": 3, "num_distributed_optimizer_instances": 2}
+STAGES = {
+    "0": {"zero_stage": 0},
+    "1": {"zero_stage": 1},
+    "2": {"zero_stage": 2},
+    "3": {"zero_stage": 3},
+    "hsdp": _HYBRID,
+    "hfsdp": _HYBRID | {"outer_dp_sharding_strategy": "optim"},
+}
+DIMENSIONS = {
+    "stage": tuple(STAGES),
+    "overlap": (False, True),
+    "accumulation": (1, 3),  # microbatches; with virtual stages so many rounds of one for each pipeline rank
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none",),
+    "tied": (False, True),
+    "layout": ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1)),  # tp, pp, virtual stages
+}
+
+
+@dataclass(frozen=True)
+class ZeroCase:
+    """One choice of each dimension, in the order of DIMENSIONS."""
+
+    stage: str
+    overlap: bool
+    accumulation: int
+    recompute: str
+    offload: str
+    tied: bool
+    layout: tuple[int, int, int]
+
+    @property
+    def choices(self) -> tuple:
+        return tuple(getattr(self, name) for name in DIMENSIONS)
+
+    def __str__(self) -> str:
+        tp, pp, v = self.layout
+        parts = [f"zero{self.stage}" if self.stage.isdigit() else self.stage, f"tp{tp}-pp{pp}", f"a{self.accumulation}"]
+        parts += [f"v{v}"] * (v > 1) + [self.recompute] * (self.recompute != "none")
+        return "-".join([*parts, "tied" if self.tied else "untied", *["overlap"] * self.overlap])
+
+    @property
+    def model(self) -> TransformerConfig:
+        return replace(GPT2, hidden_size=16, num_attention_heads=4, untie_embeddings_and_output_weights=not self.tied)
+
+    @property
+    def run_layout(self) -> Layout:
+        tp, pp, v = self.layout
+        settings = dict(STAGES[self.stage])
+        if self.overlap:
+            settings |= {
+                "overlap_grad_reduce": True,
+                "ddp_bucket_size": BUCKET,
+                "overlap_param_gather": self.stage != "0",
+            }
+        return Layout(
+            tp=tp, pp=pp, v=v, dp=4 if "num_distributed_optimizer_instances" in settings else 2,
+            m=self.accumulation * (pp if v > 1 else 1), schedule="interleaved" if v > 1 else "1f1b",
+            recompute="uniform 1" if self.recompute == "full" else self.recompute,
+            data_parallel=DataParallelConfig(**settings),
+        )  # fmt: skip
+
+
+def all_cases() -> tuple[ZeroCase, ...]:
+    return tuple(ZeroCase(*choices) for choices in product(*DIMENSIONS.values()))
+
+
+@cache
+def covering_cases(strength: int) -> tuple[ZeroCase, ...]:
+    """Some cases in which every `strength` choices of different dimensions occur together, those of the smaller strength first."""
+    chosen = list(covering_cases(strength - 1)) if strength > 2 else []
+    contents = {case: frozenset(combinations(enumerate(case.choices), strength)) for case in all_cases()}
+    missing = frozenset().union(*contents.values()).difference(*(contents[case] for case in chosen))
+    while missing:
+        best = max(contents, key=lambda case: len(contents[case] & missing))
+        chosen.append(best)
+        missing -= contents[best]
+    return tuple(chosen)
+
+
+def ordered_cases() -> Iterator[ZeroCase]:
+    """All cases, those that cover most first."""
+    yield from dict.fromkeys((*covering_cases(3), *all_cases()))
+
+
+@cache
+def one_process(model: TransformerConfig) -> Outcome:
+    return run(model, Layout())
+
+
+def outcomes(case: ZeroCase) -> tuple[Outcome, Outcome]:
+    """What the case computes, and what one process does."""
+    return run(case.model, case.run_layout), one_process(case.model)
+
+
+def worst_difference(case: ZeroCase) -> tuple[float, str]:
+    return worst_of(*outcomes(case))
+
+
+def report(results: Sequence[dict]) -> str:
+    """The page in docs."""
+    failed = [result for result in results if not result["ok"]]
+    names, total = {result["case"] for result in results}, math.prod(map(len, DIMENSIONS.values()))
+    worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
+    lines = [
+        "# ZeRO: the matrix of stages, overlap, accumulation, recompute and layouts",
+        "",
+        "Written by `python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md`, whose text says what a case is. The tests",
+        "run those cases in which every pair of choices occurs.",
+        "",
+        f"**{len(names)} of {total} cases have been run; {len(failed)} differ.**",
+        "",
+        *(
+            f"- every {word} of choices: {len(names & set(map(str, covering_cases(strength))))} of "
+            f"{len(covering_cases(strength))} cases"
+            for strength, word in ((2, "pair"), (3, "triple"))
+        ),
+        "- code that was run: "
+        + ", ".join(f"{code} ({n})" for code, n in Counter(result["code"] for result in results).items()),
+    ]
+    if worst:
+        lines += [
+            f"- worst relative difference: {worst['worst']:.1e} (allowed {TOLERANCE:.0e}), {worst['where']} of `{worst['case']}`"
+        ]
+    lines += ["", "| dimension | cases run, by choice |", "|---|---|"]
+    for name, choices in DIMENSIONS.items():
+        counts = Counter(str(_as_read(result["choices"][name])) for result in results)
+        lines.append(f"| {name} | {', '.join(f'{choice}: {counts[str(choice)]}' for choice in choices)} |")
+    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _as_read(choice: object) -> object:
+    return tuple(choice) if isinstance(choice, list) else choice  # JSON has no tuples
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a file of JSON lines, one per finished case, that is added to")
+    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument(
+        "--strength", type=int, default=None, help="only cases that cover all choices of so many dimensions"
+    )
+    parser.add_argument("--report", type=Path, help="write this page of the results so far, and run nothing")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    local_ranks.TIMEOUT = PATIENCE
+    cases = list(ordered_cases() if given.strength is None else covering_cases(given.strength))
+    if given.report is None:
+        run_one = partial(run_case, compare=worst_difference, dimensions=DIMENSIONS)
+        sweep(cases, len(cases), [given.results], given.limit_minutes * 60, run_one)
+    results = [result for result in read_results(given.results).values() if result["case"] in set(map(str, cases))]
+    if given.report is not None:
+        given.report.write_text(report(results))
+    failed = sum(not result["ok"] for result in results)
+    print(f"{len(results)} of {len(cases)} cases have been run, {failed} differ")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
