@@ -87,4 +87,5 @@ class TransformerLanguageModel(nn.Module):
 
     def scores(self, x: Tensor) -> Tensor:
         """Hidden states to scores over the words, on the last stage."""
-        return self.output_layer(x, None if self.embedding is None else self.embedding.word_embeddings.weight)
+        has_its_own = self.output_layer.weight is not None  # and in ZeRO stage 3 a table handed over would be fetched
+        return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight)
