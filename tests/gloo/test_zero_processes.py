@@ -9,7 +9,7 @@ SCRIPT = str(Path(__file__).with_name("zero_ranks.py"))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("what", "ranks"), [("bits", 2), ("bits", 4), ("fsdp2", 2)])
+@pytest.mark.parametrize(("what", "ranks"), [("bits+fsdp2", 2), ("bits", 4)])
 def test_stages_agree(what: str, ranks: int):
     """bits: the four stages with one another, in layouts, precisions, microbatches, recompute and overlap; fsdp2: stage 3 with torch's
     fully_shard, to rounding."""

@@ -1,7 +1,7 @@
 """What one rank of test_zero_processes.py does: trains in several ZeRO stages over gloo, and compares what comes out, on the spot.
 
-zero_ranks.py bits        the layouts and precisions of BITS: stages whose sums are added in one order have the same bits
-zero_ranks.py fsdp2       stage 3 against torch's fully_shard
+zero_ranks.py bits           the layouts and precisions of BITS: stages whose sums are added in one order have the same bits
+zero_ranks.py bits+fsdp2     and stage 3 against torch's fully_shard
 """
 
 import sys
@@ -158,7 +158,8 @@ def main(what: str) -> None:
         parallel_state.destroy_model_parallel()
         return parallel_state.initialize_model_parallel(tp, pp, v if v > 1 else None)
 
-    {"bits": compare_bits, "fsdp2": compare_with_fsdp2}[what](mesh_of)
+    for part in what.split("+"):
+        {"bits": compare_bits, "fsdp2": compare_with_fsdp2}[part](mesh_of)
     print(f"{what} agree", flush=True)
     parallel_state.stop_distributed()
 

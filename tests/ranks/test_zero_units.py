@@ -1,6 +1,7 @@
 """ZeRO stages 2 and 3: which unit's parameters and gradients are there when, and what is said of one that is not."""
 
 import copy
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.memory_buffer import Transient
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.tensor_parallel.linear import linear
 
 WIDTH = 8
@@ -234,3 +236,62 @@ def test_a_unit_is_there_only_while_it_computes(schedule: str, stage: int):
     with open_at_once() as most:
         run(model, Layout(pp=2, dp=2, m=4, schedule=schedule, data_parallel=config), steps=2)
     assert len(most) == 4 and max(most.values()) <= 2
+
+
+class Odd(nn.Module):
+    """A layer with what is seldom: a frozen weight, a parameter that no forward uses, one of no and one of a single element."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.used, self.unused = Ours(1), Ours(2), Ours(3)
+        self.frozen.weight.requires_grad_(False)
+        self.none = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.one = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(self.frozen(x)) * self.one + self.none.sum()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_unused_and_empty_parameters_are_no_special_case(stage: int):
+    """Four ranks, so that most own nothing of the smallest; two steps of sgd, against plain autograd on one process."""
+
+    def batch(step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+    def work(mesh: Mesh) -> dict[str, tuple]:
+        chunk = DistributedDataParallel(
+            Odd(), mesh, DataParallelConfig(zero_stage=stage, overlap_grad_reduce=True, poison_released_buffers=True)
+        )
+        settings = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+        sgd = FlatOptimizer(chunk.buffers, settings, mesh)
+        for step in range(2):
+            chunk.zero_grad_buffer(1)
+            chunk.begin_microbatch(0, backward=False)
+            loss = chunk(batch(step, mesh["dp"].rank)).square().sum()
+            chunk.begin_microbatch(0, backward=True)
+            loss.backward()
+            chunk.start_grad_reduce()
+            chunk.finish_grad_reduce()
+            assert math.isfinite(sgd.grad_norm())
+            sgd.step(0.1)
+            chunk.gather_params()
+        return {s.name: (b.kept(s), b.owned_params.values(s).clone()) for b in chunk.buffers for s in b.plan.slots}
+
+    plain = Odd()
+    for step in range(2):
+        for p in plain.parameters():
+            p.grad = None
+        sum(plain(batch(step, rank)).square().sum() for rank in range(4)).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad)
+    expected = dict(plain.named_parameters())
+    for got in run_ranks({"dp": 4}, work):
+        assert got.keys() == expected.keys() - {"frozen.weight"}
+        for name, ((start, stop), values) in got.items():
+            torch.testing.assert_close(
+                values.flatten(), expected[name].detach().flatten()[start:stop], rtol=1e-12, atol=1e-14
+            )

@@ -1,0 +1,200 @@
+"""How fast a training step is on data-parallel ranks, against torch's own wrappers of the same model, in one run.
+
+    python benchmarks/data_parallel.py                                two processes over gloo, one thread each, about two minutes
+    python benchmarks/data_parallel.py --layers 8 --hidden 512 --rounds 12
+
+    ours 0        ZeRO stage 0                      ddp       torch.nn.parallel.DistributedDataParallel
+    ours 3        ZeRO stage 3                      fsdp2     torch's fully_shard on every layer and on the whole
+
+Each contender has a GPTModel of its own with the same weights, trains on the same batches in float32 with AdamW (torch's fused one) and
+a norm clipped to 1, and overlaps communication with the backward as it does by default, or with our two flags. They take turns,
+`--steps` steps a turn, `--rounds` turns; the order goes round too. Prints milliseconds a step of each contender (median, and the
+fastest and slowest turn), and the ratio of medians of ours to torch's: below 1 is faster.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron.core import parallel_state
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.train_step import BatchShape, Pipeline, train_step
+
+LR, CLIP, DECAY = 1e-4, 1.0, 0.01
+PAIRS = (("ours 0", "ddp"), ("ours 3", "fsdp2"))
+Step = Callable[[], float]  # one step; its loss on this rank
+
+
+def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, DropoutKeys]:
+    config = TransformerConfig(
+        num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=options.hidden // 64,
+        hidden_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    keys = DropoutKeys(1)
+    tp = TensorParallel(mesh["tp"], False, config.params_dtype, kv=mesh["kv"])
+    model = GPTModel(
+        config, vocab_size=options.vocab, positions=options.sequence, layers=range(options.layers), tp=tp, keys=keys,
+        ends=mesh["embd"],
+    )  # fmt: skip
+    initialize_parameters(model, 1, mesh)
+    return model, keys
+
+
+def batches(options: argparse.Namespace, rank: int) -> Iterator[Tensor]:
+    """Tokens [b, s + 1], the same for every contender."""
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        yield torch.randint(0, options.vocab, (options.batch, options.sequence + 1), generator=generator)
+
+
+def forward(data: Iterator[Tensor], model: nn.Module, positions: Tensor) -> tuple[Tensor, Callable]:
+    tokens = next(data)
+    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    return losses, lambda x: (
+        x.sum(),
+        torch.tensor(float(x.numel())),
+        {"loss": torch.stack((x.detach().sum(), x.new_tensor(x.numel())))},
+    )
+
+
+def ours(options: argparse.Namespace, mesh: Mesh, *, stage: int) -> Step:
+    model, keys = build_model(options, mesh)
+    config = DataParallelConfig(
+        zero_stage=stage, overlap_grad_reduce=True, overlap_param_gather=stage > 0, ddp_bucket_size=6_000_000
+    )
+    chunk = DistributedDataParallel(model, mesh, config)
+    adam = FlatOptimizer(chunk.buffers, OptimizerConfig(clip_grad=CLIP, weight_decay=DECAY), mesh)
+    positions = torch.arange(options.sequence).expand(options.batch, -1)
+    pipeline = Pipeline(
+        {0: chunk}, mesh, BatchShape(options.batch, 1, options.sequence), boundary=(), keys=keys,
+        forward_step=partial(forward, positions=positions),
+    )  # fmt: skip
+    data = {0: batches(options, mesh["dp"].rank)}
+    return lambda: train_step(pipeline, adam, data, first_sample=0, lr=LR).losses["loss"]
+
+
+def theirs(options: argparse.Namespace, mesh: Mesh, *, shards: bool) -> Step:
+    model, _ = build_model(options, mesh)
+    if shards:
+        for layer in model.language_model.decoder.layers.values():
+            fully_shard(layer)
+        wrapped = fully_shard(model)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parameters = list(wrapped.parameters())
+    groups = [
+        {"params": [p for p in parameters if (p.dim() > 1) == decays], "weight_decay": DECAY if decays else 0.0}
+        for decays in (True, False)
+    ]
+    adam = torch.optim.AdamW(groups, lr=LR, fused=True)
+    positions = torch.arange(options.sequence).expand(options.batch, -1)
+    data = batches(options, mesh["dp"].rank)
+
+    def step() -> float:
+        losses, _ = forward(data, wrapped, positions)
+        loss = losses.mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        adam.step()
+        adam.zero_grad()
+        total = loss.detach().clone()  # ours reports the mean over ranks too
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    return step
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    parallel_state.start_distributed("gloo", 2)
+    mesh = parallel_state.initialize_model_parallel()
+    make = {
+        "ours 0": partial(ours, stage=0), "ddp": partial(theirs, shards=False),
+        "ours 3": partial(ours, stage=3), "fsdp2": partial(theirs, shards=True),
+    }  # fmt: skip
+    steps = {name: build(options, mesh) for name, build in make.items()}
+    losses = {name: [step() for _ in range(2)] for name, step in steps.items()}  # and a warm-up
+    for name, found in losses.items():
+        assert all(abs(a - b) < 1e-3 for a, b in zip(found, losses["ddp"])), f"{name} trains otherwise: {losses}"
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    for _ in range(options.rounds):
+        for name in order:
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(options.steps):
+                steps[name]()
+            dist.barrier()
+            times[name].append((time.perf_counter() - began) / options.steps * 1000)
+        order = order[1:] + order[:1]
+    if mesh["dp"].is_first:
+        print_table(options, times, sum(p.numel() for p in build_model(options, mesh)[0].parameters()))
+    parallel_state.stop_distributed()
+
+
+def print_table(options: argparse.Namespace, times: dict[str, list[float]], parameters: int) -> None:
+    print(
+        f"{parameters:,} parameters, {options.ranks} ranks of {options.batch} x {options.sequence} tokens, "
+        f"{options.rounds} turns of {options.steps} steps"
+    )
+    print(f"{'':8} {'median ms':>10} {'fastest':>9} {'slowest':>9}")
+    for name, found in times.items():
+        print(f"{name:8} {statistics.median(found):10.1f} {min(found):9.1f} {max(found):9.1f}")
+    for mine, other in PAIRS:
+        ratios = [a / b for a, b in zip(times[mine], times[other])]
+        medians = statistics.median(times[mine]) / statistics.median(times[other])
+        print(f"{mine} / {other}: {medians:.3f} (by turn {min(ratios):.2f} to {max(ratios):.2f})")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=2, help="samples of a rank and step")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=8, help="of one turn")
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(options)
+        return 0
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    together = {
+        "WORLD_SIZE": str(options.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:]],
+            env=os.environ | together | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(options.ranks)
+    ]
+    return max(rank.wait() for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
