@@ -52,14 +52,21 @@ def whole_weights(chunk: ddp.DistributedDataParallel) -> dict[str, Tensor]:
     return found
 
 
-def train(mesh: Mesh, model: TransformerConfig, layout: Layout, batch: int) -> tuple[list, dict[str, Tensor]]:
-    """Losses and final weights of three steps. Without clipping: a norm is summed in the parts that a rank has."""
+def train(
+    mesh: Mesh, model: TransformerConfig, layout: Layout, batch: int, steps: int
+) -> tuple[list, dict[str, Tensor]]:
+    """Losses and final weights of some steps. Without clipping: a norm is summed in the parts that a rank has."""
     made = []
     original = ddp.DistributedDataParallel.zero_grad_buffer
     ddp.DistributedDataParallel.zero_grad_buffer = lambda self, *m: (made.append(self), original(self, *m))[1]
     try:
         known = train_rank(
-            mesh, model, layout, steps=3, global_batch=batch, optimizer=OptimizerConfig(clip_grad=0.0, weight_decay=0.1)
+            mesh,
+            model,
+            layout,
+            steps=steps,
+            global_batch=batch,
+            optimizer=OptimizerConfig(clip_grad=0.0, weight_decay=0.1),
         )
     finally:
         ddp.DistributedDataParallel.zero_grad_buffer = original
@@ -85,7 +92,7 @@ def compare_bits(mesh_of) -> None:
                 tp=tp, pp=pp, v=v, dp=2, m=m, recompute=recompute, schedule="interleaved" if v > 1 else "1f1b",
                 data_parallel=config, poison=stage == 3,
             )  # fmt: skip
-            outcomes[stage] = train(mesh, model, layout, batch=4 * m)
+            outcomes[stage] = train(mesh, model, layout, batch=4 * m, steps=2)
         for a, b in ((0, 1), (2, 3), (1, 2)) if m == 1 else ((0, 1), (2, 3)):
             (losses, weights), (other_losses, other_weights) = outcomes[a], outcomes[b]
             assert losses == other_losses, (a, b, losses, other_losses)
@@ -102,7 +109,7 @@ def compare_with_fsdp2(mesh_of) -> None:
             MODEL, fp64=True, hidden_dropout=0.0, attention_dropout=0.0, untie_embeddings_and_output_weights=not tied
         )
         layout = Layout(dp=mesh["dp"].size, data_parallel=DataParallelConfig(zero_stage=3))
-        _, ours = train(mesh, model, layout, batch=8)
+        _, ours = train(mesh, model, layout, batch=8, steps=3)
         theirs = train_with_fsdp2(mesh, model, batch=8)
         assert ours.keys() == theirs.keys()
         for name, values in theirs.items():
