@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a bucket's sum", "distributed/bucket.py",
-        "total, self._reducing, self.written = self._reducing.wait()", "total, self._reducing, self.written = self._reducing._result",
+        "total, self._reducing, self.is_written = self._reducing.wait()", "total, self._reducing, self.is_written = self._reducing._result",
         TRAINS,
     ),
     Mutation(
