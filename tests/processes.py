@@ -29,7 +29,10 @@ from nursery import Child, born
 
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
-_OF_TESTS = (str(ROOT / "tests" / "gloo" / f"{name}.py") for name in ("refused_script", "failing_script", "zero_ranks"))
+_OF_TESTS = (
+    str(ROOT / "tests" / "gloo" / f"{name}.py")
+    for name in ("refused_script", "failing_script", "zero_ranks", "limited")
+)
 _FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, *_OF_TESTS)
 
 _GRACE = 40.0  # seconds that the other ranks have to end once one has failed

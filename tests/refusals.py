@@ -65,6 +65,12 @@ REFUSALS = {
         "--tensor-model-parallel-size 2 --sequence-parallel",
         ["leave it out with --sequence-parallel, where they hold parts"],
     ),
+    "shards that are not there": (
+        1, MOCK + "--offload-dir {tmp}/o --offload-params --zero-stage 2",
+        ["--offload-params keeps shards of parameters", "stage 2", "give --zero-stage 3"],
+    ),
+    "two places": (1, MOCK + "--offload-dir {tmp}/o --optimizer-cpu-offload", ["--offload-dir exclude each other", "give one"]),
+    "offload below a file": (1, MOCK + "--offload-dir {tmp}/file/a", ["--offload-dir {tmp}/file/a", "is a file", "another folder"]),
     "hidden by heads": (1, MOCK + "--hidden-size 50", ["--hidden-size 50", "--num-attention-heads 4", "change one"]),
     "query groups": (
         1, MOCK + "--group-query-attention --num-query-groups 3",

@@ -16,6 +16,8 @@ from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.offload.offload_config import OffloadConfig, make_tier
+from megatron.core.offload.tier import Tier, start_reading
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
@@ -53,6 +55,7 @@ class Layout:
     scatter: bool = True
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     delayed: bool = False
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     poison: bool = True  # NaN where memory would be released
 
     def __str__(self) -> str:
@@ -140,9 +143,15 @@ GPT = Subject(lambda config, **parts: GPTModel(config, positions=SEQ, **parts), 
 
 
 def build_chunks(
-    mesh: Mesh, config: TransformerConfig, layout: Layout, vocab: int = VOCAB, subject: Subject = GPT
+    mesh: Mesh,
+    config: TransformerConfig,
+    layout: Layout,
+    vocab: int = VOCAB,
+    subject: Subject = GPT,
+    tier: Tier | None = None,
+    frozen: str = "",
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
-    """This rank's stages in their buffers."""
+    """This rank's stages in their buffers. frozen: parameters whose names have this in them are not trained."""
     pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
     config, last = layout.applied_to(config), pp.size * layout.v - 1
     for stage in range(pp.rank, last + 1, pp.size):
@@ -152,8 +161,11 @@ def build_chunks(
             tp=tp, keys=keys, ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,
         )  # fmt: skip
         initialize_parameters(model, SEED, mesh)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or frozen not in name)
+        params_tier = tier if layout.offload.offload_params else None
         poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
-        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store)
+        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier)
     return chunks, keys, store
 
 
@@ -177,9 +189,13 @@ def train_rank(
     subject: Subject = GPT,
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
-    chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab, subject)
+    tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
+    chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab, subject, tier)
     buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
-    adam = FlatOptimizer(buffers, optimizer, mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce)
+    adam = FlatOptimizer(
+        buffers, optimizer, mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce, tier=tier,
+        offload_fraction=layout.offload.optimizer_offload_fraction,
+    )  # fmt: skip
     batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
     length = SEQ // layout.tp if layout.sp else SEQ
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
@@ -201,6 +217,8 @@ def train_rank(
     passing = [buffer for buffer in buffers if buffer.stage == 3]
     known["weights"] = pieces_of_chunks(chunks, mesh, lambda p: p.data, {"owned_params": passing})
     known["calls"] = mesh["pp"].rank, Counter((call.op, call.axis, call.bytes) for call in calls)
+    if tier is not None:
+        tier.close()
     return known
 
 
@@ -236,7 +254,7 @@ def my_pieces(
         is_whole = shard.held == [(0, shard.held[-1][1])]  # in fixed order, every rank has all sums
         speaks = mesh["dp"].is_first if is_whole else replicas.is_first
         for start, stop in overlaps(shard.held, slot.start, slot.stop) if speaks else ():
-            values, run = shard.at(start, stop), (start - slot.start, stop - slot.start)
+            values, run = start_reading(shard.at(start, stop))(), (start - slot.start, stop - slot.start)
             for box, ((first, last),) in pieces_of_run(owned, run, shape):
                 result.append((name, placement.shape, box, values[first:last].reshape(size_of(box)).clone()))
     return result

@@ -60,16 +60,17 @@ class Device:
             raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
         return cls(name, local_rank)
 
-    def prepare(self, *, bf16: bool) -> None:
+    def prepare(self, *, bf16: bool, scarce: bool = False) -> None:
         """Make the process ready for a training run, where the device is a CPU. For whoever decides about the whole process.
 
+        `scarce`: memory counts more than time.
         With `bf16` float32 matrix products are rounded to bfloat16 factors from here on. Weight gradients are the only such
         products in a --bf16 run, and their float32 factors are widened bfloat16: every product is exact, summed in float32,
         and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`).
         """
         if self.name != "cpu":
             return
-        keep_freed_memory()
+        set_malloc(_AT_ONCE if scarce else _LARGEST)
         if bf16:
             torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
@@ -139,18 +140,19 @@ def has_fused_adam(device: torch.device) -> bool:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST = 2**31 - 1
+_AT_ONCE = 1 << 20  # bytes from which on a block is given back when it is freed
 
 
-def keep_freed_memory() -> None:
-    """Let the C library keep the memory that tensors give back, for the next ones. A no-op but with glibc on Linux.
+def set_malloc(threshold: int) -> None:
+    """Let the C library keep the memory that tensors smaller than this give back, for the next ones. A no-op but with glibc on Linux.
 
     By default it returns each large block to the system at once, and the next tensor of that size gets pages that have to be
-    faulted in and zeroed again: a quarter of the processor time of a step (2 layers of 512, 1024 tokens). Accelerators have
-    allocators of torch's own that keep it.
+    faulted in and zeroed again: a quarter of the processor time of a step (2 layers of 512, 1024 tokens). What it keeps lies in
+    pieces between what is in use, which a process short of memory cannot afford. Accelerators have allocators of torch's own.
     """
     if not sys.platform.startswith("linux"):
         return
     c_library = ctypes.CDLL(None)
     if hasattr(c_library, "gnu_get_libc_version"):
-        c_library.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
-        c_library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+        c_library.mallopt(_M_MMAP_THRESHOLD, threshold)
+        c_library.mallopt(_M_TRIM_THRESHOLD, threshold)

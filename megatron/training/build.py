@@ -23,6 +23,7 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
 from megatron.training.initialize import as_settings_problem
+from megatron.training.offload import announce_and_check
 from megatron.training.runtime import Runtime, get_runtime
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
@@ -50,9 +51,13 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         made[stage] = chunk
     if problems := name_problems(made, mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
+    announce_and_check(runtime, made.values())
+    params_tier = runtime.tier if runtime.config.offload.offload_params else None
     for stage, chunk in made.items():
         initialize_parameters(chunk, runtime.config.training.seed, mesh)
-        chunks[stage] = DistributedDataParallel(chunk, mesh, runtime.config.data_parallel, runtime.weight_grads)
+        chunks[stage] = DistributedDataParallel(
+            chunk, mesh, runtime.config.data_parallel, runtime.weight_grads, tier=params_tier
+        )
     return chunks
 
 
@@ -144,6 +149,8 @@ def build_model_and_optimizer(
         scaler=make_grad_scaler(runtime.config.loss_scaling, fp16=runtime.config.transformer.fp16),
         fixed_order=runtime.config.data_parallel.fixed_order_grad_reduce,
         device=runtime.device.torch_device,
+        tier=runtime.tier,
+        offload_fraction=runtime.config.offload.optimizer_offload_fraction,
     )
     return chunks, optimizer
 

@@ -12,6 +12,7 @@ from megatron.core.datasets.fim import FimConfig
 from megatron.core.datasets.masked import MaskedDataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength, learning_rate_schedule
 from megatron.core.optimizer.optimizer import OptimizerConfig
@@ -128,6 +129,7 @@ class Config:
     training: TrainingConfig
     learning_rate: LearningRateConfig
     optimizer: OptimizerConfig
+    offload: OffloadConfig
     loss_scaling: LossScaleConfig
     data: DataConfig
     fim: FimConfig
@@ -259,6 +261,11 @@ def check(config: Config, world_size: int) -> None:
         problems.append(
             "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or leave out "
             "--skip-train to train"
+        )
+    if config.offload.offload_params and config.data_parallel.stage < 3:
+        problems.append(
+            f"--offload-params keeps shards of parameters, and in ZeRO stage {config.data_parallel.stage} there are none; give "
+            "--zero-stage 3, or leave it out"
         )
     problems += watch_problems(
         config.log, config.tensorboard, config.profile, save=config.checkpoint.save, world_size=world_size

@@ -19,12 +19,15 @@ from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
+from megatron.core.offload.folder import folder_problems
+from megatron.core.offload.offload_config import make_tier
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
 from megatron.training.config import COMPONENTS, Config, apart_from, check
+from megatron.training.offload import notes_of
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
 from megatron.training.start import mistake_in
 from megatron.training.timers import Timers
@@ -90,7 +93,9 @@ def initialize_megatron(
         say=print_rank_last,
     )
     args = settings.args.and_also(derived_settings(config, mesh, settings.tokenizer))
-    runtime = Runtime(config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers)
+    with comm.together(mesh["world"], device.torch_device):
+        tier = make_tier(config.offload, mesh["world"].rank, device.torch_device)
+    runtime = Runtime(config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier)
     set_runtime(runtime)
     announce(runtime, settings.notes)
     return runtime
@@ -111,7 +116,8 @@ def read_settings(
     if problems:
         raise ConfigError(problems)
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
-    device.prepare(bf16=config.transformer.bf16)
+    notes += notes_of(device.name, config.offload.tier)
+    device.prepare(bf16=config.transformer.bf16, scarce=config.offload.tier == "file")
     if config.profile.record_memory_history:
         device.record_memory_history()
     return Settings(config, args, notes, device, tokenizer)
@@ -144,9 +150,15 @@ def select_device(config: DeviceConfig) -> Device:
 def file_problems(config: Config) -> list[str]:
     """Files that this rank should find and does not, and a --save folder that cannot come to be. Nothing is made yet."""
     problems = config.data.missing_files()
-    for flag, folder in (("--save", config.checkpoint.save), ("--data-cache-path", config.data.data_cache_path)):
+    for flag, folder in (
+        ("--save", config.checkpoint.save),
+        ("--data-cache-path", config.data.data_cache_path),
+        ("--offload-dir", config.offload.offload_dir),
+    ):
         if folder is not None and (obstacle := _obstacle(Path(folder))):
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
+    if config.offload.offload_dir is not None:
+        problems += folder_problems(config.offload.offload_dir, parallel_state.launched_rank())
     if config.checkpoint.load is not None and os.path.isfile(config.checkpoint.load):
         problems.append(f"--load {config.checkpoint.load} {mistake_in(Path(config.checkpoint.load))}")
     return problems

@@ -187,10 +187,10 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --num-layers-at-end-in-bf16 N --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --fp4-recipe NAME
         --fp4-param
     """,
-    "only offloading to the CPU reads it, and that is not built yet": """
-        --optimizer-offload-fraction X --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
-        --no-pin-cpu-grads --no-pin-cpu-params
+    "an offloaded update is torch's, slice by slice, with the next slice on its way": """
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
     """,
+    "host memory that an accelerator reads is pinned": "--no-pin-cpu-grads --no-pin-cpu-params",
     "only fully sharded data parallelism reads it, and that is not built yet": """
         --fsdp-double-buffer --suggested-communication-unit-size N --enable-full-sharding-in-hsdp
         --torch-fsdp2-no-reshard-after-forward
@@ -315,9 +315,7 @@ REFUSED_BY_REASON: dict[str, str] = {
         --fp8-format NAME --fp8-e4m3 --fp8-hybrid --fp4-format NAME --transformer-engine-precision-config FILE --te-precision-config-file FILE
         --kitchen-config-file FILE --kitchen-recipe-number N
     """,
-    "offloading to the CPU is not built yet; leave it out, at the cost of memory": """
-        --optimizer-cpu-offload --cpu-offloading-num-layers 0|N
-    """,
+    "offloading activations to the CPU is not built yet; leave it out, at the cost of memory": "--cpu-offloading-num-layers 0|N",
     "CUDA graphs are not built yet; leave it out, the numbers are the same": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME
     """,

@@ -9,6 +9,7 @@ from megatron.core.batch_size import BatchSizes
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
+from megatron.core.offload.tier import Tier
 from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
@@ -31,6 +32,7 @@ class Runtime:
     dropout_keys: DropoutKeys
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
+    tier: Tier | None = None  # where offloaded state lives
 
     @property
     def world_size(self) -> int:

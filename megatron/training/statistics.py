@@ -20,6 +20,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.models.embedding import Embedding
+from megatron.core.offload.tier import loaded
 from megatron.core.placement import owned_pieces
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.mlp import ParallelMLP
@@ -95,7 +96,7 @@ def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads:
                 for _, local in owned_pieces(parameter.placement, shape, mesh):
                     first, last = (slot.start + at for at in flat_run(local, shape))
                     for start, stop in overlaps(buffer.owned, first, last):
-                        yield slot.name, values.at(start, stop)
+                        yield from ((slot.name, part) for part in loaded(values.at(start, stop)))
         if not grads and mesh["dp"].is_first:
             for name, parameter in chunk.module.named_parameters():
                 if not parameter.requires_grad:  # it has no place in a buffer

@@ -126,6 +126,8 @@ def pretrain(
     finally:
         if trainer is not None:
             trainer.watch.close()
+        if runtime is not None and runtime.tier is not None:
+            runtime.tier.close()
         set_runtime(None)
     del trainer, runtime
     if failed:

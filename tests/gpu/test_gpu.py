@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from shlex import split
 
 import pytest
 import torch
@@ -38,41 +39,30 @@ def test_half_precision_weight_gradients_are_summed_in_float32():
     torch.testing.assert_close(weight.main_grad.double(), expected, rtol=0, atol=expected.abs().max().item() * 1e-5)
 
 
+FLAGS = split(
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--micro-batch-size 4 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"
+)
+
+
+def losses_of(*flags: str) -> list[float]:
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS, *flags]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    return [float(part.split()[2]) for part in text.split("|") if part.startswith(" lm loss:")]
+
+
 def test_one_process_trains_as_on_the_cpu():
-    flags = [
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "255",
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "64",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "64",
-        "--micro-batch-size",
-        "4",
-        "--train-iters",
-        "5",
-        "--lr",
-        "1e-3",
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "0",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-    ]
-    losses = {}
-    for device in ("cpu", torch.accelerator.current_accelerator().type):
-        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--device", device]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-        losses[device] = [float(part.split()[2]) for part in text.split("|") if part.startswith(" lm loss:")]
-    cpu, other = losses.values()
+    cpu, other = (losses_of("--device", name) for name in ("cpu", torch.accelerator.current_accelerator().type))
     assert len(cpu) == 5
     assert other == pytest.approx(cpu, rel=1e-3)
+
+
+@pytest.mark.parametrize("place", ["--optimizer-cpu-offload", "--offload-dir {tmp}"])
+@pytest.mark.parametrize(
+    "rest", ["--bf16", "--bf16 --zero-stage 3 --offload-params", "--optimizer-offload-fraction 0.5"]
+)
+def test_state_on_the_host_or_in_a_file_trains_as_on_the_device(place: str, rest: str, tmp_path):
+    """The host's kernel rounds otherwise than the device's."""
+    moved = split(f"{place.format(tmp=tmp_path)} {rest}")
+    here = ["--bf16"] if "--bf16" in moved else []
+    assert losses_of(*moved) == pytest.approx(losses_of(*here), rel=1e-3)

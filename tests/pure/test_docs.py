@@ -36,6 +36,9 @@ COMMANDS = {
         "python tools/plot_run.py ...": READS_ON,
         "python tools/generate.py ...": READS_ON,
     },
+    "docs/offload.md": {
+        "python pretrain_gpt.py ...": "tests/gloo/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without",
+    },
     "docs/generation.md": {
         "python tools/generate.py ...": READS_ON,
         "torchrun --nproc-per-node 4 tools/generate.py ...": READS_ON,

@@ -22,6 +22,7 @@ from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
 from megatron.core.grid import ALONE, Axis
+from megatron.core.offload.tier import FileTensor, Stored
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
 
@@ -94,8 +95,11 @@ class Checkpoint:
             data = room[: piece.nbytes]
             self._read(piece, name, data)
             saved = data.view(getattr(torch, self.manifest.tensors[name].dtype)).view(size_of(piece.box))
-            for source, target in parts:
-                target.copy_(saved[slices(source)])
+            for source, region, target in parts:
+                if isinstance(region, FileTensor):
+                    region.put(target, saved[slices(source)])
+                else:
+                    region[slices(target)].copy_(saved[slices(source)])
 
     def _read(self, piece: Piece, name: str, data: Tensor) -> None:
         """Fill `data` with the bytes of `piece`; raises if they are not the ones that were saved."""
@@ -117,11 +121,11 @@ class Checkpoint:
             raise CheckpointError(path, f"does not match the sha256 of {what}", format.DAMAGED)
 
 
-def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Tensor]]:
-    """What `local` needs of a saved piece: (box within the piece, where it goes)."""
+def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Stored, Box]]:
+    """What `local` needs of a saved piece: (box within the piece, what it goes into, box within that)."""
     shared = ((intersect(saved, piece[0]), piece) for piece in (*local.pieces, *local.copies))
     return [
-        (relative_to(box, saved), local.region(piece)[slices(relative_to(box, piece[0]))])
+        (relative_to(box, saved), local.region(piece), relative_to(box, piece[0]))
         for box, piece in shared
         if box is not None
     ]

@@ -1,8 +1,13 @@
 """A bucket: the part of a buffer whose gradients are summed by one call, and whose parameters are gathered by one."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from megatron.core import comm
 from megatron.core.distributed import released
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
+from megatron.core.offload.tier import start_reading, start_writing
 
 
 class Bucket:
@@ -27,6 +32,7 @@ class Bucket:
         self._span = slice(start, stop)
         self._reducing: comm.Pending | None = None
         self._gathering: comm.Pending | None = None
+        self._reading: Callable[[], Tensor] | None = None
 
     # ---------------------------------------------------------------- gradients
 
@@ -85,21 +91,30 @@ class Bucket:
 
     # ---------------------------------------------------------------- parameters
 
+    def read_ahead(self) -> None:
+        """Begin to read the own part from the file in which it may be kept (stage 3); a gather follows before any update."""
+        if self._reading is None and self._gathering is None and not self._params.is_open:
+            self._reading = start_reading(self.held_params)
+
     def gather_updated(self) -> None:
         """After an update: fetch what the other ranks of outer_axis have updated of what this rank holds."""
         outer = self.buffer.outer_axis
-        mine = self.held_params[comm.my_part(self.held_params.numel(), outer)].clone()
-        comm.start_all_gather(mine, outer, out=self.held_params).wait()
+        mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)])().to(self.buffer.device)
+        if isinstance(self.held_params, Tensor):
+            comm.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
+        else:
+            start_writing(self.held_params, comm.all_gather(mine, outer))()
 
     def start_gather(self) -> None:
         """Begin to fetch the other ranks' parts of the parameters."""
         if self._gathering is not None or (self._params is not None and self._params.is_open):
             return
         if self._params is not None:
-            out = self._params.open()
+            reading, self._reading = self._reading or start_reading(self.held_params), None
+            mine, out = reading().to(self.buffer.device), self._params.open()
             if self.buffer.shard_axis.size == 1:
-                out.copy_(self.held_params)
-            self._gathering = comm.start_all_gather(self.held_params, self.buffer.shard_axis, out=out)
+                out.copy_(mine)
+            self._gathering = comm.start_all_gather(mine, self.buffer.shard_axis, out=out)
         elif self.buffer.shard_axis.size > 1:
             mine = self.held_params.clone()  # which may not lie where the result goes
             self._gathering = comm.start_all_gather(
@@ -116,6 +131,7 @@ class Bucket:
     def release_params(self) -> None:
         """Keep the held part only (stage 3)."""
         self.finish_gather()
+        self._reading = None
         if self._params is not None and self._params.is_open:
             self._params.release()
             released.release(self._holders)

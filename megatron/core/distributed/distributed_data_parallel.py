@@ -45,6 +45,7 @@ from megatron.core.distributed.uses import Uses
 from megatron.core.grid import ALONE
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
 from megatron.core.mesh import Mesh
+from megatron.core.offload.tier import Stored, Tier
 from megatron.core.placement import Placement, partial_grads
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
@@ -179,6 +180,7 @@ class DistributedDataParallel(nn.Module):
 
     A parameter without a placement (of a plain torch module) is taken to be whole on every rank. weight_grads: where the module's
     linear layers put off weight gradients, if a schedule asks for it; in stages 2 and 3 the gradients of its other layers follow.
+    tier: where the shards of ZeRO stage 3 are kept; in the device's memory when None.
     """
 
     def __init__(
@@ -187,8 +189,11 @@ class DistributedDataParallel(nn.Module):
         mesh: Mesh,
         config: DataParallelConfig | None = None,
         weight_grads: WeightGradStore | None = None,
+        *,
+        tier: Tier | None = None,
     ):
         super().__init__()
+        self._tier = tier
         self.module, self.mesh, self.config = module, mesh, config or DataParallelConfig()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
         trained = self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -253,6 +258,7 @@ class DistributedDataParallel(nn.Module):
             summed_in_shards=not self.config.fixed_order_grad_reduce,
             poison=self.config.poison_released_buffers,
             grad_dtype=torch.bfloat16 if self.config.main_grads_dtype == "bf16" else None,
+            tier=self._tier,
         )
 
     def _count_uses(self) -> Uses:
@@ -355,8 +361,9 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._buckets:
             bucket.finish_gather()
 
-    def param_shards(self) -> dict[str, tuple[tuple[int, int], Tensor]]:
-        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds, and them."""
+    def param_shards(self) -> dict[str, tuple[tuple[int, int], Stored]]:
+        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds, and them, in memory
+        or in a file."""
         return {
             slot.name: (buffer.kept_values(slot), buffer.held_params.values(slot))
             for buffer in self.buffers

@@ -106,6 +106,10 @@ class ParamFetcher:
         if self.ahead and not recomputes and 0 <= after < len(self._order):
             for bucket in self._needs[self._order[after]]:
                 bucket.start_gather()
+            after += direction
+        if not recomputes and 0 <= after < len(self._order):
+            for bucket in self._needs[self._order[after]]:
+                bucket.read_ahead()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -1,12 +1,14 @@
 """Contiguous memory that many tensors are views of."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
 from megatron.core.grid import ALONE, Axis
+from megatron.core.offload.tier import Stored, Tier, start_writing
 
 
 class MemoryBuffer:
@@ -27,19 +29,20 @@ class MemoryBuffer:
 
 
 class Shard:
-    """Some runs of elements of a buffer, each in a flat tensor: what one rank keeps of something laid out like the buffer."""
+    """Some runs of elements of a buffer, each in a flat tensor: what one rank keeps of something laid out like the buffer. In a tier
+    of its own it may lie in a file."""
 
-    def __init__(self, held: list[tuple[int, int]], tensors: list[Tensor]):
+    def __init__(self, held: list[tuple[int, int]], tensors: list[Stored]):
         self.held, self.tensors = held, tensors
 
-    def at(self, start: int, stop: int) -> Tensor:
+    def at(self, start: int, stop: int) -> Stored:
         """Elements start .. stop of the buffer, which must lie within one run."""
         for (first, last), tensor in zip(self.held, self.tensors):
             if first <= start and stop <= last:
                 return tensor[start - first : stop - first]
         raise AssertionError(f"elements {start}..{stop} of a shard that holds {self.held}")
 
-    def values(self, slot: Slot) -> Tensor:
+    def values(self, slot: Slot) -> Stored:
         """What it has of a parameter, flat; perhaps nothing."""
         mine = overlaps(self.held, slot.start, slot.stop)
         return self.at(*mine[0]) if mine else self.tensors[0][:0]
@@ -47,9 +50,6 @@ class Shard:
     def within(self, held: list[tuple[int, int]]) -> "Shard":
         """Some runs of it, in the same memory."""
         return self if held == self.held else Shard(held, [self.at(*run) for run in held])
-
-    def zeros_like(self) -> "Shard":
-        return Shard(self.held, [torch.zeros_like(tensor) for tensor in self.tensors])
 
 
 class Transient:
@@ -97,6 +97,7 @@ class ParamAndGradBuffer:
     divided). replica_axis: the others. outer_axis: in stage 3, the others, if what is owned is divided further over them: a rank then
     holds a shard of parameters and gradients (`held_params`, `held_sums`) and owns, that is updates, a part of that. Else a rank owns
     what it holds. `summed_in_shards`: whether a rank gets the sums that it owns only. poison: for `Transient`.
+    tier: where the held parameters of stage 3 are kept; with the others when None.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class ParamAndGradBuffer:
         summed_in_shards: bool = True,
         poison: bool = False,
         grad_dtype: torch.dtype | None = None,
+        tier: Tier | None = None,
     ):
         first = parameters[plan.slots[0].name]
         self.plan, self.reduce_axis, self.shard_axis, self.replica_axis = plan, reduce_axis, shard_axis, replica_axis
@@ -122,27 +124,27 @@ class ParamAndGradBuffer:
         self.device = first.device
         self.held = plan.owned(shard_axis.rank, shard_axis.size)
         self.owned = plan.owned(shard_axis.rank * outer_axis.size + outer_axis.rank)
-        self.params = MemoryBuffer(plan.numel, self.dtype, self.device)
-        for slot in plan.slots:
-            self.params.get(tuple(parameters[slot.name].shape), slot.start).copy_(parameters[slot.name].data)
-        self.held_params = self._part_of(self.params.data)
+        self.params = self.grads = None
         self.params_of = self.grads_of = ()
+        if stage < 3:
+            self.params = MemoryBuffer(plan.numel, self.dtype, self.device)
+            self.held_params = self._part_of(self.params.data)
+        else:
+            self.held_params = self._shard_of_zeros(self.dtype, tier)
         if stage < 2:
             self.grads = MemoryBuffer(plan.numel, self.grad_dtype, self.device)
-            self.held_sums = self._part_of(self.grads.data) if self.grad_dtype == self.master_dtype else self._no_sums()
+            self.held_sums = (
+                self._part_of(self.grads.data)
+                if self.grad_dtype == self.master_dtype
+                else self._shard_of_zeros(self.master_dtype)
+            )
             if not summed_in_shards:
                 self.held_sums = Shard([(0, plan.numel)], [self.grads.data])
         else:
-            self.grads, self.grads_of = None, self._transients(self.grad_dtype)
-            self.held_sums = self._no_sums()
-        if stage == 3:
-            self.held_params = Shard(self.held, [tensor.clone() for tensor in self.held_params.tensors])
-            self.params, self.params_of = None, self._transients(self.dtype)
+            self.held_sums = self._shard_of_zeros(self.master_dtype)
         self.owned_params = self.held_params.within(self.owned)
         self.sums = self.held_sums.within(self.owned) if outer_axis.size > 1 else self.held_sums
-        self._point_parameters()
-        for passing in (*self.params_of, *self.grads_of):
-            passing.release()
+        self._take_in_parameters()
 
     @property
     def is_half_precision(self) -> bool:
@@ -157,29 +159,51 @@ class ParamAndGradBuffer:
         """Which of them it holds the values of."""
         return _elements(slot, self.held)
 
-    def _no_sums(self) -> Shard:
-        return Shard(self.held, [torch.zeros(b - a, dtype=self.master_dtype, device=self.device) for a, b in self.held])
-
     def _part_of(self, whole: Tensor) -> Shard:
         return Shard(self.held, [whole[start:stop] for start, stop in self.held])
 
-    def _transients(self, dtype: torch.dtype) -> tuple[Transient, ...]:
-        sizes = [bucket.stop - bucket.start for bucket in self.plan.buckets]
-        return tuple(Transient(size, dtype, self.device, poison=self.poison) for size in sizes)
+    def _shard_of_zeros(self, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
+        make = partial(torch.zeros, device=self.device) if tier is None else tier.zeros
+        return Shard(self.held, [make(b - a, dtype=dtype) for a, b in self.held])
 
-    def _point_parameters(self) -> None:
-        """Make each parameter and its `main_grad` views of where their values lie."""
-        bucket_of = {name: i for i, bucket in enumerate(self.plan.buckets) for name in bucket.names}
-        for slot in self.plan.slots:
-            i, parameter = bucket_of[slot.name], self.parameters[slot.name]
-            shape, first = parameter.shape, self.plan.buckets[i].start
+    def _take_in_parameters(self) -> None:
+        """Make each parameter and its `main_grad` views of where their values lie, which gives up the memory it came with.
+
+        What passes is there for one bucket at a time, so that a model which fits in shards only fits while it is built.
+        """
+        slots = {slot.name: slot for slot in self.plan.slots}
+        for bucket in self.plan.buckets:
+            size = bucket.stop - bucket.start
             params, grads = (
-                whole.data[slot.start : slot.stop]
-                if whole is not None
-                else passing[i].data[slot.start - first : slot.stop - first]
-                for whole, passing in ((self.params, self.params_of), (self.grads, self.grads_of))
+                Transient(size, dtype, self.device, poison=self.poison) if whole is None else None
+                for whole, dtype in ((self.params, self.dtype), (self.grads, self.grad_dtype))
             )
-            parameter.data, parameter.main_grad = params.view(shape), grads.view(shape)
+            if params is not None:
+                params.data.zero_()  # the gaps too, which ranks keep like the rest
+            for slot in (slots[name] for name in bucket.names):
+                parameter, first = self.parameters[slot.name], bucket.start
+                values, gradient = (
+                    whole.data[slot.start : slot.stop]
+                    if passing is None
+                    else passing.data[slot.start - first : slot.stop - first]
+                    for whole, passing in ((self.params, params), (self.grads, grads))
+                )
+                values, gradient = values.view(parameter.shape), gradient.view(parameter.shape)
+                values.copy_(parameter.data)
+                parameter.data, parameter.main_grad = values, gradient
+            if params is not None:
+                self._keep_held(bucket.start, params)
+                self.params_of += (params,)
+            if grads is not None:
+                grads.release()
+                self.grads_of += (grads,)
+
+    def _keep_held(self, first: int, params: Transient) -> None:
+        """Of a bucket's parameters, which begin at element `first`, keep what this rank holds."""
+        for start, stop in overlaps(self.held, first, first + params.data.numel()):
+            mine = params.data[start - first : stop - first].clone()  # memory that numpy has seen stays for good
+            start_writing(self.held_params.at(start, stop), mine)()
+        params.release()
 
 
 def _elements(slot: Slot, held: list[tuple[int, int]]) -> tuple[int, int]:

@@ -20,9 +20,12 @@ from megatron.core.device import has_fused_adam
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.mesh import Mesh
+from megatron.core.offload.plan import cut_by_fraction
+from megatron.core.offload.tier import Stored, Tier, copy_stored
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
+from megatron.core.optimizer.sliced import Segment, SlicedUpdater, adam_update, sgd_update
 from megatron.core.placement import owned_pieces
 
 
@@ -97,6 +100,7 @@ class FlatOptimizer:
 
     group_of: how each parameter is updated. scaler: what the gradients were scaled by, if they were. fixed_order: the norm has the
     same bits however parameters are spread over pipeline stages. device: where to add up the norm on a rank that trains nothing.
+    tier: where this fraction of masters and moments live, and are updated slice by slice; with the buffers when None.
     """
 
     def __init__(
@@ -109,32 +113,44 @@ class FlatOptimizer:
         scaler: GradScaler | None = None,
         fixed_order: bool = False,
         device: torch.device | str = "cpu",
+        tier: Tier | None = None,
+        offload_fraction: float = 1.0,
     ):
         self.buffers, self.config, self.mesh, self.scaler = list(buffers), config, mesh, scaler
         self.fixed_order = fixed_order
         self.shard_axes = [self.buffers[0].shard_axis, self.buffers[0].outer_axis] if self.buffers else []
         self.device = self.buffers[0].device if self.buffers else device
-        self.masters = [_master_of(buffer) for buffer in self.buffers]
-        self.moments = {kind: [master.zeros_like() for master in self.masters] for kind in config.moments}
+        kept = [_Kept(buffer, tier, offload_fraction) for buffer in self.buffers]
+        self.masters = [one.master() for one in kept]
+        self.moments = {kind: [one.zeros() for one in kept] for kind in config.moments}
         self.step_count = 0  # updates that the moments have seen
         self._counted = [_counted_runs(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
-        self._updater = self._build_updater(group_of)
+        self._kept = kept
+        self._updater = self._build_updater(group_of, kept)
 
-    def _build_updater(self, group_of: GroupRule) -> torch.optim.Optimizer | None:
-        """torch's optimizer over the segments of equal groups, its state being views of our flat moments."""
+    def _build_updater(self, group_of: GroupRule, kept: list["_Kept"]) -> torch.optim.Optimizer | None:
+        """torch's optimizer over the segments of equal groups that are with the buffers, its state being views of our flat moments.
+
+        Segments that are elsewhere are left to `SlicedUpdater`."""
         segments: dict[ParamGroup, list[Tensor]] = {}
-        states = {}
+        states, away = {}, []
         for i, buffer in enumerate(self.buffers):
             labels = {name: group_of(name, parameter.placement) for name, parameter in buffer.parameters.items()}
             for group, first, last in runs(buffer.plan.slots, labels):
-                for start, stop in overlaps(buffer.owned, first, last):
+                for start, stop in overlaps(kept[i].away, first, last):
+                    moments = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
+                    rounded = buffer.owned_params.at(start, stop) if buffer.is_half_precision else None
+                    gradients = buffer.sums.at(start, stop)
+                    away.append(Segment(group, self.masters[i].at(start, stop), moments, gradients, rounded))
+                for start, stop in overlaps(kept[i].here, first, last):
                     segment = self.masters[i].at(start, stop)
                     segment.grad = buffer.sums.at(start, stop)
                     segments.setdefault(group, []).append(segment)
                     states[segment] = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
+        self._sliced = SlicedUpdater(away, _SLICED[self.config.optimizer](self.config))
         options = [{"params": held, "rule": group} for group, held in segments.items()]  # the rest comes with each step
         if not segments:
-            return None  # a shard of alignment gaps
+            return None  # a shard of alignment gaps, or all is elsewhere
         updater = _UPDATERS[self.config.optimizer](options, states, self.config)
         updater.state.update(states)
         return updater
@@ -196,31 +212,32 @@ class FlatOptimizer:
         """Update masters and parameters with the gradients in the buffers, decoupled groups at their own rate if given, and
         with another weight decay than the settings' if given."""
         weight_decay = self.config.weight_decay if weight_decay is None else weight_decay
+
+        def rates(rule: ParamGroup) -> tuple[float, float]:
+            rate = decoupled_lr if rule.decoupled and decoupled_lr is not None else lr
+            return rate * rule.lr_multiplier, weight_decay * rule.weight_decay_multiplier
+
         if self._updater is not None:
             for options in self._updater.param_groups:
-                rule = options["rule"]
-                rate = decoupled_lr if rule.decoupled and decoupled_lr is not None else lr
-                options["lr"] = rate * rule.lr_multiplier
-                options["weight_decay"] = weight_decay * rule.weight_decay_multiplier
+                options["lr"], options["weight_decay"] = rates(options["rule"])
             self._updater.step()
+        self._sliced.step(rates, self.step_count)
         self.step_count += 1
-        self.publish_masters()
+        self._publish([kept.here for kept in self._kept])
 
     def publish_masters(self) -> None:
         """Round the masters into the parameters that this rank owns; `DistributedDataParallel.gather_params` does the rest."""
-        for mine, master in self._masters_apart():
-            for parameters, values in zip(mine.tensors, master.tensors):
-                parameters.copy_(values)
+        self._publish([kept.here + kept.away for kept in self._kept])
 
-    def _masters_apart(self) -> Iterator[tuple[Shard, Shard]]:
-        """(parameters, masters) that this rank owns, where these are not the same memory."""
-        for buffer, master in zip(self.buffers, self.masters):
-            if buffer.is_half_precision:
-                yield buffer.owned_params, master
+    def _publish(self, runs_of: list[list[tuple[int, int]]]) -> None:
+        """The same of these runs of each buffer, where parameters and masters are not the same memory."""
+        for buffer, master, held in zip(self.buffers, self.masters, runs_of):
+            for start, stop in held if buffer.is_half_precision else ():
+                copy_stored(buffer.owned_params.at(start, stop), master.at(start, stop))
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def tensors(self) -> dict[str, dict[str, Stored]]:
         """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter, or, of a
-        parameter in shards, the elements that `kept_of` says, flat."""
+        parameter in shards, the elements that `kept_of` says, flat. In memory or in a file."""
         kinds = dict(self.moments)
         if any(buffer.is_half_precision for buffer in self.buffers):
             kinds["master"] = self.masters
@@ -271,16 +288,40 @@ def _sgd(options: list[dict[str, Any]], states: _States, config: OptimizerConfig
 
 
 _UPDATERS = {"adam": _adam, "sgd": _sgd}
+_SLICED = {
+    "adam": lambda config: adam_update(beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps),
+    "sgd": lambda config: sgd_update(config.sgd_momentum),
+}
 
 
-def _master_of(buffer: ParamAndGradBuffer) -> Shard:
-    mine = buffer.owned_params
-    if not buffer.is_half_precision:
-        return mine
-    return Shard(mine.held, [tensor.to(buffer.master_dtype) for tensor in mine.tensors])
+class _Kept:
+    """Where the state of what this rank owns of a buffer is kept: the runs `away` in a tier, those `here` with the buffer."""
+
+    def __init__(self, buffer: ParamAndGradBuffer, tier: Tier | None, fraction: float):
+        self.buffer, self.tier = buffer, tier
+        starts = [slot.start for slot in buffer.plan.slots]
+        self.away, self.here = cut_by_fraction(buffer.owned, starts, fraction if tier is not None else 0.0)
+
+    def zeros(self) -> Shard:
+        """Laid out like what is owned."""
+        dtype, device = self.buffer.master_dtype, self.buffer.device
+        there = [self.tier.zeros(stop - start, dtype) for start, stop in self.away]
+        return Shard(
+            self.away + self.here,
+            there + [torch.zeros(stop - start, dtype=dtype, device=device) for start, stop in self.here],
+        )
+
+    def master(self) -> Shard:
+        """The owned parameters in float32: themselves, where they are that precise already."""
+        if not self.buffer.is_half_precision:
+            return self.buffer.owned_params
+        wide = self.zeros()
+        for (start, stop), tensor in zip(wide.held, wide.tensors):
+            copy_stored(tensor, self.buffer.owned_params.at(start, stop))
+        return wide
 
 
-def _values(flat: Shard, buffer: ParamAndGradBuffer, slot: Slot) -> Tensor:
+def _values(flat: Shard, buffer: ParamAndGradBuffer, slot: Slot) -> Stored:
     values = flat.values(slot)
     return values.view(buffer.parameters[slot.name].shape) if buffer.plan.shards == 1 else values
 

@@ -1,0 +1,112 @@
+"""A file read and written by byte ranges, whose every block has a checksum that this process remembers.
+
+    | block 0 | block 1 | block 2 |     a range that covers part of a block costs reading the whole of it, to check it, and
+         |-- range --|                  writing part of one costs reading and writing the whole
+
+The checksums (CRC-32: no single wrong byte, and no burst of up to 32 bits, passes) stay in memory, 4 bytes a block: the file
+is of no use to another process, and a write that the disk lost would pass a checksum stored beside the data. No torch in this file.
+"""
+
+import os
+import zlib
+from array import array
+from pathlib import Path
+
+BLOCK = 1 << 20  # bytes: what disks and their queues like; 4 KiB blocks would cost a system call each
+
+
+class OffloadError(RuntimeError):
+    """A file of offloaded state that cannot be read or written: which, what is wrong with it, what to do."""
+
+
+_DAMAGED = (
+    "the disk is failing, or something else writes there; resume from the last checkpoint with another --offload-dir"
+)
+
+
+class BlockFile:
+    """A file of zeros that grows by `extend`. Not safe for two threads at once."""
+
+    def __init__(self, path: Path, block: int = BLOCK):
+        self.path, self.block = path, block
+        self._zeros_sum = zlib.crc32(bytes(block))
+        self._sums = array("I")
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._sums) * self.block
+
+    def extend(self, nbytes: int) -> int:
+        """Room for so many zeros, taken from the disk now and not when it is written; where it begins."""
+        start, blocks = self.nbytes, -(-nbytes // self.block)
+        if blocks:
+            try:
+                os.posix_fallocate(self._handle, start, blocks * self.block)
+            except OSError as error:
+                raise OffloadError(
+                    f"{self.path}: no room for another {nbytes:,} bytes ({error.strerror}); free the disk, give another "
+                    "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+                ) from error
+            self._sums.extend([self._zeros_sum] * blocks)
+        return start
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill `out`, which begins and ends where blocks do, from byte `start` on, which one begins at. Raises OffloadError."""
+        assert start % self.block == 0 and len(out) % self.block == 0, f"bytes {start} .. {start + len(out)}"
+        self._fill(start, out)
+        first = start // self.block
+        for i in range(len(out) // self.block):
+            if zlib.crc32(out[i * self.block : (i + 1) * self.block]) != self._sums[first + i]:
+                at = (first + i) * self.block
+                raise OffloadError(
+                    f"{self.path}: bytes {at} .. {at + self.block} are not those that were written; {_DAMAGED}"
+                )
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Put `data` at byte `start`, anywhere. Raises OffloadError."""
+        at, end = start, start + len(data)
+        assert end <= self.nbytes, f"bytes {start} .. {end} of {self.nbytes}"
+        while at < end:
+            number, inside = divmod(at, self.block)
+            stop = min(end, (number + 1) * self.block)
+            part = data[at - start : stop - start]
+            if len(part) < self.block:
+                whole = bytearray(self.block)
+                self.read(number * self.block, memoryview(whole))
+                whole[inside : inside + len(part)] = part
+                part = memoryview(whole)
+            self._put(number * self.block, part)
+            self._sums[number] = zlib.crc32(part)
+            at = stop
+
+    def close(self) -> None:
+        """Further use is an error."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _fill(self, start: int, out: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(out) and (count := os.preadv(self._handle, [out[done:]], start + done)):
+                done += count
+        except OSError as error:
+            raise OffloadError(
+                f"{self.path}: cannot be read at byte {start + done} ({error.strerror}); {_DAMAGED}"
+            ) from error
+        if done < len(out):
+            raise OffloadError(
+                f"{self.path}: has nothing from byte {start + done} on, though {self.nbytes} were written: it was cut off; {_DAMAGED}"
+            )
+
+    def _put(self, start: int, data: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._handle, data[done:], start + done)
+        except OSError as error:
+            raise OffloadError(
+                f"{self.path}: cannot be written at byte {start + done} ({error.strerror}); free the disk, or resume from the last "
+                "checkpoint with another --offload-dir"
+            ) from error

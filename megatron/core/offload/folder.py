@@ -1,0 +1,120 @@
+"""The folder that one rank keeps offloaded state in while it runs. No torch in this file.
+
+    DIR/rank_00003/lock      locked while its process lives, whoever that is: the system gives the lock back with the process
+    DIR/rank_00003/state     nobody else's, and nothing after the run: checkpoints hold what is to last
+
+So a folder whose lock is free was left by a process that was killed, and is taken over; one that is locked is refused, and so is
+one that holds anything else.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from megatron.core.config import ConfigError
+
+LOCK, STATE = "lock", "state"
+
+
+def folder_of(root: Path | str, rank: int) -> Path:
+    return Path(root) / f"rank_{rank:05d}"
+
+
+def folder_problems(root: Path | str, rank: int) -> list[str]:
+    """Why a rank may not use its folder below `root`. Makes nothing."""
+    folder = folder_of(root, rank)
+    if not folder.exists():
+        return []
+    if not folder.is_dir():
+        return [f"--offload-dir {root}: {folder} is a file; choose another folder"]
+    try:
+        return _problems_inside(root, folder)
+    except OSError as error:
+        return [
+            f"--offload-dir {root} cannot be used: {error.strerror}; choose a folder on a local disk of this user's own"
+        ]
+
+
+def _problems_inside(root: Path | str, folder: Path) -> list[str]:
+    if strange := sorted({path.name for path in folder.iterdir()} - {LOCK, STATE}):
+        return [
+            f"--offload-dir {root}: {folder} holds {', '.join(strange[:5])}, which no run of ours wrote there; move that away or "
+            "choose another folder"
+        ]
+    lock = folder / LOCK
+    if not lock.exists():
+        return []
+    with open(lock, "r+") as file:
+        return [] if _is_taken(file.fileno()) else [_living(root, folder, lock)]
+
+
+class RankFolder:
+    """A rank's folder, this process's own until `remove`. Raises ConfigError where it cannot be."""
+
+    def __init__(self, root: Path | str, rank: int):
+        self.path = folder_of(root, rank)
+        self.was_left_behind = (self.path / LOCK).exists()
+        if problems := folder_problems(root, rank):
+            raise ConfigError(problems)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if not _is_taken(self._lock) or not self._is_there():
+                os.close(self._lock)
+                raise ConfigError(_living(root, self.path, self.path / LOCK))
+        except OSError as error:
+            raise ConfigError(
+                f"--offload-dir {root} cannot be written: {error.strerror}; choose another folder"
+            ) from error
+        os.truncate(self._lock, 0)
+        os.pwrite(self._lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / STATE).unlink()
+
+    def _is_there(self) -> bool:
+        """Whether the file that we locked is the one in the folder: a process that ended in between may have removed it."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK))
+        return False
+
+    @property
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    @property
+    def disk(self) -> str:
+        """A name of the file system, as this machine knows it."""
+        return f"{socket.gethostname()}:{os.stat(self.path).st_dev}"
+
+    def remove(self) -> None:
+        """Give it back."""
+        if self._lock < 0:
+            return
+        for name in (STATE, LOCK):
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink()
+        os.close(self._lock)
+        self._lock = -1
+        with contextlib.suppress(OSError):  # somebody has put something else there
+            self.path.rmdir()
+
+
+def _is_taken(handle: int) -> bool:
+    """Lock the file for this process, if no other has. Raises OSError on a file system without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _living(root: Path | str, folder: Path, lock: Path) -> str:
+    owner = "a process that runs"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        said = json.loads(lock.read_text())
+        owner = f"process {said['pid']} on {said['host']}, which runs"
+    return f"--offload-dir {root}: {folder} belongs to {owner}; end that run or choose another folder"

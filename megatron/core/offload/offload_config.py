@@ -1,0 +1,59 @@
+"""The settings of offloading, and the tier that they ask for."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.config import ConfigError, knob
+from megatron.core.offload.block_file import BLOCK
+from megatron.core.offload.tier import FileTier, HostTier, Tier
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Offload."""
+
+    optimizer_cpu_offload: bool = knob(
+        False, "keep masters and moments in host memory, and update them there, slice by slice"
+    )
+    optimizer_offload_fraction: float = knob(
+        1.0, "share of masters and moments that --optimizer-cpu-offload or --offload-dir keeps away from the device, rounded up to "
+        "whole parameters",
+    )  # fmt: skip
+    offload_dir: str | None = knob(
+        None, "folder on a fast local disk: masters and moments live in files below it instead, one folder a rank, while the run "
+        "lasts",
+        metavar="DIR",
+    )  # fmt: skip
+    offload_params: bool = knob(
+        False,
+        "with --zero-stage 3 and one of these two, keep the shards of the parameters there too; each is read before it is used",
+    )
+
+    def __post_init__(self) -> None:
+        problems, fraction = [], self.optimizer_offload_fraction
+        if not 0 <= fraction <= 1:
+            problems.append(f"--optimizer-offload-fraction is {fraction}; it must be between 0 and 1")
+        if self.optimizer_cpu_offload and self.offload_dir is not None:
+            problems.append("--optimizer-cpu-offload and --offload-dir exclude each other; give one")
+        if self.offload_params and self.tier == "device":
+            problems.append("--offload-params needs --offload-dir DIR or --optimizer-cpu-offload, which say where to")
+        elif self.offload_params and 0 <= fraction < 1:
+            problems.append(
+                f"--offload-params leaves no parameters on the device for the rest of --optimizer-offload-fraction {fraction}; leave "
+                "one of them out"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def tier(self) -> str:
+        """Where offloaded state lives: "device" when none is."""
+        return "file" if self.offload_dir is not None else "host" if self.optimizer_cpu_offload else "device"
+
+
+def make_tier(config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK) -> Tier | None:
+    """The tier that the settings ask for; None for none. Raises ConfigError where its folder cannot be had."""
+    if config.tier == "file":
+        return FileTier(config.offload_dir, rank, block)
+    return HostTier(device) if config.tier == "host" else None

@@ -1,0 +1,109 @@
+"""Which elements of a rank's state live in which tier, in which slices they are updated, and how many bytes that makes. Pure.
+
+    a rank's part of a buffer, in runs   [ bucket 0's part ][ bucket 1's part ]
+    offloaded, by the fraction           [ in the tier         |  kept        ]    cut where a parameter starts
+    updated in slices of SLICE elements  [    |    |    |    | ]
+
+Tiers are "device", "host" and "file"; which of them is used is for the settings to say.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SLICE = 1 << 20  # elements updated at once: 4 MiB of each kind, which hides what starting a transfer costs
+_AHEAD = 3  # slices in memory at a time: one being read, one updated, one written
+
+
+def cut_by_fraction(
+    held: Sequence[tuple[int, int]], starts: Sequence[int], fraction: float
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(offloaded, kept) runs: of the elements held, at least this fraction, up to one of `starts`, where parameters begin.
+
+    A parameter's start, and not its end: an update is computed in vectors of up to ALIGN elements, and has other bits for the
+    rest that fills none.
+    """
+    wanted, end = fraction * sum(stop - start for start, stop in held), max((stop for _, stop in held), default=0)
+    for cut in [*starts, end]:
+        before = [(start, min(stop, cut)) for start, stop in held if start < cut]
+        if sum(stop - start for start, stop in before) >= wanted:
+            return before, [(max(start, cut), stop) for start, stop in held if stop > cut]
+    return list(held), []
+
+
+def slices(start: int, stop: int, length: int = SLICE) -> list[tuple[int, int]]:
+    """start .. stop in parts of `length` elements, the last perhaps shorter."""
+    return [(at, min(at + length, stop)) for at in range(start, stop, length)]
+
+
+@dataclass(frozen=True)
+class Element:
+    """Bytes that one trained element takes of each kind."""
+
+    parameter: int
+    gradient: int
+    master: int  # 0 where the parameter is its own
+    moments: int
+
+    @classmethod
+    def of(cls, parameter: int, moments: int) -> "Element":
+        """parameter: bytes of one in the model's precision; moments: how many the optimizer keeps."""
+        wide = max(parameter, 4)
+        return cls(parameter, wide, wide if parameter < wide else 0, wide * moments)
+
+
+def bytes_by_tier(
+    numel: int,
+    element: Element,
+    *,
+    stage: int = 0,
+    shards: int = 1,
+    outer: int = 1,
+    tier: str = "device",
+    fraction: float = 1.0,
+    offload_params: bool = False,
+) -> dict[str, dict[str, int]]:
+    """Of `numel` trained elements of a rank's model chunks, the bytes of each kind in each tier: lasting state, without alignment.
+
+    {"device": {"parameters": .., "gradients": ..}, "host": {"masters": .., "moments": .., "slices": ..}}
+
+    stage: ZeRO's; shards: over how many ranks things are divided; outer: over how many more masters and moments are; tier: where
+    `fraction` of masters and moments live, and with `offload_params` the parameters. What is whole for a while in ZeRO stages 2 and 3 is not counted. "slices" are the buffers on
+    the host that state in a file passes through.
+    """
+    part = -(-numel // shards) if stage else numel
+    updated = -(-part // outer)
+    away = 0 if tier == "device" else round(updated * fraction)
+    params = part if stage == 3 else numel
+    grads = part if stage > 1 else numel
+    found: dict[str, dict[str, int]] = {"device": {}, "host": {}, "file": {}}
+
+    def add(where: str, kind: str, nbytes: int) -> None:
+        if nbytes:
+            found[where][kind] = found[where].get(kind, 0) + nbytes
+
+    add(tier if offload_params else "device", "parameters", params * element.parameter)
+    add("device", "gradients", grads * element.gradient)
+    for where, count in ((tier, away), ("device", updated - away)):
+        add(where, "masters", count * element.master)
+        add(where, "moments", count * element.moments)
+    if tier == "file" and away:
+        add("host", "slices", _AHEAD * min(SLICE, away) * (element.master + element.moments))
+    return {where: kinds for where, kinds in found.items() if kinds}
+
+
+def show_bytes(nbytes: int) -> str:
+    """`1.5 GiB`"""
+    size, unit = float(nbytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def bytes_line(found: dict[str, dict[str, int]]) -> str:
+    """`device 1.2 GiB (parameters 0.4, ...), file 3.1 GiB (...)`"""
+    return ", ".join(
+        f"{where} {show_bytes(sum(kinds.values()))} ({', '.join(f'{kind} {show_bytes(n)}' for kind, n in kinds.items())})"
+        for where, kinds in found.items()
+    )

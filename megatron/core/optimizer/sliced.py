@@ -1,0 +1,139 @@
+"""AdamW and SGD on the host, slice by slice, over state that need not be in memory.
+
+    the tier's thread   read 1 | read 2            | write 0, read 3 | write 1 ...
+    this thread                  update 0           | update 1        | update 2 ...
+
+Of each kind three slices are in memory at a time, whatever the size of the model. An element's update has the same bits in a
+slice as in a whole buffer: slices begin at multiples of what a vector holds, counted from where a whole update begins.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron.core.offload.plan import SLICE, slices
+from megatron.core.offload.tier import Stored, start_reading, start_writing
+from megatron.core.optimizer.param_groups import ParamGroup
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring elements that are updated alike, each tensor laid out like the others.
+
+    parameters: the rounded copy of the masters that the model reads; None where the masters are what it reads.
+    """
+
+    group: ParamGroup
+    master: Stored
+    moments: dict[str, Stored]
+    gradients: Tensor
+    parameters: Stored | None
+
+    def part(self, start: int, stop: int) -> "Segment":
+        return Segment(
+            self.group,
+            self.master[start:stop],
+            {kind: stored[start:stop] for kind, stored in self.moments.items()},
+            self.gradients[start:stop],
+            None if self.parameters is None else self.parameters[start:stop],
+        )
+
+
+# (parameters, gradients, moments by kind, learning rate, weight decay, updates before) -> updates the first and the moments
+Update = Callable[[Tensor, Tensor, dict[str, Tensor], float, float, int], None]
+
+
+class SlicedUpdater:
+    """`step` updates all segments, and what the model reads of them."""
+
+    def __init__(self, segments: Sequence[Segment], update: Update, length: int = SLICE):
+        self._update = update
+        self._slices = [
+            segment.part(start, stop)
+            for segment in segments
+            for start, stop in slices(0, segment.gradients.numel(), length)
+        ]
+
+    @torch.no_grad()
+    def step(self, rates: Callable[[ParamGroup], tuple[float, float]], updates: int) -> None:
+        """rates: group -> (learning rate, weight decay). updates: those before this one. All is written when it returns."""
+        reading = _Reading(self._slices[0]) if self._slices else None
+        writing: list[Callable[[], None]] = []
+        for current, following in zip(self._slices, [*self._slices[1:], None]):
+            master, moments, gradients = reading.result()
+            reading = _Reading(following) if following is not None else None
+            self._update(master, gradients, moments, *rates(current.group), updates)
+            for written in writing:
+                written()
+            writing = _start_writing(current, master, moments)
+        for written in writing:
+            written()
+
+
+class _Reading:
+    """A slice on its way to the host."""
+
+    def __init__(self, part: Segment):
+        self._master = _start_fetching(part.master)
+        self._moments = {kind: _start_fetching(stored) for kind, stored in part.moments.items()}
+        self._gradients = _start_fetching(part.gradients)
+
+    def result(self) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        return self._master(), {kind: fetched() for kind, fetched in self._moments.items()}, self._gradients()
+
+
+def _start_fetching(stored: Stored) -> Callable[[], Tensor]:
+    """Begin to copy to the host what is not there; the call that is returned gives it."""
+    if not isinstance(stored, Tensor) or stored.device.type == "cpu":
+        return start_reading(stored)
+    there = torch.empty(stored.shape, dtype=stored.dtype, pin_memory=True)
+    there.copy_(stored, non_blocking=True)
+    arrived = torch.Event(device=stored.device)
+    arrived.record()
+
+    def result() -> Tensor:
+        arrived.synchronize()
+        return there
+
+    return result
+
+
+def _start_writing(part: Segment, master: Tensor, moments: dict[str, Tensor]) -> list[Callable[[], None]]:
+    writing = [start_writing(part.moments[kind], values) for kind, values in moments.items()]
+    writing.append(start_writing(part.master, master))
+    if part.parameters is not None:
+        writing.append(start_writing(part.parameters, master))
+    return writing
+
+
+def adam_update(*, beta1: float, beta2: float, eps: float) -> Update:
+    """What torch.optim.AdamW does to one tensor in one pass."""
+
+    def update(
+        parameters: Tensor, gradients: Tensor, moments: dict[str, Tensor], lr: float, weight_decay: float, updates: int
+    ) -> None:
+        first, second = [moments["exp_avg"]], [moments["exp_avg_sq"]]
+        adamw(
+            [parameters], [gradients], first, second, [], [torch.tensor(float(updates))], fused=True, amsgrad=False, maximize=False,
+            beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=weight_decay,
+        )  # fmt: skip
+
+    return update
+
+
+def sgd_update(momentum: float) -> Update:
+    """What torch.optim.SGD does."""
+
+    def update(
+        parameters: Tensor, gradients: Tensor, moments: dict[str, Tensor], lr: float, weight_decay: float, updates: int
+    ) -> None:
+        sgd(
+            [parameters], [gradients], [moments.get("momentum_buffer")], foreach=False, momentum=momentum, dampening=0.0,
+            nesterov=False, maximize=False, lr=lr, weight_decay=weight_decay,
+        )  # fmt: skip
+
+    return update

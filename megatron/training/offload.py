@@ -1,0 +1,117 @@
+"""What offloading makes of a run's memory: said at the start, and refused where it does not fit."""
+
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.core import comm
+from megatron.core.config import ConfigError
+from megatron.core.offload.host_memory import free_on_machine, free_to_process
+from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, show_bytes
+from megatron.core.offload.tier import FileTier
+from megatron.training.runtime import Runtime, print_rank_0
+
+Bytes = dict[str, dict[str, int]]  # by tier and kind
+
+_ADVICE = "more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+
+
+def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
+    """What lasts of this rank's state in each tier, once these model chunks are trained."""
+    config, shards = runtime.config, runtime.mesh["dp_inner"].size
+    outer = runtime.mesh["dp_outer"].size if config.data_parallel.outer_dp_sharding_strategy == "optim" else 1
+    total: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for parameter in (p for module in modules for p in module.parameters() if p.requires_grad):
+        found = bytes_by_tier(
+            parameter.numel(),
+            Element.of(parameter.element_size(), len(config.optimizer.moments)),
+            stage=config.data_parallel.stage,
+            shards=shards,
+            outer=outer,
+            tier=config.offload.tier,
+            fraction=config.offload.optimizer_offload_fraction,
+            offload_params=config.offload.offload_params,
+        )
+        for tier, kinds in found.items():
+            for kind, nbytes in kinds.items():
+                total[tier][kind] = max(total[tier][kind], nbytes) if kind == "slices" else total[tier][kind] + nbytes
+    return {tier: dict(kinds) for tier, kinds in total.items()}
+
+
+def announce_and_check(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
+    """Say how many bytes will live in which tier; raise ConfigError, on all ranks, where a disk or a host has no room for them.
+
+    Does nothing where nothing is offloaded. Every rank must call, before it makes the buffers.
+    """
+    if runtime.tier is None:
+        return
+    modules, world = list(modules), runtime.mesh["world"]
+    found = state_bytes(runtime, modules)
+    need = _need_of(runtime, found, sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad))
+    texts = comm.all_gather_texts(json.dumps(need), world, runtime.device.torch_device)
+    if problems := problems_of_needs([json.loads(text) for text in texts]):
+        raise ConfigError(problems)
+    room = (
+        f"; {show_bytes(need['disk_free'])} are free below {runtime.config.offload.offload_dir}" if need["disk"] else ""
+    )
+    print_rank_0(f"state of a rank, without what passes: {bytes_line(found)}{room}")
+
+
+def _need_of(runtime: Runtime, found: Bytes, present: int) -> dict[str, Any]:
+    """What this rank asks of its disk and of its machine, and what these have. present: bytes of the parameters, which are there."""
+    tier = runtime.tier
+    on_host = sum(found.get("host", {}).values())
+    if runtime.device.torch_device.type == "cpu":  # whose memory is the host's
+        on_host = max(on_host + sum(found.get("device", {}).values()) - present, 0)
+    in_file = isinstance(tier, FileTier)
+    return {
+        "disk": tier.folder.disk if in_file else None,
+        "disk_free": tier.folder.free_bytes if in_file else None,
+        "disk_needs": sum(found.get("file", {}).values()),
+        "host": socket.gethostname(),
+        "host_free": free_on_machine(),
+        "process_free": free_to_process(),
+        "host_needs": on_host,
+        "dir": runtime.config.offload.offload_dir,
+    }
+
+
+def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What does not fit, of the needs of all ranks: each disk and each machine is shared by those who name it alike."""
+    problems = []
+    for what, advice in (
+        ("disk", f"free the disk, give an --offload-dir on another, {_ADVICE}"),
+        ("host", f"give --offload-dir, {_ADVICE}"),
+    ):
+        ranks_of = defaultdict(list)
+        for need in needs:
+            if need[what] is not None and need[f"{what}_free"] is not None:
+                ranks_of[need[what]].append(need)
+        for name, sharing in ranks_of.items():
+            total, free = sum(need[f"{what}_needs"] for need in sharing), min(need[f"{what}_free"] for need in sharing)
+            if total > free:
+                where = f"the disk of --offload-dir {sharing[0]['dir']}" if what == "disk" else f"the memory of {name}"
+                problems.append(
+                    f"offloaded state does not fit {where}: {len(sharing)} rank(s) need {show_bytes(total)}, and {show_bytes(free)} are "
+                    f"free; {advice}"
+                )
+    for rank, need in enumerate(needs):
+        if need["process_free"] is not None and need["host_needs"] > need["process_free"]:
+            problems.append(
+                f"rank {rank} needs {show_bytes(need['host_needs'])} of memory, and its limit (ulimit -d) leaves "
+                f"{show_bytes(need['process_free'])}; raise that, or {_ADVICE}"
+            )
+    return problems
+
+
+def notes_of(runtime_device: str, tier: str) -> list[str]:
+    """What a user of offloading may not expect."""
+    if tier == "host" and runtime_device == "cpu":
+        return [
+            "--optimizer-cpu-offload: the host's memory is the device's here, so nothing is saved; --offload-dir keeps state in files"
+        ]
+    return []

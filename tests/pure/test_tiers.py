@@ -1,0 +1,334 @@
+"""Tiers: what is written is read back whatever ranges are asked for, damage is found and said, folders are claimed and given back."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.config import ConfigError
+from megatron.core.offload import block_file
+from megatron.core.offload.block_file import BlockFile, OffloadError
+from megatron.core.offload.folder import RankFolder, folder_problems
+from megatron.core.offload.host_memory import free_on_machine, free_to_process
+from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, cut_by_fraction, show_bytes, slices
+from megatron.core.offload.tier import FileTensor, FileTier, HostTier, copy_stored, loaded, start_reading, start_writing
+from megatron.training.offload import problems_of_needs
+
+ROOT = Path(__file__).parents[2]
+BLOCK = 64
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = FileTier(tmp_path / "off", 3, block=BLOCK)
+    yield tier
+    tier.close()
+
+
+# ---------------------------------------------------------------- ranges
+
+
+def test_a_file_tensor_is_a_tensor_to_those_who_read_and_write_ranges(tier):
+    """100 random reads and writes of random ranges, in flight together, against a tensor in memory."""
+    draw, n = random.Random(1), 1000
+    stored, mirror = tier.zeros(n, torch.float32), torch.zeros(n)
+    other = tier.zeros(10, torch.float64)
+    pending, compared = [], []
+    for step in range(100):
+        start = draw.randrange(n)
+        stop = draw.randrange(start, n) + 1
+        if draw.random() < 0.5:
+            values = torch.full((stop - start,), float(step)) + torch.arange(stop - start)
+            pending.append(start_writing(stored[start:stop], values))
+            mirror[start:stop] = values
+        else:
+            expected, read = mirror[start:stop].clone(), start_reading(stored[start:stop])
+            compared.append((read, expected))
+    assert all(torch.equal(read(), expected) for read, expected in compared)
+    for written in pending:
+        written()
+    assert torch.equal(torch.cat(list(loaded(stored))), mirror)
+    assert start_reading(other)().tolist() == [0.0] * 10
+
+
+def test_boxes_of_a_file_tensor_are_those_of_a_tensor(tier):
+    stored, mirror = tier.zeros(60, torch.bfloat16).view((5, 4, 3)), torch.zeros(5, 4, 3, dtype=torch.bfloat16)
+    for number, box in enumerate(
+        (((0, 5), (0, 4), (0, 3)), ((1, 3), (0, 4), (0, 3)), ((2, 5), (1, 2), (0, 3)), ((0, 2), (3, 4), (1, 3)))
+    ):
+        where = tuple(slice(*span) for span in box)
+        values = torch.arange(mirror[where].numel()).view(mirror[where].shape) + 10.0 * number
+        stored.put(box, values)
+        mirror[where] = values.bfloat16()
+    assert torch.equal(start_reading(stored)(), mirror)
+    assert torch.equal(start_reading(stored.box(((1, 3), (0, 4), (0, 3))))(), mirror[1:3])
+    scalar = tier.zeros(1, torch.float32).view(())
+    scalar.put((), torch.tensor(3.0))
+    assert start_reading(scalar)().item() == 3.0
+
+
+def test_copies_between_file_and_memory_convert(tier, monkeypatch):
+    monkeypatch.setattr("megatron.core.offload.tier._CHUNK", 256)
+    source, there, back = torch.randn(333), tier.zeros(333, torch.bfloat16), torch.zeros(333)
+    copy_stored(there, source)
+    copy_stored(back, there)
+    assert torch.equal(back, source.bfloat16().float())
+    host = HostTier(torch.device("cpu")).zeros(5, torch.float32)
+    copy_stored(host, source[:5])
+    assert torch.equal(host, source[:5])
+
+
+def test_nothing_can_be_read_and_written(tier):
+    empty = tier.zeros(8, torch.float32)[:0]
+    start_writing(empty, torch.empty(0))()
+    assert start_reading(empty)().shape == (0,) and list(loaded(empty)) == []
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tier):
+    stored = tier.zeros(100, torch.float32)
+    start_writing(stored, torch.randn(100))()
+    path = tier.folder.path / "state"
+    for at in (0, 63, 64, 250, 399):
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1 << (at % 8)
+        path.write_bytes(data)
+        number = at // 4
+        with pytest.raises(
+            OffloadError, match=rf"state: bytes {at // 64 * 64} .. \d+ are not those that were written; .*resume"
+        ):
+            start_reading(stored[number : number + 1])()
+        data[at] ^= 1 << (at % 8)
+        path.write_bytes(data)
+    start_reading(stored)()
+
+
+def test_a_file_cut_off_is_an_error_in_words_and_writing_beside_damage_does_not_bless_it(tier):
+    stored = tier.zeros(100, torch.float32)
+    start_writing(stored, torch.ones(100))()
+    path = tier.folder.path / "state"
+    with open(path, "r+b") as file:
+        file.seek(5)
+        file.write(b"x")
+    with pytest.raises(OffloadError, match="are not those that were written"):
+        start_writing(stored[8:9], torch.ones(1))()
+    os.truncate(path, 300)
+    with pytest.raises(
+        OffloadError, match=r"has nothing from byte 320 on, though 448 were written: it was cut off; .*--offload-dir"
+    ):
+        start_reading(stored[80:90])()
+
+
+def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    file = BlockFile(tmp_path / "state", BLOCK)
+    file.extend(100)
+    monkeypatch.setattr(block_file.os, "pwrite", full)
+    with pytest.raises(
+        OffloadError, match=r"state: cannot be written at byte 0 \(No space left on device\); free the disk"
+    ):
+        file.write(3, memoryview(b"abc"))
+    monkeypatch.setattr(block_file.os, "posix_fallocate", full)
+    with pytest.raises(
+        OffloadError,
+        match=r"no room for another 1,000 bytes \(No space left on device\); .*--optimizer-offload-fraction",
+    ):
+        file.extend(1000)
+    file.close()
+
+
+@pytest.mark.full
+def test_a_disk_that_is_really_full_is_the_same_error(tmp_path):
+    """A limit on the size of files stands for the disk; it holds for a process."""
+    code = f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        from pathlib import Path
+        from megatron.core.offload.block_file import BlockFile
+        BlockFile(Path({str(tmp_path / "state")!r})).extend(3 << 20)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode == 1 and "OffloadError" in done.stderr and "no room for another 3,145,728 bytes" in done.stderr
+    )
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_a_folder_is_one_run_s_own_until_it_is_given_back(tmp_path):
+    first = FileTier(tmp_path, 0)
+    FileTier(tmp_path, 1).close()
+    with pytest.raises(
+        ConfigError, match=rf"rank_00000 belongs to process {os.getpid()} on .*, which runs; end that run or choose"
+    ):
+        FileTier(tmp_path, 0)
+    assert len(folder_problems(tmp_path, 0)) == 1 and folder_problems(tmp_path, 1) == []
+    first.close()
+    assert list(tmp_path.iterdir()) == []
+    FileTier(tmp_path, 0).close()
+
+
+def test_what_a_killed_process_left_is_taken_over(tmp_path):
+    """Its pid may be another process's by now; its lock went with it."""
+    code = f"""
+        import os, signal
+        from megatron.core.offload.folder import RankFolder
+        from megatron.core.offload.block_file import BlockFile
+        folder = RankFolder({str(tmp_path)!r}, 0)
+        BlockFile(folder.path / "state", 64).extend(1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL and (tmp_path / "rank_00000" / "state").stat().st_size == 1024
+    assert folder_problems(tmp_path, 0) == []
+    folder = RankFolder(tmp_path, 0)
+    assert folder.was_left_behind and not (folder.path / "state").exists()
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda folder: (folder.mkdir(), (folder / "thesis.tex").touch()),
+            r"holds thesis.tex, which no run of ours wrote there",
+        ),
+        (lambda folder: folder.touch(), "rank_00002 is a file; choose another folder"),
+    ],
+)
+def test_a_folder_with_something_else_is_refused(tmp_path, make, message):
+    make(tmp_path / "rank_00002")
+    with pytest.raises(ConfigError, match=message):
+        FileTier(tmp_path, 2)
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        RankFolder(
+            tmp_path / "rank_00002" / "thesis.tex" if (tmp_path / "rank_00002").is_dir() else tmp_path / "rank_00002", 0
+        )
+
+
+def test_the_folder_goes_with_the_tier(tmp_path):
+    """Also where nobody closes it."""
+    tier = FileTier(tmp_path, 0)
+    tensor = tier.zeros(10, torch.float32)
+    assert isinstance(tensor, FileTensor)
+    del tier, tensor
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_a_share_is_cut_where_a_parameter_starts():
+    starts = [0, 40, 72, 200]
+    whole = [(0, 256)]
+    assert cut_by_fraction(whole, starts, 0.0) == ([], whole)
+    assert cut_by_fraction(whole, starts, 0.1) == ([(0, 40)], [(40, 256)])
+    assert cut_by_fraction(whole, starts, 0.2) == ([(0, 72)], [(72, 256)])
+    assert cut_by_fraction(whole, starts, 0.9) == (whole, [])
+    shard = [(32, 64), (128, 160)]  # of two buckets
+    assert cut_by_fraction(shard, starts, 0.5) == ([(32, 64)], [(128, 160)])
+    assert cut_by_fraction(shard, starts, 0.1) == ([(32, 40)], [(40, 64), (128, 160)])
+    assert cut_by_fraction(shard, starts, 1.0) == (shard, [])
+    assert cut_by_fraction([], starts, 1.0) == ([], [])
+
+
+def test_slices_cover_a_run_once():
+    assert slices(5, 30, 10) == [(5, 15), (15, 25), (25, 30)]
+    assert slices(5, 5, 10) == []
+
+
+def test_bytes_by_tier_are_the_published_sums():
+    """ZeRO's table (arXiv:1910.02054, figure 1) with float32 gradients: 2 + 4 + 12 bytes a parameter of bfloat16 and Adam."""
+    n, bf16 = 1 << 20, Element.of(2, moments=2)
+    for stage, device in ((0, 18 * n), (1, (2 + 4) * n + 12 * n // 8), (2, 2 * n + 16 * n // 8), (3, 18 * n // 8)):
+        found = bytes_by_tier(n, bf16, stage=stage, shards=8)
+        assert sum(found["device"].values()) == device and list(found) == ["device"], stage
+    away = bytes_by_tier(n, bf16, stage=3, shards=8, tier="file", offload_params=True)
+    assert away["file"] == {"parameters": 2 * n // 8, "masters": 4 * n // 8, "moments": 8 * n // 8}
+    assert away["device"] == {"gradients": 4 * n // 8} and away["host"] == {"slices": 3 * (n // 8) * 12}
+    hybrid = bytes_by_tier(n, bf16, stage=3, shards=4, outer=2)["device"]  # (2 + 4) / 4 + 12 / (4 x 2)
+    assert sum(hybrid.values()) == 6 * n // 4 + 12 * n // 8
+    half = bytes_by_tier(n, Element.of(4, moments=1), tier="host", fraction=0.5)
+    assert half == {"device": {"parameters": 4 * n, "gradients": 4 * n, "moments": 2 * n}, "host": {"moments": 2 * n}}
+    assert (
+        bytes_line(half)
+        == "device 10.0 MiB (parameters 4.0 MiB, gradients 4.0 MiB, moments 2.0 MiB), host 2.0 MiB (moments 2.0 MiB)"
+    )
+    assert show_bytes(1023) == "1023 bytes" and show_bytes(3 << 39) == "1.5 TiB"
+
+
+# ---------------------------------------------------------------- settings and room
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction is 1.5; it must be between 0 and 1"),
+        (
+            {"optimizer_cpu_offload": True, "offload_dir": "x"},
+            "--optimizer-cpu-offload and --offload-dir exclude each other; give one",
+        ),
+        ({"offload_params": True}, "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload"),
+        ({"offload_params": True, "offload_dir": "x", "optimizer_offload_fraction": 0.5}, "leave one of them out"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(settings, message):
+    with pytest.raises(ConfigError) as refused:
+        OffloadConfig(**settings)
+    assert message in str(refused.value)
+
+
+def need(**changes) -> dict:
+    whole = {
+        "disk": "a:1",
+        "disk_free": 100,
+        "disk_needs": 40,
+        "host": "a",
+        "host_free": 100,
+        "process_free": None,
+        "host_needs": 10,
+        "dir": "D",
+    }
+    return whole | changes
+
+
+def test_what_does_not_fit_is_said_once_for_all_who_share_it():
+    assert problems_of_needs([need(), need()]) == []
+    assert problems_of_needs([need(), need(), need(disk="b:1", host="b")]) == []
+    (disk,) = problems_of_needs([need()] * 3)
+    assert disk.startswith(
+        "offloaded state does not fit the disk of --offload-dir D: 3 rank(s) need 120 bytes, and 100 bytes are free; free"
+    )
+    (host,) = problems_of_needs([need(disk=None, disk_free=None, host_needs=60)] * 2)
+    assert host.startswith(
+        "offloaded state does not fit the memory of a: 2 rank(s) need 120 bytes, and 100 bytes are free; give --offload-dir"
+    )
+    (process,) = problems_of_needs([need(), need(process_free=5)])
+    assert process.startswith("rank 1 needs 10 bytes of memory, and its limit (ulimit -d) leaves 5 bytes; raise that")
+
+
+def test_free_memory_is_the_container_s_where_it_has_less(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   50 kB\n")
+    assert free_on_machine(tmp_path, tmp_path) == 50 * 1024
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_on_machine(tmp_path, tmp_path) == 50 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert free_on_machine(tmp_path, tmp_path) == 4000
+    assert free_on_machine(tmp_path / "no", tmp_path / "no") is None
+    assert free_to_process(tmp_path) is None

@@ -1,0 +1,306 @@
+"""Offload changes no bit: where state lives is not seen in losses, norms, gradients, weights, checkpoints, under any layout."""
+
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from tiny_run import (
+    GPT2,
+    LLAMA,
+    SEQ,
+    VOCAB,
+    Layout,
+    Outcome,
+    assert_equal,
+    assert_same_bits,
+    build_chunks,
+    forward_step,
+    microbatches,
+    run,
+)
+from torch import Tensor
+
+from megatron.core.device import Device
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.mesh import Mesh
+from megatron.core.offload.offload_config import OffloadConfig, make_tier
+from megatron.core.offload.plan import Element, bytes_by_tier
+from megatron.core.offload.tier import FileTensor, FileTier, start_reading, start_writing
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.sliced import SlicedUpdater
+from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import checkpointing
+from megatron.training.arguments import parse_args
+from megatron.training.state import TrainState
+from megatron.training.statistics import params_norm
+from megatron.training.train_step import BatchShape, Pipeline, train_step
+
+MODELS = {
+    "tied": replace(GPT2, hidden_size=16, num_attention_heads=4),
+    "untied": replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2),
+}
+TIERS = ("host", "file", "half", "params")  # half: of the optimizer's state, in files; params: parameters too
+STAGES = {
+    "0": {},
+    "1": {"zero_stage": 1},
+    "2": {"zero_stage": 2},
+    "3": {"zero_stage": 3},
+    "hybrid": {"zero_stage": 3, "num_distributed_optimizer_instances": 2},
+    "outer": {"zero_stage": 3, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
+}
+LAYOUTS = [
+    {"dp": 2},
+    {"dp": 2, "tp": 2, "sp": True},
+    {"dp": 2, "pp": 2},
+    {"dp": 2, "pp": 2, "v": 2, "schedule": "interleaved"},
+]
+
+
+def offload(kind: str, folder) -> OffloadConfig:
+    return {
+        "none": OffloadConfig(),
+        "host": OffloadConfig(optimizer_cpu_offload=True),
+        "file": OffloadConfig(offload_dir=str(folder)),
+        "half": OffloadConfig(offload_dir=str(folder), optimizer_offload_fraction=0.5),
+        "params": OffloadConfig(offload_dir=str(folder), offload_params=True),
+    }[kind]
+
+
+@pytest.fixture(autouse=True)
+def slices_are_short(monkeypatch):
+    """Several a segment, none of a size that a vector divides but for its multiple of 8."""
+    monkeypatch.setattr(SlicedUpdater.__init__, "__defaults__", (200,))
+
+
+# ---------------------------------------------------------------- any layout, same numbers
+
+
+def covering() -> list:
+    """Every stage with every tier and every layout, by turns: models and overlap change from case to case."""
+    found = []
+    cases = [
+        c for c in product(STAGES, TIERS, range(len(LAYOUTS))) if c[1] != "params" or c[0] in ("3", "hybrid", "outer")
+    ]
+    for number, (stage, tier, which) in enumerate(cases):
+        if (list(STAGES).index(stage) + TIERS.index(tier) - which) % len(LAYOUTS):
+            continue
+        layout = dict(LAYOUTS[which])
+        overlap = {"overlap_grad_reduce": True, "overlap_param_gather": stage != "0", "ddp_bucket_size": 1500}
+        config = DataParallelConfig(**STAGES[stage], **(overlap if number % 3 else {}))
+        if stage in ("hybrid", "outer"):
+            layout["dp"] = 4
+        model = list(MODELS)[number % 2]
+        whole = Layout(**layout, m=2, delayed=number % 5 < 3, data_parallel=config)
+        first = (stage, tier) == ("3", "params")
+        found.append(
+            pytest.param(
+                model, whole, tier, id=f"{stage}-{tier}-{whole}-{model}", marks=[pytest.mark.full] * (not first)
+            )
+        )
+    return found
+
+
+@cache
+def one_process(model: str) -> Outcome:
+    return run(MODELS[model], Layout(), steps=2)
+
+
+@pytest.mark.parametrize(("model", "layout", "tier"), covering())
+def test_offload_equals_one_process(model: str, layout: Layout, tier: str, tmp_path):
+    got = run(MODELS[model], replace(layout, offload=offload(tier, tmp_path)), steps=2)
+    assert_equal(got, one_process(model), 1e-10)
+    assert list(tmp_path.iterdir()) == []
+
+
+PRECISIONS = {"float32": {"fp64": False}, "bfloat16": {"fp64": False, "bf16": True}}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("stage", "precision"), [("0", "float32"), ("1", "bfloat16"), ("3", "float32"), ("3", "bfloat16")]
+)
+def test_offload_has_the_bits_of_none(stage: str, precision: str, tmp_path):
+    model = replace(MODELS["tied"], num_layers=2, **PRECISIONS[precision])
+    layout = Layout(dp=2, m=2, data_parallel=DataParallelConfig(**STAGES[stage]))
+    expected = run(model, layout, steps=2)
+    for tier in TIERS if stage == "3" else TIERS[:-1]:
+        assert_same_bits(run(model, replace(layout, offload=offload(tier, tmp_path)), steps=2), expected)
+
+
+# ---------------------------------------------------------------- what else a step does
+
+
+class Tiny:
+    """A small model with its optimizer on this rank."""
+
+    def __init__(self, mesh: Mesh, model: TransformerConfig, layout: Layout, freeze: str = "", **options):
+        self.mesh, self.batch = mesh, BatchShape(8 // layout.dp, 1)
+        self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
+        self.chunks, keys, _ = build_chunks(mesh, model, layout, tier=self.tier, frozen=freeze)
+        self.adam = FlatOptimizer(
+            [buffer for chunk in self.chunks.values() for buffer in chunk.buffers], options.pop("optimizer", OptimizerConfig()), mesh,
+            tier=self.tier, offload_fraction=layout.offload.optimizer_offload_fraction, scaler=options.pop("scaler", None),
+        )  # fmt: skip
+        spec = TensorSpec((SEQ, self.batch.micro_batch_size, model.hidden_size), model.residual_dtype)
+        self.pipeline = Pipeline(self.chunks, mesh, self.batch, boundary=(spec,), forward_step=forward_step, keys=keys)
+        self.rates, self.model = options, model
+
+    def step(self, number: int) -> float:
+        data = {stage: microbatches(self.batch, 8 * number, self.mesh) for stage in self.chunks}
+        return train_step(self.pipeline, self.adam, data, first_sample=8 * number, lr=1e-2, **self.rates).grad_norm
+
+    def state(self) -> list[Tensor]:
+        """Every bit of what is kept, in an order of its own."""
+        chunks = list(self.chunks.values())
+        for chunk in chunks:
+            chunk.finish_param_gather()
+        kept = checkpointing.model_tensors(chunks, self.mesh) | checkpointing.optimizer_tensors(self.adam, self.mesh)
+        whole = [local.tensor for _, local in sorted(kept.items())]
+        return [start_reading(x)().detach().flatten().clone() for x in whole]
+
+    def runtime(self, folder) -> SimpleNamespace:
+        config, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
+        return SimpleNamespace(
+            mesh=self.mesh, config=replace(config, transformer=self.model), device=Device("cpu"),
+            tokenizer=SimpleNamespace(vocab_size=VOCAB), global_batch_size=8,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+
+
+def trained(mesh: Mesh, model, layout: Layout, steps: int = 3, **options) -> tuple[list[Tensor], list[float], float]:
+    tiny = Tiny(mesh, model, layout, **options)
+    norms = [tiny.step(number) for number in range(steps)]
+    state = tiny.state(), norms, params_norm(list(tiny.chunks.values()), mesh, "cpu")
+    tiny.close()
+    return state
+
+
+CORNERS = {
+    "sgd": lambda: {"optimizer": OptimizerConfig(optimizer="sgd")},
+    "sgd without momentum": lambda: {"optimizer": OptimizerConfig(optimizer="sgd", sgd_momentum=0.0)},
+    "clip": lambda: {"optimizer": OptimizerConfig(clip_grad=0.1)},
+    "groups": lambda: {"decoupled_lr": 3e-3, "weight_decay": 0.3},
+    "frozen": lambda: {"freeze": "mlp"},
+    "scaler": lambda: {
+        "scaler": DynamicGradScaler(2.0**40, minimum=1.0, window=1, hysteresis=1),
+        "check_finite": False,
+    },
+}
+
+
+@pytest.mark.parametrize("corner", [pytest.param(c, marks=[pytest.mark.full] * (c != "groups")) for c in CORNERS])
+def test_corners_of_a_step_have_the_bits_of_none(corner: str, tmp_path):
+    """scaler: the scale is so large that the first step is skipped."""
+    precision = {"fp16": True} if corner == "scaler" else {"bf16": True}
+    model = replace(MODELS["tied"], fp64=False, num_layers=2, **precision)
+    layout = Layout(data_parallel=DataParallelConfig(zero_stage=3))
+    (expected,) = run_ranks({}, lambda mesh: trained(mesh, model, layout, **CORNERS[corner]()))
+    for kind in ("half", "params"):
+        away = replace(layout, offload=offload(kind, tmp_path))
+        (got,) = run_ranks({}, partial(trained, model=model, layout=away, **CORNERS[corner]()))
+        assert [x.tolist() for x in got[0]] == [x.tolist() for x in expected[0]]
+        assert str(got[1:]) == str(expected[1:])  # a norm may be infinite
+    assert corner != "scaler" or not torch.tensor(expected[1][0]).isfinite()
+
+
+def test_what_was_read_ahead_is_forgotten_before_an_update(tmp_path):
+    """A unit that is read ahead and not used, as after an error, is read again."""
+    layout = Layout(data_parallel=DataParallelConfig(zero_stage=3), offload=offload("params", tmp_path))
+
+    def work(mesh: Mesh) -> None:
+        tiny = Tiny(mesh, MODELS["untied"], layout)
+        chunk = tiny.chunks[0]
+        bucket = chunk._buckets[0]
+        bucket.read_ahead()
+        for stored in chunk.buffers[0].owned_params.tensors:
+            start_writing(stored, torch.full(stored.shape, 7.0))()
+        chunk.finish_param_gather()
+        bucket.start_gather()
+        bucket.finish_gather()
+        assert all(bool((chunk.buffers[0].parameters[name] == 7.0).all()) for name in bucket.plan.names)
+        chunk.finish_param_gather()
+        tiny.close()
+
+    run_ranks({}, work)
+
+
+# ---------------------------------------------------------------- save and load
+
+
+SAVES = [
+    ("file", "none", "0", "1", "bf16"), ("params", "none", "3", "0", "bf16"), ("none", "params", "1", "3", "bf16"),
+    ("params", "half", "3", "2", "fp32"), ("host", "file", "2", "0", "fp32"), ("none", "file", "0", "0", "bf16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stage", "then", "precision"),
+    [pytest.param(*case, id="-".join(case), marks=[pytest.mark.full]) for case in SAVES],
+)
+def test_a_checkpoint_does_not_know_of_tiers(before: str, after: str, stage: str, then: str, precision: str, tmp_path):
+    """Two steps with one, saved, and two with the other are four with neither, to the last bit."""
+    model = replace(MODELS["untied"], fp64=False, num_layers=2, bf16=precision == "bf16")
+    plain = OptimizerConfig(clip_grad=0.0)  # a norm is summed in other parts by stages with other shards
+
+    def layout_of(kind: str, stage: str) -> Layout:
+        return Layout(
+            dp=2, data_parallel=DataParallelConfig(**STAGES[stage]), offload=offload(kind, tmp_path / "tiers")
+        )
+
+    def first(mesh: Mesh) -> None:
+        tiny = Tiny(mesh, model, layout_of(before, stage), optimizer=plain)
+        for number in range(2):
+            tiny.step(number)
+        checkpointing.save(tiny.runtime(tmp_path / "save"), list(tiny.chunks.values()), tiny.adam, TrainState(2), {})
+        tiny.close()
+
+    def second(mesh: Mesh) -> list[Tensor]:
+        tiny = Tiny(mesh, model, layout_of(after, then), optimizer=plain)
+        checkpointing.load(tiny.runtime(tmp_path / "save"), list(tiny.chunks.values()), tiny.adam)
+        for number in (2, 3):
+            tiny.step(number)
+        state = tiny.state()
+        tiny.close()
+        return state
+
+    run_ranks({"dp": 2}, first)
+    got = run_ranks({"dp": 2}, second)
+    expected = run_ranks({"dp": 2}, lambda mesh: trained(mesh, model, layout_of("none", then), 4, optimizer=plain)[0])
+    assert [[x.tolist() for x in rank] for rank in got] == [[x.tolist() for x in rank] for rank in expected]
+
+
+# ---------------------------------------------------------------- what lives where
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_files_hold_what_the_plan_says(stage: int, tmp_path):
+    """The bytes taken from the disk are those that were foretold, but for alignment; what is left in memory is the gradients."""
+    model = replace(MODELS["tied"], fp64=False, num_layers=2, bf16=True)
+    kind = "params" if stage == 3 else "file"
+    layout = Layout(dp=2, data_parallel=DataParallelConfig(zero_stage=stage), offload=offload(kind, tmp_path))
+
+    def work(mesh: Mesh) -> tuple[int, int, int]:
+        tiny = Tiny(mesh, model, layout)
+        assert isinstance(tiny.tier, FileTier)
+        stored = [
+            x for shards in (tiny.adam.masters, *tiny.adam.moments.values()) for shard in shards for x in shard.tensors
+        ]
+        stored += [x for b in tiny.adam.buffers for x in b.owned_params.tensors]
+        in_file = sum(x.nbytes for x in stored if isinstance(x, FileTensor))
+        in_memory = sum(x.nbytes for x in stored if not isinstance(x, FileTensor))
+        tiny.close()
+        return sum(p.numel() for p in tiny.chunks[0].module.parameters()), in_file, in_memory
+
+    for numel, in_file, in_memory in run_ranks({"dp": 2}, work):
+        foretold = bytes_by_tier(numel, Element.of(2, 2), stage=stage, shards=2, tier="file", offload_params=stage == 3)
+        assert sum(foretold["file"].values()) == pytest.approx(in_file, rel=0.02)
+        assert foretold["device"].get("parameters", 0) == pytest.approx(in_memory, rel=0.02)
