@@ -23,8 +23,9 @@ from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
-from megatron.training.config import Config, check
+from megatron.training.config import Config
 from megatron.training.initialize import collected, file_problems
+from megatron.training.rules import check
 from megatron.training.samples import samples_to_request
 from megatron.training.state import TrainState
 

@@ -26,8 +26,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
-from megatron.training.config import COMPONENTS, Config, apart_from, check
+from megatron.training.config import COMPONENTS, Config
 from megatron.training.offload import notes_of
+from megatron.training.rules import apart_from, check
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
 from megatron.training.start import mistake_in
 from megatron.training.timers import Timers

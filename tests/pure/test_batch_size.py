@@ -7,7 +7,8 @@ import pytest
 from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
 from megatron.core.config import ConfigError
 from megatron.training.arguments import parse_args
-from megatron.training.config import Config, check
+from megatron.training.config import Config
+from megatron.training.rules import check
 
 
 def run_of(sizes: BatchSizes, steps: int) -> list[int]:

@@ -21,8 +21,8 @@ from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
-from megatron.training.config import check
 from megatron.training.evaluate import window
+from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.training import Trainer
 
