@@ -26,10 +26,10 @@ tests() {
     "$VENV/bin/python" -m pytest "$@" || [ $? = 5 ]
 }
 
-# In one process per core; what starts processes of its own comes after, alone.
+# In one process per core; what starts processes of its own comes after, two files at a time: they wait for one another a lot.
 if [ -n "$FAST" ]; then
     tests -n auto -m "not full" tests/pure tests/ranks tests/test_architecture.py "$@"
 else
     tests -n auto tests/pure tests/ranks tests/test_architecture.py "$@"
-    tests -m "not full" tests/gloo tests/gpu "$@"
+    tests -n 2 --dist loadfile -m "not full" tests/gloo tests/gpu "$@"
 fi

@@ -28,7 +28,10 @@ LAYOUTS = {
     3: {},
     4: {"tp 2, pp 2": TP + PP},
 }  # of jobs of so many ranks
-IS_NO_MISTAKE_THERE = {("chunks without a pipeline", "pp 2"), ("chunks without a pipeline", "tp 2, pp 2")}
+IS_NO_MISTAKE_THERE = {
+    *(("chunks without a pipeline", layout) for layout in ("pp 2", "tp 2, pp 2")),
+    *(("parts of what is whole", layout) for layout in ("tp 2", "tp 2, pp 2")),
+}
 
 # What is found once there are processes: flags, what is said. {tmp} holds what `files` makes.
 DATA = REAL + "--eval-iters 0 --log-interval 1 --data-path {tmp}/"
