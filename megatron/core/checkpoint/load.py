@@ -22,7 +22,7 @@ from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
 from megatron.core.grid import ALONE, Axis
-from megatron.core.offload.tier import FileTensor, Stored
+from megatron.core.offload.tier import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
 
@@ -96,7 +96,7 @@ class Checkpoint:
             self._read(piece, name, data)
             saved = data.view(getattr(torch, self.manifest.tensors[name].dtype)).view(size_of(piece.box))
             for source, region, target in parts:
-                if isinstance(region, FileTensor):
+                if isinstance(region, StoredTensor):
                     region.put(target, saved[slices(source)])
                 else:
                     region[slices(target)].copy_(saved[slices(source)])

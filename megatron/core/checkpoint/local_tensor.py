@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint.format import ITEM_BYTES, show
-from megatron.core.offload.tier import FileTensor, Stored
+from megatron.core.offload.tier import Stored, StoredTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class LocalTensor:
         whole (3, 4), shard 2:9 of its 12 elements   [0:1, 2:4] <- [0:2],  [1:2, 0:4] <- [2:6],  [2:3, 0:1] <- [6:7]
     """
 
-    tensor: Stored  # on any device, or in a file, whose boxes must be of whole rows
+    tensor: Stored  # on any device, or stored otherwise, where boxes must be of whole rows
     shape: tuple[int, ...]  # of the whole tensor, without padding
     pieces: list[tuple[Box, Box]]
     is_writer: bool  # exactly one of the ranks that hold a piece saves it
@@ -34,7 +34,7 @@ class LocalTensor:
     def region(self, piece: tuple[Box, Box]) -> Stored:
         """The view of `tensor` that holds a piece, in the shape of the piece's global box."""
         global_box, local_box = piece
-        if isinstance(self.tensor, FileTensor):
+        if isinstance(self.tensor, StoredTensor):
             return self.tensor.box(local_box).view(size_of(global_box))
         view = self.tensor.detach()[tuple(slice(start, stop) for start, stop in local_box)]
         return view.view(size_of(global_box))

@@ -29,7 +29,7 @@ from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
 from megatron.core.grid import Axis
-from megatron.core.offload.tier import FileTensor, Stored, start_reading
+from megatron.core.offload.tier import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
 _NOT_SHARED = "the folder must be on a file system that all ranks share; choose another --save"
@@ -163,9 +163,9 @@ def _write_piece(file: BinaryIO, name: str, local: LocalTensor, piece: tuple[Box
 
 
 def _chunks(x: Stored) -> Iterator[Tensor]:
-    """The elements of `x` in row-major order, as tensors of at most `_CHUNK` bytes: views, or read from its file one by one."""
-    if isinstance(x, FileTensor):
-        yield from (start_reading(part)() for part in x.parts(_CHUNK))
+    """The elements of `x` in row-major order, as tensors of at most `_CHUNK` bytes: views, or made one by one."""
+    if isinstance(x, StoredTensor):
+        yield from (part.start_reading()() for part in x.parts(_CHUNK))
         return
     if x.nbytes <= _CHUNK:
         yield x

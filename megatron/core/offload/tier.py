@@ -25,14 +25,27 @@ from megatron.core.offload.folder import STATE, RankFolder
 _CHUNK = 4 << 20  # bytes that go through memory at a time when whole tensors are copied
 
 
-class FileTensor:
-    """A dense tensor, or a run of one, in a tier's file: as much of torch's interface as its users need."""
+class StoredTensor:
+    """A dense tensor whose values are made when they are asked for: as much of torch's interface as its users need."""
 
     layout = torch.strided
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    def __init__(self, tier: "FileTier", start: int, shape: tuple[int, ...], dtype: torch.dtype):
-        """start: its first byte in the file."""
-        self._tier, self._start, self.shape, self.dtype = tier, start, tuple(shape), dtype
+    def view(self, shape: tuple[int, ...]) -> "StoredTensor":
+        raise NotImplementedError
+
+    def __getitem__(self, rows: slice) -> "StoredTensor":
+        """Rows of the first dimension."""
+        raise NotImplementedError
+
+    def start_reading(self) -> Callable[[], Tensor]:
+        """Begin to read; the call that is returned waits, and gives the values in memory of their own."""
+        raise NotImplementedError
+
+    def start_writing(self, values: Tensor) -> Callable[[], None]:
+        """Begin to write; `values` may not change before the call that is returned comes back."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
@@ -44,23 +57,12 @@ class FileTensor:
     def is_contiguous(self) -> bool:
         return True
 
-    def view(self, shape: tuple[int, ...]) -> "FileTensor":
-        assert prod(shape) == self.numel(), f"{self.shape} as {shape}"
-        return FileTensor(self._tier, self._start, shape, self.dtype)
-
-    def __getitem__(self, rows: slice) -> "FileTensor":
-        """Rows of the first dimension."""
-        start, stop, step = rows.indices(self.shape[0])
-        assert step == 1, f"every {step}th row"
-        row = prod(self.shape[1:]) * self.dtype.itemsize
-        return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
-
-    def box(self, box: Box) -> "FileTensor":
+    def box(self, box: Box) -> "StoredTensor":
         """A box of whole rows."""
         start, stop = flat_run(box, self.shape)
         return self.view((self.numel(),))[start:stop].view(size_of(box))
 
-    def parts(self, nbytes: int = _CHUNK) -> Iterator["FileTensor"]:
+    def parts(self, nbytes: int = _CHUNK) -> Iterator["StoredTensor"]:
         """Its elements in order, in flat runs of at most so many bytes."""
         flat, length = self.view((self.numel(),)), max(nbytes // self.dtype.itemsize, 1)
         for at in range(0, self.numel(), length):
@@ -73,12 +75,42 @@ class FileTensor:
         if inside == whole(rows.shape):
             new = values
         else:
-            new = start_reading(rows)()
+            new = rows.start_reading()()
             new[slices(inside)] = values.to(self.dtype)
-        start_writing(rows, new)()
+        rows.start_writing(new)()
 
 
-Stored = Tensor | FileTensor
+Stored = Tensor | StoredTensor
+
+
+class FileTensor(StoredTensor):
+    """A tensor, or a run of one, in a tier's file."""
+
+    def __init__(self, tier: "FileTier", start: int, shape: tuple[int, ...], dtype: torch.dtype):
+        """start: its first byte in the file."""
+        self._tier, self._start, self.shape, self.dtype = tier, start, tuple(shape), dtype
+
+    def view(self, shape: tuple[int, ...]) -> "FileTensor":
+        assert prod(shape) == self.numel(), f"{self.shape} as {shape}"
+        return FileTensor(self._tier, self._start, shape, self.dtype)
+
+    def __getitem__(self, rows: slice) -> "FileTensor":
+        start, stop, step = rows.indices(self.shape[0])
+        assert step == 1, f"every {step}th row"
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
+
+    def start_reading(self) -> Callable[[], Tensor]:
+        if not self.numel():
+            return lambda: torch.empty(self.shape, dtype=self.dtype)
+        reading = self._tier.start_read(self._start, self.nbytes)
+        return lambda: reading.result().view(self.dtype).view(self.shape)
+
+    def start_writing(self, values: Tensor) -> Callable[[], None]:
+        if not self.numel():
+            return lambda: None
+        data = values.detach().to("cpu", self.dtype).contiguous().view(-1).view(torch.uint8)
+        return self._tier.start_write(self._start, data).result
 
 
 class Tier(Protocol):
@@ -149,29 +181,21 @@ def _close(worker: ThreadPoolExecutor, file: BlockFile, folder: RankFolder) -> N
 
 
 def start_reading(stored: Stored) -> Callable[[], Tensor]:
-    """Begin to read; the call that is returned waits, and gives the values: of a tensor itself, of a file a copy of its own."""
-    if isinstance(stored, Tensor):
-        return lambda: stored
-    if not stored.numel():
-        return lambda: torch.empty(stored.shape, dtype=stored.dtype)
-    reading = stored._tier.start_read(stored._start, stored.nbytes)
-    return lambda: reading.result().view(stored.dtype).view(stored.shape)
+    """Begin to read; the call that is returned waits, and gives the values: a tensor itself, of all else a copy."""
+    return (lambda: stored) if isinstance(stored, Tensor) else stored.start_reading()
 
 
 def start_writing(stored: Stored, values: Tensor) -> Callable[[], None]:
     """Begin to write, converting to the dtype stored; `values` may not change before the call that is returned comes back."""
-    if isinstance(stored, Tensor):
-        if values.data_ptr() != stored.data_ptr():
-            stored.copy_(values.to(stored.dtype))  # converted where the values are: half the bytes travel
-        return lambda: None
-    if not stored.numel():
-        return lambda: None
-    data = values.detach().to("cpu", stored.dtype).contiguous().view(-1).view(torch.uint8)
-    return stored._tier.start_write(stored._start, data).result
+    if not isinstance(stored, Tensor):
+        return stored.start_writing(values)
+    if values.data_ptr() != stored.data_ptr():
+        stored.copy_(values.to(stored.dtype))  # converted where the values are: half the bytes travel
+    return lambda: None
 
 
 def loaded(stored: Stored) -> Iterator[Tensor]:
-    """The elements in order: a tensor as it is, one in a file in flat parts, one at a time in memory."""
+    """The elements in order: a tensor as it is, all else in flat parts, one at a time in memory."""
     if isinstance(stored, Tensor):
         yield stored
         return
@@ -180,7 +204,7 @@ def loaded(stored: Stored) -> Iterator[Tensor]:
 
 
 def copy_stored(target: Stored, source: Stored) -> None:
-    """Set the elements of one flat run to another's; where a file is one of them, through little memory."""
+    """Set the elements of one flat run to another's; where one of them is no tensor, through little memory."""
     if isinstance(target, Tensor) and isinstance(source, Tensor):
         target.copy_(source)
         return
@@ -195,6 +219,7 @@ __all__ = [
     "HostTier",
     "OffloadError",
     "Stored",
+    "StoredTensor",
     "Tier",
     "copy_stored",
     "loaded",
