@@ -43,6 +43,12 @@ REFUSALS = {
     "narrow gradients of a wide model": (
         1, MOCK + "--main-grads-dtype bf16 --zero-stage 1", ["--main-grads-dtype bf16 is for models of --bf16", "leave it out"],
     ),
+    "masters in halves of another kind": (
+        1, MOCK + "--reuse-fp32-param --fp16", ["--reuse-fp32-param is for models of --bf16", "--fp16, whose", "leave it out"],
+    ),
+    "masters in halves of float32": (
+        1, MOCK + "--reuse-fp32-param", ["--reuse-fp32-param is for models of --bf16", "whose weights are the masters", "leave it out"],
+    ),
     "recomputed experts": (
         1, MOCK + "--recompute-granularity selective --recompute-modules mlp moe_act",
         ["--recompute-modules moe_act: there is no mixture of experts (--num-experts) to compute again", "leave it out"],

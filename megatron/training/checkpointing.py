@@ -171,11 +171,18 @@ def load(
         state_tensors = {n: t for n, t in state_tensors.items() if not n.startswith("optimizer/master/")}
     elif goes_on and not wants_masters:  # going on in full precision: the masters are the weights
         wanted = {_master_of(name, checkpoint): tensor for name, tensor in wanted.items()}
-    checkpoint.read_into(wanted | state_tensors, mesh["world"], convert=True, device=device)
+    checkpoint.read_into(wanted, mesh["world"], convert=True, device=device)
+    checkpoint.read_into(
+        state_tensors, mesh["world"], convert=True, device=device
+    )  # after, as masters may hold weights
     if not (goes_on and has_masters):  # the saved weights, which may have more digits than this run's parameters
         masters = {n: t for n, t in optimizer_tensors(optimizer, mesh).items() if n.startswith("optimizer/master/")}
         weights = {name.replace("optimizer/master/", "model/", 1): tensor for name, tensor in masters.items()}
         checkpoint.read_into(weights, mesh["world"], convert=True, device=device)
+    if optimizer.config.reuse_fp32_param:  # the rank's part of a weight is now its master rounded; the rest are others'
+        for chunk in chunks:
+            chunk.gather_params()
+            chunk.finish_param_gather()
     if goes_on:
         optimizer.set_step_count(checkpoint.state["optimizer_steps"])
         if optimizer.scaler is not None:

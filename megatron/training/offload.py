@@ -28,7 +28,11 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
     for parameter in (p for module in modules for p in module.parameters() if p.requires_grad):
         found = bytes_by_tier(
             parameter.numel(),
-            Element.of(parameter.element_size(), len(config.optimizer.moments)),
+            Element.of(
+                parameter.element_size(),
+                len(config.optimizer.moments),
+                splits_masters=config.optimizer.reuse_fp32_param,
+            ),
             stage=config.data_parallel.stage,
             shards=shards,
             outer=outer,

@@ -319,7 +319,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "CUDA graphs are not built yet; leave it out, the numbers are the same": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME
     """,
-    "moments and masters are always float32; leave it out, at the cost of memory": """
+    "moments and masters are always float32; leave it out (--reuse-fp32-param takes two bytes of a master away)": """
         --use-precision-aware-optimizer --main-params-dtype fp32|NAME
         --exp-avg-dtype fp32|NAME --exp-avg-sq-dtype fp32|NAME
     """,

@@ -143,7 +143,7 @@ class Tiny:
         self.mesh, self.batch = mesh, BatchShape(8 // layout.dp, 1)
         self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
         self.chunks, keys, _ = build_chunks(mesh, model, layout, tier=self.tier, frozen=freeze)
-        self.adam = FlatOptimizer(
+        self.adam = options.pop("kind", FlatOptimizer)(
             [buffer for chunk in self.chunks.values() for buffer in chunk.buffers], options.pop("optimizer", OptimizerConfig()), mesh,
             tier=self.tier, offload_fraction=layout.offload.optimizer_offload_fraction, scaler=options.pop("scaler", None),
         )  # fmt: skip

@@ -45,10 +45,12 @@ class Element:
     moments: int
 
     @classmethod
-    def of(cls, parameter: int, moments: int) -> "Element":
-        """parameter: bytes of one in the model's precision; moments: how many the optimizer keeps."""
+    def of(cls, parameter: int, moments: int, *, splits_masters: bool = False) -> "Element":
+        """parameter: bytes of one in the model's precision; moments: how many the optimizer keeps; splits_masters: of a master only
+        what the parameter lacks is kept."""
         wide = max(parameter, 4)
-        return cls(parameter, wide, wide if parameter < wide else 0, wide * moments)
+        master = wide - parameter if splits_masters else wide
+        return cls(parameter, wide, master if parameter < wide else 0, wide * moments)
 
 
 def bytes_by_tier(

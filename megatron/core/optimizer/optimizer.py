@@ -26,6 +26,7 @@ from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater, adam_update, sgd_update
+from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.placement import owned_pieces
 
 
@@ -50,6 +51,10 @@ class OptimizerConfig:
     adam_eps: float = knob(1e-8, "added to the root of the second moment")
     sgd_momentum: float = knob(0.9, "share of the last update that sgd repeats")
     clip_grad: float = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
+    reuse_fp32_param: bool = knob(
+        False, "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights are "
+        "masters rounded half away from zero, where they are else rounded half to even",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         problems = [
@@ -120,7 +125,7 @@ class FlatOptimizer:
         self.fixed_order = fixed_order
         self.shard_axes = [self.buffers[0].shard_axis, self.buffers[0].outer_axis] if self.buffers else []
         self.device = self.buffers[0].device if self.buffers else device
-        kept = [_Kept(buffer, tier, offload_fraction) for buffer in self.buffers]
+        kept = [_Kept(buffer, tier, offload_fraction, splits=config.reuse_fp32_param) for buffer in self.buffers]
         self.masters = [one.master() for one in kept]
         self.moments = {kind: [one.zeros() for one in kept] for kind in config.moments}
         self.step_count = 0  # updates that the moments have seen
@@ -129,25 +134,26 @@ class FlatOptimizer:
         self._updater = self._build_updater(group_of, kept)
 
     def _build_updater(self, group_of: GroupRule, kept: list["_Kept"]) -> torch.optim.Optimizer | None:
-        """torch's optimizer over the segments of equal groups that are with the buffers, its state being views of our flat moments.
+        """torch's optimizer over the segments of equal groups that are tensors with the buffers, its state being views of our flat moments.
 
-        Segments that are elsewhere are left to `SlicedUpdater`."""
+        Segments that are elsewhere, or whose masters are split, are left to `SlicedUpdater`."""
         segments: dict[ParamGroup, list[Tensor]] = {}
-        states, away = {}, []
+        states, sliced = {}, []
         for i, buffer in enumerate(self.buffers):
             labels = {name: group_of(name, parameter.placement) for name, parameter in buffer.parameters.items()}
             for group, first, last in runs(buffer.plan.slots, labels):
-                for start, stop in overlaps(kept[i].away, first, last):
+                for start, stop in overlaps(kept[i].away + kept[i].here, first, last):
+                    master, gradients = self.masters[i].at(start, stop), buffer.sums.at(start, stop)
                     moments = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
-                    rounded = buffer.owned_params.at(start, stop) if buffer.is_half_precision else None
-                    gradients = buffer.sums.at(start, stop)
-                    away.append(Segment(group, self.masters[i].at(start, stop), moments, gradients, rounded))
-                for start, stop in overlaps(kept[i].here, first, last):
-                    segment = self.masters[i].at(start, stop)
-                    segment.grad = buffer.sums.at(start, stop)
-                    segments.setdefault(group, []).append(segment)
-                    states[segment] = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
-        self._sliced = SlicedUpdater(away, _SLICED[self.config.optimizer](self.config))
+                    is_away = bool(overlaps(kept[i].away, start, stop))
+                    if is_away or kept[i].splits:
+                        rounded = buffer.owned_params.at(start, stop) if kept[i].rounds else None
+                        sliced.append(Segment(group, master, moments, gradients, rounded, on_host=is_away))
+                    else:
+                        master.grad = gradients
+                        segments.setdefault(group, []).append(master)
+                        states[master] = moments
+        self._sliced = SlicedUpdater(sliced, _SLICED[self.config.optimizer](self.config))
         options = [{"params": held, "rule": group} for group, held in segments.items()]  # the rest comes with each step
         if not segments:
             return None  # a shard of alignment gaps, or all is elsewhere
@@ -231,9 +237,9 @@ class FlatOptimizer:
 
     def _publish(self, runs_of: list[list[tuple[int, int]]]) -> None:
         """The same of these runs of each buffer, where parameters and masters are not the same memory."""
-        for buffer, master, held in zip(self.buffers, self.masters, runs_of):
-            for start, stop in held if buffer.is_half_precision else ():
-                copy_stored(buffer.owned_params.at(start, stop), master.at(start, stop))
+        for kept, master, held in zip(self._kept, self.masters, runs_of):
+            for start, stop in held if kept.rounds else ():
+                copy_stored(kept.buffer.owned_params.at(start, stop), master.at(start, stop))
 
     def tensors(self) -> dict[str, dict[str, Stored]]:
         """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter, or, of a
@@ -295,16 +301,21 @@ _SLICED = {
 
 
 class _Kept:
-    """Where the state of what this rank owns of a buffer is kept: the runs `away` in a tier, those `here` with the buffer."""
+    """Where the state of what this rank owns of a buffer is kept: the runs `away` in a tier, those `here` with the buffer.
 
-    def __init__(self, buffer: ParamAndGradBuffer, tier: Tier | None, fraction: float):
+    splits: whether masters are the parameters and what these lack; rounds: whether parameters are rounded copies of them."""
+
+    def __init__(self, buffer: ParamAndGradBuffer, tier: Tier | None, fraction: float, *, splits: bool = False):
         self.buffer, self.tier = buffer, tier
+        self.splits = splits and buffer.is_half_precision
+        self.rounds = buffer.is_half_precision and not self.splits
+        assert not self.splits or buffer.dtype == torch.bfloat16, f"masters of {buffer.dtype} cannot be split"
         starts = [slot.start for slot in buffer.plan.slots]
         self.away, self.here = cut_by_fraction(buffer.owned, starts, fraction if tier is not None else 0.0)
 
-    def zeros(self) -> Shard:
-        """Laid out like what is owned."""
-        dtype, device = self.buffer.master_dtype, self.buffer.device
+    def zeros(self, dtype: torch.dtype | None = None) -> Shard:
+        """Laid out like what is owned; of the masters' type if not told."""
+        dtype, device = dtype or self.buffer.master_dtype, self.buffer.device
         there = [self.tier.zeros(stop - start, dtype) for start, stop in self.away]
         return Shard(
             self.away + self.here,
@@ -315,6 +326,10 @@ class _Kept:
         """The owned parameters in float32: themselves, where they are that precise already."""
         if not self.buffer.is_half_precision:
             return self.buffer.owned_params
+        if self.splits:
+            owned, residuals = self.buffer.owned_params, self.zeros(torch.int16)
+            halves = zip(residuals.held, residuals.tensors)
+            return Shard(residuals.held, [SplitMaster(owned.at(*run), residual) for run, residual in halves])
         wide = self.zeros()
         for (start, stop), tensor in zip(wide.held, wide.tensors):
             copy_stored(tensor, self.buffer.owned_params.at(start, stop))

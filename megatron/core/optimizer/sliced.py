@@ -1,4 +1,4 @@
-"""AdamW and SGD on the host, slice by slice, over state that need not be in memory.
+"""AdamW and SGD slice by slice, over state that need not be in memory, nor be tensors as they are.
 
     the tier's thread   read 1 | read 2            | write 0, read 3 | write 1 ...
     this thread                  update 0           | update 1        | update 2 ...
@@ -15,16 +15,19 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megatron.core.device import has_fused_adam
 from megatron.core.offload.plan import SLICE, slices
 from megatron.core.offload.tier import Stored, start_reading, start_writing
 from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.split_master import SplitMaster
 
 
 @dataclass(frozen=True)
 class Segment:
     """Neighbouring elements that are updated alike, each tensor laid out like the others.
 
-    parameters: the rounded copy of the masters that the model reads; None where the masters are what it reads.
+    parameters: the rounded copy of the masters that the model reads; None where writing the masters is writing that. on_host: updated
+    there, else where the gradients are.
     """
 
     group: ParamGroup
@@ -32,6 +35,7 @@ class Segment:
     moments: dict[str, Stored]
     gradients: Tensor
     parameters: Stored | None
+    on_host: bool = True
 
     def part(self, start: int, stop: int) -> "Segment":
         return Segment(
@@ -40,6 +44,7 @@ class Segment:
             {kind: stored[start:stop] for kind, stored in self.moments.items()},
             self.gradients[start:stop],
             None if self.parameters is None else self.parameters[start:stop],
+            self.on_host,
         )
 
 
@@ -75,12 +80,13 @@ class SlicedUpdater:
 
 
 class _Reading:
-    """A slice on its way to the host."""
+    """A slice on its way to where it is updated."""
 
     def __init__(self, part: Segment):
-        self._master = _start_fetching(part.master)
-        self._moments = {kind: _start_fetching(stored) for kind, stored in part.moments.items()}
-        self._gradients = _start_fetching(part.gradients)
+        start = _start_fetching if part.on_host else start_reading
+        self._master = start(part.master)
+        self._moments = {kind: start(stored) for kind, stored in part.moments.items()}
+        self._gradients = start(part.gradients)
 
     def result(self) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         return self._master(), {kind: fetched() for kind, fetched in self._moments.items()}, self._gradients()
@@ -88,6 +94,8 @@ class _Reading:
 
 def _start_fetching(stored: Stored) -> Callable[[], Tensor]:
     """Begin to copy to the host what is not there; the call that is returned gives it."""
+    if isinstance(stored, SplitMaster):
+        return stored.start_reading(_start_fetching)
     if not isinstance(stored, Tensor) or stored.device.type == "cpu":
         return start_reading(stored)
     there = torch.empty(stored.shape, dtype=stored.dtype, pin_memory=True)
@@ -117,8 +125,10 @@ def adam_update(*, beta1: float, beta2: float, eps: float) -> Update:
         parameters: Tensor, gradients: Tensor, moments: dict[str, Tensor], lr: float, weight_decay: float, updates: int
     ) -> None:
         first, second = [moments["exp_avg"]], [moments["exp_avg_sq"]]
+        fused = has_fused_adam(parameters.device)
+        steps = [torch.tensor(float(updates), device=parameters.device if fused else "cpu")]
         adamw(
-            [parameters], [gradients], first, second, [], [torch.tensor(float(updates))], fused=True, amsgrad=False, maximize=False,
+            [parameters], [gradients], first, second, [], steps, fused=fused, amsgrad=False, maximize=False,
             beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=weight_decay,
         )  # fmt: skip
 

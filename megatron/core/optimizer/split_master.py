@@ -1,0 +1,62 @@
+"""A float32 master held as the bfloat16 weight that the model reads and a signed 16-bit residual: two bytes a parameter less, exact.
+
+    bits of the master, an int32    =    65536 x bits of the weight, an int16    +    residual, -32768 .. 32767
+
+The weight is the master rounded to the nearest, and half away from zero: of two weights as near, the one of larger magnitude. To the
+nearest even, as torch rounds, would not do: an even weight has 65,537 masters that round to it, one more than 16 bits tell apart.
+A finite master too large for bfloat16 has an infinite weight, as with any rounding, and is kept exactly. A master that is not a number
+has a weight that is none; which NaN it was is forgotten.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.core.offload.tier import Stored, StoredTensor, start_reading, start_writing
+
+_NAN = 0x7FC00000  # whose lower half is zero; that of NVIDIA's, 0x7FFFFFFF, would round to minus zero
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(weight in bfloat16, residual in int16) of a float32 master."""
+    bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
+    residual = bits.to(torch.int16)  # the lower half, as a signed number
+    weight = bits.sub_(residual).bitwise_right_shift_(16).to(torch.int16)
+    return weight.view(torch.bfloat16), residual
+
+
+def join_master(weight: Tensor, residual: Tensor) -> Tensor:
+    """The float32 master, on the weight's device, in memory of its own."""
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(residual.to(bits.device)).view(torch.float32)
+
+
+class SplitMaster(StoredTensor):
+    """A float32 tensor whose upper half is the weight itself: writing one writes the other."""
+
+    dtype = torch.float32
+
+    def __init__(self, weight: Stored, residual: Stored):
+        self.weight, self.residual, self.shape = weight, residual, tuple(weight.shape)
+
+    def view(self, shape: tuple[int, ...]) -> "SplitMaster":
+        return SplitMaster(self.weight.view(shape), self.residual.view(shape))
+
+    def __getitem__(self, rows: slice) -> "SplitMaster":
+        return SplitMaster(self.weight[rows], self.residual[rows])
+
+    def start_reading(self, start: Callable[[Stored], Callable[[], Tensor]] = start_reading) -> Callable[[], Tensor]:
+        """start: how to begin to read each half."""
+        weight, residual = start(self.weight), start(self.residual)
+        return lambda: join_master(weight(), residual())
+
+    def start_writing(self, values: Tensor) -> Callable[[], None]:
+        halves = zip((self.weight, self.residual), split_master(values.detach().float().contiguous()))
+        writing = [start_writing(stored, half) for stored, half in halves]
+
+        def wait() -> None:
+            for written in writing:
+                written()
+
+        return wait
