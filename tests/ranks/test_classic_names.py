@@ -1,8 +1,11 @@
 """Megatron's functions and layers, called with Megatron's arguments, give Megatron's values forward and backward."""
 
+from functools import partial
+
 import pytest
 import torch
 from local_ranks import run_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
 from megatron.core.boxes import slices
@@ -309,6 +312,32 @@ def test_checkpoint_draws_the_same_again():
     generator = torch.Generator().manual_seed(7 + 2718)
     drawn = torch.rand(4, generator=generator), torch.rand(1, generator=generator), torch.rand(1, generator=generator)
     assert torch.equal(between, drawn[1]) and torch.equal(after, drawn[2])
+
+
+@pytest.mark.parametrize(("rows", "is_divided"), [(4, True), (3, False)])
+def test_checkpoint_keeps_its_first_input_in_parts(rows: int, is_divided: bool):
+    """A rank keeps half of it, whose bytes the backward gathers; values and gradients are those of all kept. Of 15 elements no
+    rank can keep half."""
+    numbers = torch.randn(rows, 5, generator=torch.Generator().manual_seed(1))
+
+    def work(mesh, divides):
+        mt.model_parallel_cuda_manual_seed(7)
+        leaf, scale = numbers.clone().requires_grad_(), torch.full((5,), 3.0, requires_grad=True)
+        x = leaf * 2
+        memory = StorageWeakRef(x.untyped_storage())
+        with mesh.ledger.record() as calls:
+            out = mt.checkpoint(lambda x, scale, power: (x * scale).tanh() ** power, divides, x, scale, 3)
+            del x
+            is_kept = not memory.expired()
+            assert not calls
+            out.sum().backward()
+        return out.detach(), leaf.grad, scale.grad, is_kept, [(call.op, call.axis, call.bytes) for call in calls]
+
+    ways = zip(*(run_ranks({"tp": 2}, partial(work, divides=divides)) for divides in (True, False)))
+    for (*divided, is_kept, calls), (*plain, plain_is_kept, _) in ways:
+        assert all(torch.equal(a, b) for a, b in zip(divided, plain))
+        assert plain_is_kept and is_kept != is_divided
+        assert calls == ([("all_gather", "tp", rows * 5 * 4 // 2)] if is_divided else [])
 
 
 # ---------------------------------------------------------------- small arithmetic

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from megatron.core.mesh import Mesh
 from megatron.core.parallel_state import get_mesh
+from megatron.core.tensor_parallel.in_parts import InParts
 
 MODEL_PARALLEL, DATA_PARALLEL, EXPERT_PARALLEL = "model-parallel-rng", "data-parallel-rng", "expert-parallel-rng"
 
@@ -83,14 +85,17 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """function(*args), computed again in the backward with the generators as they were, tracked ones too.
 
-    `distribute_saved_activations` would divide the kept inputs over the ranks; they are kept whole, the numbers are the same.
+    distribute_saved_activations: of the first argument, of which all tensor-parallel ranks hold the same, each keeps a part, and the
+    backward gathers them. It stays whole under sequence parallelism, where each rank has its own, and where the ranks do not divide it.
     """
-    del distribute_saved_activations
-    tracker = get_cuda_rng_tracker()
-    states, is_again = tracker.get_states(), False
+    tracker, mesh = get_cuda_rng_tracker(), get_mesh()
+    states, is_again, take = tracker.get_states(), False, None
+    if distribute_saved_activations and torch.is_grad_enabled() and _is_divisible(args[0], mesh):
+        take, args = InParts(args[0], mesh["tp"]).take, args[1:]
 
     def run(*inputs: Any) -> Any:
         nonlocal is_again
+        inputs = inputs if take is None else (take(), *inputs)
         if not is_again:
             is_again = True
             return function(*inputs)
@@ -102,3 +107,12 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
             tracker.set_states(now)
 
     return recompute(run, *args, use_reentrant=False)
+
+
+def _is_divisible(x: Any, mesh: Mesh) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and mesh["tp"].size > 1
+        and not mesh.sequence_parallel
+        and x.numel() % mesh["tp"].size == 0
+    )

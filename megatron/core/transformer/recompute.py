@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core import comm
 from megatron.core.grid import Axis
 from megatron.core.random import DropoutKeys
+from megatron.core.tensor_parallel.in_parts import InParts
 
 
 def recomputed(run: Callable[..., Tensor], keys: DropoutKeys, *inputs: Any, parts_over: Axis | None = None) -> Tensor:
@@ -24,28 +24,13 @@ def recomputed(run: Callable[..., Tensor], keys: DropoutKeys, *inputs: Any, part
     samples = keys.samples
     take = None
     if parts_over is not None and parts_over.size > 1:
-        take, inputs = _InParts(inputs[0], parts_over).take, inputs[1:]
+        take, inputs = InParts(inputs[0], parts_over).take, inputs[1:]
 
     def run_as_before(*again: Any) -> Tensor:
         with keys.naming(samples):
             return run(*again) if take is None else run(take(), *again)
 
     return checkpoint(run_as_before, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-class _InParts:
-    """A tensor for one use as it is, and for another, later, from the parts that the ranks of the axis keep. Both ask in one order."""
-
-    def __init__(self, x: Tensor, axis: Axis):
-        self._whole: Tensor | None = x
-        self._axis, self._shape, self._requires_grad = axis, x.shape, x.requires_grad
-        self._part = x.detach().flatten()[comm.my_part(x.numel(), axis)].clone()
-
-    def take(self) -> Tensor:
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
-            return whole
-        return comm.all_gather(self._part, self._axis).view(self._shape).requires_grad_(self._requires_grad)
 
 
 def give_up(x: Tensor, again: Callable[[], Tensor], *, until: Tensor) -> None:
