@@ -202,6 +202,7 @@ def train_rank(
     pipeline = Pipeline(
         chunks, mesh, batch, boundary=(spec,), forward_step=subject.forward_step, keys=keys, weight_grads=store,
         schedule_name=layout.schedule, copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
+        poison=layout.poison,
     )  # fmt: skip
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):

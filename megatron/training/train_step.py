@@ -50,7 +50,7 @@ class Pipeline:
     """This rank's executor with the schedules of training and evaluation.
 
     chunks: this rank's model chunks by stage, one per virtual stage. boundary: what passes between stages, of which the ranks of
-    `copies_over` hold equal copies.
+    `copies_over` hold equal copies. poison: for `Transport`.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class Pipeline:
         schedule_name: str = "1f1b",
         copies_over: Axis | None = None,
         device: torch.device | str = "cpu",
+        poison: bool = False,
     ):
         self.chunks, self.mesh, self.batch, self.keys = chunks, mesh, batch, keys
         self.placement = loop_placement(mesh["pp"].size)
-        self.transport = Transport(mesh, boundary, device, copies_over=copies_over)
+        self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
         self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
         self.schedule_name = schedule_name
         self.around: Callable[[Action], AbstractContextManager] | None = None  # what watches each action

@@ -231,6 +231,7 @@ class Trainer:
             schedule_name=config.schedule_name,
             copies_over=self.mesh["tp"] if self._scatters else None,
             device=runtime.device.torch_device,
+            poison=config.data_parallel.poison_released_buffers,
         )
 
     @property

@@ -1,12 +1,15 @@
 """The executor: what a stage may hand on, what a loss function may return, and what an error says."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from local_ranks import run_ranks
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.executor import Executor
@@ -131,6 +134,65 @@ def test_each_compute_action_and_each_reduction_is_announced():
         ["F0.0", "F0.1", "B0.0", "B0.1", "reduce 0"],
         ["F1.0", "B1.0", "F1.1", "B1.1", "reduce 1"],
     ]
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Sum(Stage):
+    """x + the sum of W, whose backward needs nothing of what goes in or comes out."""
+
+    def forward(self, data: Tensor) -> Tensor:
+        return (data if self.stage == 0 else self.x) + self.weight.sum()
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 3), (3, 1, 5), (2, 2, 4)])
+def test_what_was_sent_is_freed(p: int, v: int, m: int):
+    """Bytes alive of outputs and of gradients of inputs, after each action: those of tensors made, and not yet said to have left."""
+    begun = {Op.F: "outputs", Op.B: "grads"}
+    left = {Op.SENT_F: Op.F, Op.SENT_B: Op.B}
+
+    def work(mesh):
+        rank, made, expected, counts = mesh["pp"].rank, {}, set(), []
+
+        @contextmanager
+        def around(action: Action):
+            yield
+            key = action.stage, action.microbatch
+            for x in getattr(executor, begun[action.op]).get(key, ()) if action.op in begun else ():
+                made[action.op, key] = StorageWeakRef(x.untyped_storage())
+                expected.add((action.op, key))
+            expected.discard((left.get(action.op), key))
+            alive = {name for name, memory in made.items() if not memory.expired()}
+            counts.append((str(action), len(alive), len(expected)))
+
+        executor = Executor(
+            {stage: Sum(stage) for stage in range(rank, p * v, p)}, p * v, placement=loop_placement(p),
+            transport=Transport(mesh, BOUNDARY), forward_step=forward_step, around=around,
+            data_iterators={stage: iter([batch(i) for i in range(m)]) for stage in range(rank, p * v, p)},
+        )  # fmt: skip
+        executor.run(lowered(p, m) if v == 1 else add_transfers(interleaved(p, m, v), loop_placement(p)), rank)
+        return counts, len(made)
+
+    for rank, (counts, made) in enumerate(run_ranks({"pp": p}, work)):
+        assert made == m * (2 * v - (rank == 0) - (rank == p - 1))
+        assert [(action, n) for action, n, _ in counts] == [(action, n) for action, _, n in counts]
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_what_is_to_be_received_is_poisoned_where_that_is_asked_for(poison: bool, monkeypatch):
+    """Seen by a group that never fills it."""
+    boundary = (*BOUNDARY, TensorSpec((3,), torch.int64))
+
+    def work(mesh):
+        given = []
+        monkeypatch.setattr(comm, "start_recv", lambda x, axis, source: given.append(x.clone()))
+        monkeypatch.setattr(torch, "empty", torch.ones)  # what memory holds by chance
+        Transport(mesh, boundary, poison=poison).post("forward", 0)
+        return given
+
+    ((floats, integers),) = run_ranks({}, work)
+    assert bool(floats.isnan().all()) == poison and integers.tolist() == [1, 1, 1]
 
 
 # ---------------------------------------------------------------- two tensors between stages

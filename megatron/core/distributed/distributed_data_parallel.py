@@ -95,8 +95,8 @@ class DataParallelConfig:
         "data or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
     )  # fmt: skip
     poison_released_buffers: bool = knob(
-        False, "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it: a use "
-        "while they are away shows in the loss; for debugging",
+        False, "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, and in "
+        "a pipeline what is to be received until it is there: a use while they are away shows in the loss; for debugging",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

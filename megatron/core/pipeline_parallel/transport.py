@@ -41,7 +41,7 @@ class Transport:
     """Sends and receives of one rank. `boundary`: the tensors that pass between two stages (one for GPT).
 
     `copies_over`: the axis whose ranks all hold the same of them, if there is one. Transfers between two ranks in one direction
-    arrive in the order sent.
+    arrive in the order sent. poison: what is to be received is NaN until it arrives, so that a use before shows.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class Transport:
         device: torch.device | str = "cpu",
         *,
         copies_over: Axis | None = None,
+        poison: bool = False,
     ):
         self.axes = {"forward": mesh["pp_forward"], "backward": mesh["pp_backward"]}
-        self.boundary, self.device = boundary, device
+        self.boundary, self.device, self._poison = boundary, device, poison
         divides = copies_over is not None and all(prod(spec.shape) % copies_over.size == 0 for spec in boundary)
         self._copies_over = copies_over if divides and copies_over.size > 1 else None
 
@@ -74,6 +75,9 @@ class Transport:
         axis, over = self.axes[direction], self._copies_over
         shapes = [spec.shape if over is None else (prod(spec.shape) // over.size,) for spec in self.boundary]
         made = [torch.empty(shape, dtype=spec.dtype, device=self.device) for shape, spec in zip(shapes, self.boundary)]
+        for x in made if self._poison else ():
+            if x.is_floating_point():
+                x.fill_(float("nan"))
         return Transfer([comm.start_recv(x, axis, source) for x in made], self.boundary, over)
 
 
