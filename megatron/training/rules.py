@@ -87,7 +87,9 @@ def _model_problems(config: Config) -> list[str]:
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
         problems.append("--main-grads-dtype bf16 is for models of --bf16; give that too, or leave it out")
     if config.optimizer.reuse_fp32_param and not model.bf16:
-        given = "--fp16, whose weights are no half of a float32" if model.fp16 else "float32, whose weights are the masters"
+        given = (
+            "--fp16, whose weights are no half of a float32" if model.fp16 else "float32, whose weights are the masters"
+        )
         problems.append(f"--reuse-fp32-param is for models of --bf16, and this one is of {given}; leave it out")
     if model.distribute_saved_activations and (tensor == 1 or config.parallel.sequence_parallel_on):
         problems.append(

@@ -317,7 +317,7 @@ def poisoned_step(mesh, layout: Layout, bad: float, where: int, check_finite: bo
 
 def snapshot(chunk: DistributedDataParallel, adam: FlatOptimizer) -> list[Tensor]:
     tensors = [value.clone() for kind in adam.tensors().values() for value in kind.values()]
-    steps = [torch.tensor(adam.step_count)] + [state["step"].clone() for state in adam._updater.state.values()]
+    steps = [torch.tensor(adam.step_count)]
     return tensors + steps + [p.data.clone() for p in chunk.module.parameters()]
 
 

@@ -6,9 +6,10 @@ other ranks is one number, the norm of the whole gradient.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError, knob
-from megatron.core.device import has_fused_adam
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.mesh import Mesh
@@ -25,8 +25,9 @@ from megatron.core.offload.tier import Stored, Tier, copy_stored
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
-from megatron.core.optimizer.sliced import Segment, SlicedUpdater, adam_update, sgd_update
+from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster
+from megatron.core.optimizer.update import adam_update, sgd_update
 from megatron.core.placement import owned_pieces
 
 
@@ -125,41 +126,34 @@ class FlatOptimizer:
         self.fixed_order = fixed_order
         self.shard_axes = [self.buffers[0].shard_axis, self.buffers[0].outer_axis] if self.buffers else []
         self.device = self.buffers[0].device if self.buffers else device
-        kept = [_Kept(buffer, tier, offload_fraction, splits=config.reuse_fp32_param) for buffer in self.buffers]
+        self._kept = kept = [
+            _Kept(buffer, tier, offload_fraction, splits=config.reuse_fp32_param) for buffer in self.buffers
+        ]
         self.masters = [one.master() for one in kept]
         self.moments = {kind: [one.zeros() for one in kept] for kind in config.moments}
         self.step_count = 0  # updates that the moments have seen
         self._counted = [_counted_runs(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
-        self._kept = kept
-        self._updater = self._build_updater(group_of, kept)
+        self._update = _UPDATES[config.optimizer](config)
+        self._whole: defaultdict[ParamGroup, list[Segment]] = defaultdict(list)  # updated by one call a group
+        in_slices = []
+        for segment in self._segments(group_of):
+            (self._whole[segment.group] if segment.is_tensors else in_slices).append(segment)
+        self._sliced = SlicedUpdater(in_slices, self._update)
 
-    def _build_updater(self, group_of: GroupRule, kept: list["_Kept"]) -> torch.optim.Optimizer | None:
-        """torch's optimizer over the segments of equal groups that are tensors with the buffers, its state being views of our flat moments.
-
-        Segments that are elsewhere, or whose masters are split, are left to `SlicedUpdater`."""
-        segments: dict[ParamGroup, list[Tensor]] = {}
-        states, sliced = {}, []
-        for i, buffer in enumerate(self.buffers):
+    def _segments(self, group_of: GroupRule) -> Iterator[Segment]:
+        """All that this rank owns, in runs of equal groups that are kept alike."""
+        for i, (buffer, kept) in enumerate(zip(self.buffers, self._kept)):
             labels = {name: group_of(name, parameter.placement) for name, parameter in buffer.parameters.items()}
             for group, first, last in runs(buffer.plan.slots, labels):
-                for start, stop in overlaps(kept[i].away + kept[i].here, first, last):
-                    master, gradients = self.masters[i].at(start, stop), buffer.sums.at(start, stop)
-                    moments = {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()}
-                    is_away = bool(overlaps(kept[i].away, start, stop))
-                    if is_away or kept[i].splits:
-                        rounded = buffer.owned_params.at(start, stop) if kept[i].rounds else None
-                        sliced.append(Segment(group, master, moments, gradients, rounded, on_host=is_away))
-                    else:
-                        master.grad = gradients
-                        segments.setdefault(group, []).append(master)
-                        states[master] = moments
-        self._sliced = SlicedUpdater(sliced, _SLICED[self.config.optimizer](self.config))
-        options = [{"params": held, "rule": group} for group, held in segments.items()]  # the rest comes with each step
-        if not segments:
-            return None  # a shard of alignment gaps, or all is elsewhere
-        updater = _UPDATERS[self.config.optimizer](options, states, self.config)
-        updater.state.update(states)
-        return updater
+                for start, stop in overlaps(kept.away + kept.here, first, last):
+                    yield Segment(
+                        group,
+                        self.masters[i].at(start, stop),
+                        {kind: flats[i].at(start, stop) for kind, flats in self.moments.items()},
+                        buffer.sums.at(start, stop),
+                        buffer.owned_params.at(start, stop) if kept.rounds else None,
+                        is_away=bool(overlaps(kept.away, start, stop)),
+                    )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss as a backward of our own loop needs it, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` undoes it."""
@@ -214,6 +208,7 @@ class FlatOptimizer:
                     gradients.mul_(factor)
         return norm
 
+    @torch.no_grad()
     def step(self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None) -> None:
         """Update masters and parameters with the gradients in the buffers, decoupled groups at their own rate if given, and
         with another weight decay than the settings' if given."""
@@ -223,10 +218,10 @@ class FlatOptimizer:
             rate = decoupled_lr if rule.decoupled and decoupled_lr is not None else lr
             return rate * rule.lr_multiplier, weight_decay * rule.weight_decay_multiplier
 
-        if self._updater is not None:
-            for options in self._updater.param_groups:
-                options["lr"], options["weight_decay"] = rates(options["rule"])
-            self._updater.step()
+        for group, held in self._whole.items():
+            moments = {kind: [segment.moments[kind] for segment in held] for kind in self.moments}
+            masters, gradients = [segment.master for segment in held], [segment.gradients for segment in held]
+            self._update(masters, gradients, moments, *rates(group), self.step_count)
         self._sliced.step(rates, self.step_count)
         self.step_count += 1
         self._publish([kept.here for kept in self._kept])
@@ -268,33 +263,9 @@ class FlatOptimizer:
     def set_step_count(self, steps: int) -> None:
         """How many updates the moments have seen, after loading them."""
         self.step_count = steps
-        if self._updater is not None and self.config.optimizer == "adam":
-            for state in self._updater.state.values():
-                state["step"].fill_(steps)
 
 
-_States = dict[Tensor, dict[str, Tensor]]  # segment -> torch's name of a state -> the state
-
-
-def _adam(options: list[dict[str, Any]], states: _States, config: OptimizerConfig) -> torch.optim.Optimizer:
-    for segment, state in states.items():
-        on_device = has_fused_adam(segment.device)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=segment.device if on_device else "cpu")
-    return torch.optim.AdamW(
-        options,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        fused=all(has_fused_adam(segment.device) for segment in states),
-    )
-
-
-def _sgd(options: list[dict[str, Any]], states: _States, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """v = momentum v + (g + decay w); w -= lr v. Unlike Adam's, the decay passes through the momentum."""
-    return torch.optim.SGD(options, lr=0.0, momentum=config.sgd_momentum)
-
-
-_UPDATERS = {"adam": _adam, "sgd": _sgd}
-_SLICED = {
+_UPDATES = {
     "adam": lambda config: adam_update(beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps),
     "sgd": lambda config: sgd_update(config.sgd_momentum),
 }

@@ -12,22 +12,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
-from megatron.core.device import has_fused_adam
 from megatron.core.offload.plan import SLICE, slices
 from megatron.core.offload.tier import Stored, start_reading, start_writing
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
+from megatron.core.optimizer.update import Update
 
 
 @dataclass(frozen=True)
 class Segment:
     """Neighbouring elements that are updated alike, each tensor laid out like the others.
 
-    parameters: the rounded copy of the masters that the model reads; None where writing the masters is writing that. on_host: updated
-    there, else where the gradients are.
+    parameters: the rounded copy of the masters that the model reads; None where writing the masters is writing that. is_away: kept in
+    a tier, and updated on the host; else where the gradients are.
     """
 
     group: ParamGroup
@@ -35,7 +33,12 @@ class Segment:
     moments: dict[str, Stored]
     gradients: Tensor
     parameters: Stored | None
-    on_host: bool = True
+    is_away: bool = False
+
+    @property
+    def is_tensors(self) -> bool:
+        """Whether it can be updated where it lies."""
+        return not self.is_away and isinstance(self.master, Tensor)
 
     def part(self, start: int, stop: int) -> "Segment":
         return Segment(
@@ -44,12 +47,8 @@ class Segment:
             {kind: stored[start:stop] for kind, stored in self.moments.items()},
             self.gradients[start:stop],
             None if self.parameters is None else self.parameters[start:stop],
-            self.on_host,
+            self.is_away,
         )
-
-
-# (parameters, gradients, moments by kind, learning rate, weight decay, updates before) -> updates the first and the moments
-Update = Callable[[Tensor, Tensor, dict[str, Tensor], float, float, int], None]
 
 
 class SlicedUpdater:
@@ -71,7 +70,8 @@ class SlicedUpdater:
         for current, following in zip(self._slices, [*self._slices[1:], None]):
             master, moments, gradients = reading.result()
             reading = _Reading(following) if following is not None else None
-            self._update(master, gradients, moments, *rates(current.group), updates)
+            states = {kind: [values] for kind, values in moments.items()}
+            self._update([master], [gradients], states, *rates(current.group), updates)
             for written in writing:
                 written()
             writing = _start_writing(current, master, moments)
@@ -83,7 +83,7 @@ class _Reading:
     """A slice on its way to where it is updated."""
 
     def __init__(self, part: Segment):
-        start = _start_fetching if part.on_host else start_reading
+        start = _start_fetching if part.is_away else start_reading
         self._master = start(part.master)
         self._moments = {kind: start(stored) for kind, stored in part.moments.items()}
         self._gradients = start(part.gradients)
@@ -116,34 +116,3 @@ def _start_writing(part: Segment, master: Tensor, moments: dict[str, Tensor]) ->
     if part.parameters is not None:
         writing.append(start_writing(part.parameters, master))
     return writing
-
-
-def adam_update(*, beta1: float, beta2: float, eps: float) -> Update:
-    """What torch.optim.AdamW does to one tensor in one pass."""
-
-    def update(
-        parameters: Tensor, gradients: Tensor, moments: dict[str, Tensor], lr: float, weight_decay: float, updates: int
-    ) -> None:
-        first, second = [moments["exp_avg"]], [moments["exp_avg_sq"]]
-        fused = has_fused_adam(parameters.device)
-        steps = [torch.tensor(float(updates), device=parameters.device if fused else "cpu")]
-        adamw(
-            [parameters], [gradients], first, second, [], steps, fused=fused, amsgrad=False, maximize=False,
-            beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=weight_decay,
-        )  # fmt: skip
-
-    return update
-
-
-def sgd_update(momentum: float) -> Update:
-    """What torch.optim.SGD does."""
-
-    def update(
-        parameters: Tensor, gradients: Tensor, moments: dict[str, Tensor], lr: float, weight_decay: float, updates: int
-    ) -> None:
-        sgd(
-            [parameters], [gradients], [moments.get("momentum_buffer")], foreach=False, momentum=momentum, dampening=0.0,
-            nesterov=False, maximize=False, lr=lr, weight_decay=weight_decay,
-        )  # fmt: skip
-
-    return update
