@@ -23,9 +23,7 @@ class MemoryBuffer:
 
     def get(self, shape: tuple[int, ...], start: int) -> Tensor:
         """The elements from `start` on, as a tensor of `shape` that shares their memory."""
-        stop = start + torch.Size(shape).numel()
-        assert stop <= self.numel, f"elements {start}..{stop} of a buffer of {self.numel}"
-        return self.data[start:stop].view(shape)
+        return _view(self.data, shape, start)
 
 
 class Shard:
@@ -70,6 +68,10 @@ class Transient:
             self.data.untyped_storage().resize_(self._bytes)
         self.is_open = True
         return self.data
+
+    def get(self, shape: tuple[int, ...], start: int) -> Tensor:
+        """As a buffer's."""
+        return _view(self.data, shape, start)
 
     def release(self) -> None:
         self.is_open = False
@@ -171,26 +173,19 @@ class ParamAndGradBuffer:
 
         What passes is there for one bucket at a time, so that a model which fits in shards only fits while it is built.
         """
-        slots = {slot.name: slot for slot in self.plan.slots}
+        starts = {slot.name: slot.start for slot in self.plan.slots}
         for bucket in self.plan.buckets:
             size = bucket.stop - bucket.start
-            params, grads = (
-                Transient(size, dtype, self.device, poison=self.poison) if whole is None else None
-                for whole, dtype in ((self.params, self.dtype), (self.grads, self.grad_dtype))
-            )
+            params = Transient(size, self.dtype, self.device, poison=self.poison) if self.params is None else None
+            grads = Transient(size, self.grad_dtype, self.device, poison=self.poison) if self.grads is None else None
             if params is not None:
                 params.data.zero_()  # the gaps too, which ranks keep like the rest
-            for slot in (slots[name] for name in bucket.names):
-                parameter, first = self.parameters[slot.name], bucket.start
-                values, gradient = (
-                    whole.data[slot.start : slot.stop]
-                    if passing is None
-                    else passing.data[slot.start - first : slot.stop - first]
-                    for whole, passing in ((self.params, params), (self.grads, grads))
-                )
-                values, gradient = values.view(parameter.shape), gradient.view(parameter.shape)
+            for name in bucket.names:
+                parameter, start = self.parameters[name], starts[name]
+                values = _place(self.params, params, parameter.shape, start, bucket.start)
                 values.copy_(parameter.data)
-                parameter.data, parameter.main_grad = values, gradient
+                parameter.data = values
+                parameter.main_grad = _place(self.grads, grads, parameter.shape, start, bucket.start)
             if params is not None:
                 self._keep_held(bucket.start, params)
                 self.params_of += (params,)
@@ -204,6 +199,19 @@ class ParamAndGradBuffer:
             mine = params.data[start - first : stop - first].clone()  # memory that numpy has seen stays for good
             start_writing(self.held_params.at(start, stop), mine)()
         params.release()
+
+
+def _view(flat: Tensor, shape: tuple[int, ...], start: int) -> Tensor:
+    stop = start + torch.Size(shape).numel()
+    assert stop <= flat.numel(), f"elements {start}..{stop} of {flat.numel()}"
+    return flat[start:stop].view(shape)
+
+
+def _place(
+    whole: MemoryBuffer | None, passing: Transient | None, shape: tuple[int, ...], start: int, first: int
+) -> Tensor:
+    """The elements from `start` of the buffer on, as a view of what is whole, or of what is passing and begins at element `first`."""
+    return whole.get(shape, start) if passing is None else passing.get(shape, start - first)
 
 
 def _elements(slot: Slot, held: list[tuple[int, int]]) -> tuple[int, int]:
