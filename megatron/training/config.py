@@ -9,11 +9,11 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FimConfig
 from megatron.core.datasets.masked import MaskedDataConfig
 from megatron.core.device import DeviceConfig
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
-from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig

@@ -5,7 +5,7 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "DataParallelConfig": "distributed_data_parallel",
+        "DataParallelConfig": "data_parallel_config",
         "DistributedDataParallel": "distributed_data_parallel",
         "MemoryBuffer": "memory_buffer",
         "ParamAndGradBuffer": "memory_buffer",

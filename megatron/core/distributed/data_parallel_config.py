@@ -1,0 +1,130 @@
+"""The settings of data parallelism: what is in shards over the ranks, and how gradients and parameters travel. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config import ConfigError, knob
+
+
+@dataclass(frozen=True)
+class DataParallelConfig:
+    """Data parallelism."""
+
+    overlap_grad_reduce: bool = knob(False, "reduce a bucket of gradients as soon as the last backward has filled it")
+    ddp_bucket_size: int | None = knob(
+        None, "elements in a bucket; the larger of 40,000,000 and 1,000,000 per rank when unset"
+    )
+    use_distributed_optimizer: bool = knob(
+        False, "keep masters and moments in shards over the data-parallel ranks: ZeRO stage 1"
+    )
+    zero_stage: Literal[0, 1, 2, 3] | None = knob(
+        None, "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer, 2 gradients "
+        "too, 3 parameters too",
+    )  # fmt: skip
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
+        None, "the same in Megatron-FSDP's words"
+    )
+    num_distributed_optimizer_instances: int = knob(
+        1, "groups of data-parallel ranks that each hold all shards (hybrid sharding); must divide their number"
+    )
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = knob(
+        "no_shard", "what those groups divide further among them: optim is masters and moments; in ZeRO stage 3"
+    )
+    overlap_param_gather: bool = knob(
+        False, "gather updated parameters during the next forward, bucket by bucket; with --use-distributed-optimizer"
+    )
+    grad_reduce_in_bf16: bool = knob(
+        False, "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; what is sent is "
+        "the float32 sum of a rank's microbatches, in ZeRO stages 2 and 3 each microbatch",
+    )  # fmt: skip
+    reduce_scatter_with_fp32_accumulation: bool = knob(
+        False, "add up in float32 what ranks send in bfloat16, each part travelling once as it is; with sharded optimizer state",
+        flags=("--reduce-scatter-with-fp32-accumulation", "--ddp-reduce-scatter-with-fp32-accumulation"),
+    )  # fmt: skip
+    main_grads_dtype: Literal["fp32", "bf16"] = knob(
+        "fp32", "in what a rank adds up its gradients, and sends them; with bf16 the sums over ranks, and in ZeRO stages 2 and 3 over "
+        "microbatches, are float32 still; with --bf16 and sharded optimizer state",
+    )  # fmt: skip
+    fixed_order_grad_reduce: bool = knob(
+        False, "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
+        "data or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
+    )  # fmt: skip
+    poison_released_buffers: bool = knob(
+        False, "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, and in "
+        "a pipeline what is to be received until it is there: a use while they are away shows in the loss; for debugging",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.ddp_bucket_size is not None and self.ddp_bucket_size < 1:
+            problems.append(f"--ddp-bucket-size is {self.ddp_bucket_size}; it must be at least 1")
+        asked = self._stages_asked()
+        if len(set(asked.values())) > 1:
+            problems.append(
+                f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
+            )
+        elif self.use_distributed_optimizer and 0 in asked.values():
+            problems.append(
+                f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
+            )
+        if self.stage > 1 and self.fixed_order_grad_reduce:
+            problems.append(
+                f"--fixed-order-grad-reduce keeps the gradients of every microbatch, but ZeRO stage {self.stage} none of them; use "
+                "stage 0 or 1"
+            )
+        instances = self.num_distributed_optimizer_instances
+        if instances < 1:
+            problems.append(f"--num-distributed-optimizer-instances is {instances}; it must be at least 1")
+        for flag, given in (
+            (f"--num-distributed-optimizer-instances {instances}", instances > 1),
+            ("--overlap-param-gather", self.overlap_param_gather),
+        ):
+            if given and self.stage == 0:
+                problems.append(f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too")
+        bf16 = "--main-grads-dtype bf16" if self.main_grads_dtype == "bf16" else None
+        sent = bf16 or ("--grad-reduce-in-bf16" if self.grad_reduce_in_bf16 else None)
+        if self.reduce_scatter_with_fp32_accumulation and (sent is None or self.stage == 0):
+            problems.append(
+                "--reduce-scatter-with-fp32-accumulation sums what travels in bfloat16 to shards of a gradient; give "
+                "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
+            )
+        if bf16 and (self.stage == 0 or self.fixed_order_grad_reduce):
+            problems.append(
+                f"{bf16} keeps float32 sums of a rank's shard only; give --use-distributed-optimizer (or --zero-stage 1 to 3), and leave "
+                "out --fixed-order-grad-reduce, or leave it out"
+            )
+        if self.outer_dp_sharding_strategy == "optim" and (self.stage < 3 or instances < 2):
+            problems.append(
+                "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in shards; give "
+                "--zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
+            )
+        if self.overlap_grad_reduce and self.fixed_order_grad_reduce:
+            problems.append("--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce")
+        if self.grad_reduce_in_bf16 and self.fixed_order_grad_reduce:
+            problems.append("--fixed-order-grad-reduce sums exactly what was computed; leave out --grad-reduce-in-bf16")
+        if problems:
+            raise ConfigError(problems)
+
+    def _stages_asked(self) -> dict[str, int]:
+        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        name, stages = self.data_parallel_sharding_strategy, {}
+        if self.zero_stage is not None:
+            stages[f"--zero-stage {self.zero_stage}"] = self.zero_stage
+        if name is not None:
+            stages[f"--data-parallel-sharding-strategy {name}"] = strategies.index(name)
+        return stages
+
+    @property
+    def stage(self) -> int:
+        """What is in shards: 0 nothing, 1 masters and moments, 2 gradients too, 3 parameters too (ZeRO, arXiv:1910.02054)."""
+        return max([int(self.use_distributed_optimizer), *self._stages_asked().values()])
+
+    @property
+    def divides_over_outer(self) -> bool:
+        """Whether optimizer state is in shards over dp_outer too (ZeRO stage 3 inside, stage 1 outside)."""
+        return self.outer_dp_sharding_strategy == "optim"
+
+    def bucket_numel(self, ranks: int) -> int | None:
+        """Elements in a bucket; None for one bucket, where nothing overlaps."""
+        passes = self.overlap_grad_reduce or self.overlap_param_gather or self.stage > 1
+        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if passes else None

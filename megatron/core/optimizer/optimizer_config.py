@@ -1,0 +1,78 @@
+"""The settings of the optimizer. Pure."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config import ConfigError, knob
+from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer."""
+
+    optimizer: Literal["adam", "sgd"] = knob("adam", "AdamW, or gradient descent with momentum")
+    weight_decay: float = knob(
+        0.01, "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
+        "norms have none",
+    )  # fmt: skip
+    start_weight_decay: float | None = knob(
+        None, "weight decay at the start, with --weight-decay-incr-style linear or cosine"
+    )
+    end_weight_decay: float | None = knob(None, "weight decay after all training samples, instead of --weight-decay")
+    weight_decay_incr_style: IncreaseStyle = knob(
+        "constant", "how the weight decay grows from start to end over the run"
+    )
+    adam_beta1: float = knob(0.9, "decay of the first moment")
+    adam_beta2: float = knob(0.999, "decay of the second moment")
+    adam_eps: float = knob(1e-8, "added to the root of the second moment")
+    sgd_momentum: float = knob(0.9, "share of the last update that sgd repeats")
+    clip_grad: float = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
+    reuse_fp32_param: bool = knob(
+        False, "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights are "
+        "masters rounded half away from zero, where they are else rounded half to even",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)"
+            for name in ("adam_beta1", "adam_beta2", "sgd_momentum")
+            if not 0 <= getattr(self, name) < 1
+        ]
+        for name in ("weight_decay", "adam_eps", "clip_grad"):
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
+        problems += self._weight_decay_problems()
+        if problems:
+            raise ConfigError(problems)
+
+    def _weight_decay_problems(self) -> list[str]:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        if style == "constant":
+            given = {"--start-weight-decay": start, "--end-weight-decay": end}
+            return [
+                f"{flag} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay"
+                for flag, value in given.items()
+                if value is not None
+            ]
+        if start is None or end is None:
+            return [f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"]
+        if not 0 <= start <= end < math.inf:
+            return [f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"]
+        return []
+
+    def weight_decay_schedule(self, samples: int) -> WeightDecaySchedule:
+        """The weight decay of a run of so many samples."""
+        if self.weight_decay_incr_style == "constant":
+            return WeightDecaySchedule(self.weight_decay, self.weight_decay, "constant", samples)
+        return WeightDecaySchedule(
+            self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style, samples
+        )
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What is kept of past gradients: torch's names, under which checkpoints hold them."""
+        if self.optimizer == "adam":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.sgd_momentum else ()
