@@ -60,6 +60,21 @@ def gpt(prefix, ids, num_samples, split="train", items=0, **config):
     return arrays | items_of(dataset, items)
 
 
+def batches(prefix, ids, num_samples, consumed, micro_batch_size, rank, size, **config):
+    """The micro-batches of one data-parallel rank. The sampler is no part of the package; its rule: of every
+    micro_batch_size * size numbers in a row, from the consumed ones on, the rank takes its slice; a last, short block is left out."""
+    ids = np.arange(*ids, dtype=np.int32)
+    dataset = GPTDataset(IndexedDataset(prefix), prefix, ids, num_samples, Split.train, gpt_config(**config))
+    mine, block = [], []
+    for number in range(consumed, len(dataset)):
+        block.append(number)
+        if len(block) == micro_batch_size * size:
+            mine.append(block[rank * micro_batch_size : (rank + 1) * micro_batch_size])
+            block = []
+    read = list(torch.utils.data.DataLoader(dataset, batch_sampler=mine))
+    return {f"batch_{name}": torch.stack([batch[name] for batch in read]).numpy() for name in read[0]}
+
+
 def fim(path, rules, **case):
     """Items of Megatron-LM's own GPTFIMDataset, in the file `path`; its one generator is set anew for each item, as ours is."""
     spec = importlib.util.spec_from_file_location("fim_dataset", path)
@@ -197,7 +212,8 @@ def t5(**case):
 
 
 KINDS: dict[str, types.FunctionType] = {
-    f.__name__: f for f in (gpt, fim, blending, normalize, exhaustive_blending, blended_run, write, read, bert, t5)
+    f.__name__: f
+    for f in (gpt, batches, fim, blending, normalize, exhaustive_blending, blended_run, write, read, bert, t5)
 }
 with open(cases_path) as file:
     for number, (kind, case) in enumerate(json.load(file)):

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets.batches import loader
 from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
@@ -215,6 +216,35 @@ def test_files_of_either_are_read_by_the_other(ask, tmp_path, dtype):
         writer.add_documents([1, 2, 3, 4, 5, 6], [3, 1, 2], [2, 0, 1])
     for ending in (".bin", ".idx"):
         assert theirs.with_suffix(ending).read_bytes() == ours.with_suffix(ending).read_bytes()
+
+
+def test_files_that_megatron_wrote_give_the_same_batches_in_the_same_order(ask, tmp_path):
+    """What a training script reads: files of its builder, of two types, on each data-parallel rank, also going on."""
+    dice = random.Random(17)
+    for dtype, vocab in (("uint16", 1000), ("int32", 70_000)):
+        prefix, eod = str(tmp_path / dtype), vocab - 1
+        documents = [[[dice.randrange(vocab - 2) for _ in range(dice.randint(0, 60))] + [eod]] for _ in range(50)]
+        case = {"prefix": prefix, "ids": [0, 40], "num_samples": 130, "seed": 31, "seq_length": 16}
+        case |= {"micro_batch_size": 3, "size": 2, "tokenizer": {"vocab_size": vocab, "eod": eod, "pad": vocab - 2}}
+        case |= {"cache": str(tmp_path / "theirs"), "eod_mask_loss": True, "reset_position_ids": True}
+        cases = [{**case, "rank": rank, "consumed": consumed} for rank in (0, 1) for consumed in (0, 60)]
+        asked = [("write", {"prefix": prefix, "documents": documents, "dtype": dtype})]
+        answers = ask(asked + [("batches", case) for case in cases])[1:]
+        config = DataConfig(
+            data_path=[prefix], split="8,1,1", seq_length=16, data_cache_path=str(tmp_path / "ours"), eod_mask_loss=True,
+            reset_position_ids=True,
+        )  # fmt: skip
+        tokenizer = types.SimpleNamespace(vocab_size=vocab, eod=eod, pad=vocab - 2)
+        train, _, _ = build_gpt_datasets(config, tokenizer, [130, 0, 0], 31)
+        for case, answer in zip(cases, answers):
+            where = {"data_parallel_rank": case["rank"], "data_parallel_size": 2, "consumed_samples": case["consumed"]}
+            got = list(loader("single", train, "train", micro_batch_size=3, num_workers=1, **where))
+            assert len(got) == len(answer["batch_tokens"]) > 10
+            for name in ("tokens", "labels", "loss_mask", "position_ids"):
+                assert np.array_equal(torch.stack([batch[name] for batch in got]), answer[f"batch_{name}"]), (
+                    case,
+                    name,
+                )
 
 
 def test_multimodal_files_of_either_are_read_by_the_other(ask, tmp_path):
