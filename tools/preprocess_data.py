@@ -9,15 +9,15 @@ not depend on --workers, and appears only when it is complete. After a kill the 
 
 import collections
 import functools
-import glob
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -240,33 +240,34 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
             context = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizer library's threads
             pool = ProcessPoolExecutor(config.workers, context, _start_worker, (config, tokenizer_config))
             stack.callback(pool.shutdown, cancel_futures=True)
-        progress, paths = Progress(total_size(files), config.log_interval), []
+        progress = Progress(total_size(files), config.log_interval)
+        names = stack.enter_context(tempfile.TemporaryFile("w+", dir=store.folder))  # of a million pieces, perhaps
         ahead = _PIECES_AHEAD * config.workers if config.workers > 1 else 1
         try:
             for done in finish_pieces(read_pieces(files, config.keys), store, pool, ahead):
                 if done.summary.bad and config.on_error == "fail":
                     reason = f"{done.summary.bad[0]}; mend the line, or pass over such lines with --on-error skip"
                     raise ValueError(reason)
-                paths.append(done.path)
+                names.write(f"{os.path.basename(done.path)}\n")
                 progress.add(done)
         except BrokenProcessPool:
             raise ValueError("a worker process died, perhaps for want of memory; use fewer --workers") from None
         if not progress.documents:
             raise ValueError(f"no document in {', '.join(files)}")
+        names.seek(0)
+        paths = (os.path.join(store.folder, name.rstrip("\n")) for name in names)
         merge_pieces(paths, config, token_dtype(encoder.tokenizer.vocab_size))
         store.clear()
     return progress
 
 
-def merge_pieces(paths: list[str], config: PreprocessConfig, dtype: type) -> None:
+def merge_pieces(paths: Iterable[str], config: PreprocessConfig, dtype: type) -> None:
     """The pieces, in order, as one pair of files for each key; they appear when all of them are complete."""
     with ExitStack() as stack:
         stack.enter_context(naming(f"{config.output_prefix}_..._{config.level}.bin"))
         writers = {}
         for key in config.keys:
             prefix = f"{config.output_prefix}_{key}_{config.level}"
-            for left in glob.glob(f"{glob.escape(prefix)}.*.tmp"):  # of a run that was killed
-                os.remove(left)
             writers[key] = stack.enter_context(IndexedDatasetWriter(prefix, dtype))
         for path in paths:
             append_piece(path, writers)

@@ -2,11 +2,22 @@
 
 import os
 import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, atomic_file, token_dtype
+from megatron.core.datasets.indexed import (
+    DTYPES,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    atomic_file,
+    remove_abandoned,
+    token_dtype,
+)
 
 # Three documents: two sequences, none, one.
 TOKENS, LENGTHS, DOCUMENTS = [7, 8, 9, 1, 2], [3, 0, 2], [0, 2, 2, 3]
@@ -232,3 +243,40 @@ def test_any_flipped_bit_of_the_index_is_refused_or_changes_no_token(tmp_path):
             passed.add(at)
             assert [part.tolist() for part in dataset[:]] == [[7, 8, 9], [], [1, 2]]
     assert passed <= {17, 78, 86}
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from megatron.core.datasets.indexed import IndexedDatasetWriter, atomic_file
+with IndexedDatasetWriter(sys.argv[1] + "/o", "u2"), atomic_file(sys.argv[1] + "/x-description.txt"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def temporary_files(folder):
+    return sorted(path.name.rsplit(".", 2)[0] for path in folder.glob("*.tmp"))
+
+
+@pytest.mark.full
+def test_files_of_killed_writers_are_removed_by_the_next_and_those_at_work_stay(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED_WRITER, tmp_path], cwd=Path(__file__).parents[2])
+    of_writer = ["o.bin", "o.idx.documents", "o.idx.lengths", "o.idx.modes"]
+    assert temporary_files(tmp_path) == [*of_writer, "x-description.txt"]
+    with IndexedDatasetWriter(tmp_path / "o", np.uint16) as at_work:
+        assert temporary_files(tmp_path) == [*of_writer, "x-description.txt"], "its own, and what has another name"
+        with IndexedDatasetWriter(tmp_path / "o", np.uint16) as second, atomic_file(tmp_path / "y"):
+            remove_abandoned(tmp_path)
+            assert temporary_files(tmp_path) == sorted([*of_writer, *of_writer, "y"])
+            second.add_document([1])
+        at_work.add_document([1, 2])
+    assert IndexedDataset(tmp_path / "o")[0].tolist() == [1, 2]
+    assert temporary_files(tmp_path) == []
+
+
+def test_a_file_of_another_host_is_abandoned_after_a_day(tmp_path):
+    for age in (0, 23, 25):
+        (tmp_path / f"{age}.elsewhere-1-ab.tmp").touch()
+        os.utime(tmp_path / f"{age}.elsewhere-1-ab.tmp", (time.time() - 3600 * age,) * 2)
+    remove_abandoned(tmp_path)
+    assert [path.name[:2] for path in sorted(tmp_path.iterdir())] == ["0.", "23"]
+    remove_abandoned(tmp_path / "missing")

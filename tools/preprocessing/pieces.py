@@ -58,19 +58,27 @@ class PieceStore:
                 raise ValueError(
                     f"another run is writing this output (it holds {lock}); wait for it, or choose another --output-prefix"
                 ) from None
-            for left in Path(self.folder).glob("*.tmp"):  # of a run that was killed
-                left.unlink()
+            self._remove(".tmp")  # of a run that was killed
             try:
                 yield
             finally:
-                if not any(Path(self.folder).glob("*.piece")):
+                if not any(self._files(".piece")):
                     lock.unlink()
                     os.rmdir(self.folder)
 
     def clear(self) -> None:
         """Remove all pieces: the output is complete."""
-        for piece in Path(self.folder).glob("*.piece"):
-            piece.unlink()
+        self._remove(".piece")
+
+    def _files(self, ending: str) -> Iterator[str]:
+        """One by one: there may be a million."""
+        with os.scandir(self.folder) as entries:
+            yield from (entry.path for entry in entries if entry.name.endswith(ending))
+
+    def _remove(self, ending: str) -> None:
+        while next(self._files(ending), None):  # again: what is removed meanwhile may hide others from a listing
+            for path in self._files(ending):
+                os.unlink(path)
 
 
 def write_piece(path: str, encoded: Encoded) -> None:

@@ -42,7 +42,7 @@ from megatron.core.datasets.index_map import (
     split_ranges,
     split_tokens,
 )
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.indexed import IndexedDataset, remove_abandoned
 
 
 def _warn(message: str) -> None:
@@ -240,6 +240,8 @@ def build_gpt_datasets(
                 progress(line)
         if is_builder:
             found = FoundCaches(say)
+            for folder in {cache.folder for plan in filter(None, plans) for cache in plan.caches()}:
+                remove_abandoned(folder)
             for plan in filter(None, plans):
                 plan.build(found, progress, say)
     finally:
@@ -343,6 +345,9 @@ class _SplitPlan:
         progress(f"building the order of a blend of {len(self.parts)} data sets")
         indices = exhaustive_indices(order["sizes"]) if order["size"] is None else None
         self.blend_cache.write(indices or weighted_indices(order["shares"], order["size"]))
+
+    def caches(self) -> list[IndexCache]:
+        return [*(part.cache for part in self.parts), *filter(None, [self.blend_cache])]
 
     def readings(self) -> list[Reading]:
         return [reading(part.indexed, part.request, count) for part, count in zip(self.parts, self.samples)]

@@ -18,10 +18,14 @@ Plain text has one sequence a document; text split into sentences has many.
 
 import contextlib
 import errno
+import fcntl
+import fnmatch
 import glob
 import operator
 import os
+import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -43,8 +47,9 @@ DTYPES = {
 }
 _CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
+_A_DAY = 24 * 3600  # seconds
 _COPY_AT_ONCE = 1 << 24  # bytes
-_AT_ONCE = 1 << 20  # sequences handled at a time, so that memory stays constant: 8 MB an array
+_AT_ONCE = 1 << 16  # sequences handled at a time, so that memory stays constant: half a MB an array
 
 
 def token_dtype(vocab_size: int) -> type:
@@ -53,15 +58,22 @@ def token_dtype(vocab_size: int) -> type:
 
 
 class _Unpublished:
-    """A file under a temporary name beside `path`; it is gone at the end of the block unless `publish` renamed it."""
+    """A file under a temporary name beside `path`; it is gone at the end of the block unless `publish` renamed it.
+
+    Its writer holds a lock on it, which ends with the process: so `remove_abandoned` knows the file of a dead one.
+    """
 
     def __init__(self, path: str | Path):
         self.path = path
-        self.temporary = f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
     def __enter__(self) -> "_Unpublished":
-        self.file = open(self.temporary, "x+b")
-        return self
+        while True:
+            self.temporary = f"{self.path}.{_host()}-{os.getpid()}-{os.urandom(4).hex()}.tmp"
+            self.file = open(self.temporary, "x+b")
+            _locked(self.file)
+            if os.fstat(self.file.fileno()).st_nlink:
+                return self
+            self.file.close()  # removed as abandoned, between its making and its lock
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -94,6 +106,34 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     with _Unpublished(path) as unpublished:
         yield unpublished.file
         unpublished.publish()
+
+
+def remove_abandoned(folder: str | Path, pattern: str = "*") -> None:
+    """Remove the temporary files of `folder` whose name fits `pattern` and whose writer was killed.
+
+    That is a file on which nobody holds a lock. Between hosts not every file system keeps locks, so another host's file
+    must also be a day old. Where nothing can be locked or removed, nothing is.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for name in fnmatch.filter((entry.name for entry in entries if entry.name.endswith(".tmp")), pattern):
+            with contextlib.suppress(OSError), open(Path(folder, name), "r+b") as file:
+                is_ours = f".{_host()}-" in name
+                is_old = time.time() - os.fstat(file.fileno()).st_mtime > _A_DAY
+                if (is_ours or is_old) and _locked(file):
+                    os.remove(file.name)
+
+
+def _host() -> str:
+    return socket.gethostname().split(".")[0][:40]
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Whether this process now holds the lock on the file; False too where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class IndexedDataset:
@@ -275,6 +315,7 @@ class IndexedDatasetWriter:
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "IndexedDatasetWriter":
+        remove_abandoned(*_folder_and_pattern(self.prefix))
         with contextlib.ExitStack() as opened:
             self._data = opened.enter_context(_Unpublished(f"{self.prefix}.bin"))
             self._lengths = opened.enter_context(_Unpublished(f"{self.prefix}.idx.lengths"))
@@ -369,6 +410,12 @@ class IndexedDatasetWriter:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(f"{self.prefix}.idx")  # an index of earlier data must not meet the new tokens
             self._data.publish()
+
+
+def _folder_and_pattern(prefix: str) -> tuple[Path, str]:
+    """Where the temporary files of a writer of `prefix` are."""
+    path = Path(prefix)
+    return path.parent, f"{glob.escape(path.name)}.[bi][id][nx].*"
 
 
 def _integers(values: list[int] | np.ndarray) -> np.ndarray:

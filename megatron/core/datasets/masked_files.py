@@ -27,7 +27,7 @@ from megatron.core.datasets.blend import (
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.indexed import IndexedDataset, remove_abandoned
 from megatron.core.datasets.masked import SampleRequest, build_sample_map
 
 Say = Callable[[str], None]
@@ -64,8 +64,10 @@ def build_masked_datasets(
             _plan_split(config, kind, files, blend, split, count, say)
             for split, (blend, count) in enumerate(zip(config.blends(), num_samples))
         ]
-        for plan in filter(None, plans):
-            if is_builder:
+        if is_builder:
+            for folder in {folder for plan in filter(None, plans) for folder in plan.folders()}:
+                remove_abandoned(folder)
+            for plan in filter(None, plans):
                 plan.build(progress, say)
     finally:
         wait()  # also after an error: nobody may wait for a process that is gone
@@ -126,6 +128,10 @@ class _SplitPlan:
     count: int | None
     weights: tuple[float, ...] | None = None
     folder: Path | None = None
+
+    def folders(self) -> list[Path]:
+        """Those of its caches."""
+        return [*(part.cache.folder for part in self.parts), *filter(None, [self.folder])]
 
     def build(self, progress: Say, say: Say) -> None:
         for part in self.parts:
