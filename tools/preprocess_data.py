@@ -76,6 +76,10 @@ class PreprocessConfig:
         problems = [f"{flag} is needed" for flag, value in needed.items() if not value]
         counts = {"--workers": self.workers, "--log-interval": self.log_interval, "--partitions": self.partitions}
         problems += [f"{flag} ({value}) must be at least 1" for flag, value in counts.items() if value < 1]
+        if separated := [key for key in self.json_keys if "/" in key or "\0" in key]:
+            problems.append(
+                f"--json-keys {separated[0]} cannot be part of a file's name, as the output's; rename the key"
+            )
         if self.lang != "english" and self.split_sentences and self.sentence_splitter == "rules":
             problems.append(f"--lang {self.lang}: the rules are for English; use --sentence-splitter nltk")
         if problems:
@@ -232,7 +236,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
     """Write the files of every key. Raises ValueError or OSError without leaving any output, but for finished pieces."""
     files = input_files(config.input)
     encoder = make_encoder(config, tokenizer_config)  # here too: what is wrong with it is said once, before any worker
-    os.makedirs(os.path.dirname(os.path.abspath(config.output_prefix)), exist_ok=True)
+    make_folder(config.output_prefix)
     store = make_store(config, tokenizer_config)
     with store.claimed(), ExitStack() as stack:
         pool: Any = InProcess(encoder, config.on_error == "skip")
@@ -259,6 +263,16 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
         merge_pieces(paths, config, token_dtype(encoder.tokenizer.vocab_size))
         store.clear()
     return progress
+
+
+def make_folder(output_prefix: str) -> None:
+    """The folder of the output. Raises ValueError if it cannot be made."""
+    folder = os.path.dirname(os.path.abspath(output_prefix))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        what = "a file is in its way" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+        raise ValueError(f"--output-prefix {output_prefix}: the folder {folder} cannot be made: {what}") from None
 
 
 def merge_pieces(paths: Iterable[str], config: PreprocessConfig, dtype: type) -> None:

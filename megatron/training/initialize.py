@@ -156,7 +156,9 @@ def file_problems(config: Config) -> list[str]:
         ("--data-cache-path", config.data.data_cache_path),
         ("--offload-dir", config.offload.offload_dir),
     ):
-        if folder is not None and (obstacle := _obstacle(Path(folder))):
+        # A cache that was built before may be read-only; where it lacks something, its builder says so.
+        is_built = flag == "--data-cache-path" and folder and any(Path(folder).glob("*-description.txt"))
+        if folder is not None and not is_built and (obstacle := _obstacle(Path(folder))):
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
     if config.offload.offload_dir is not None:
         problems += folder_problems(config.offload.offload_dir, parallel_state.launched_rank())

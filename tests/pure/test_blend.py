@@ -90,6 +90,12 @@ def test_bad_weights_and_missing_files_are_named(tmp_path):
     for weight in ("0", "-1", "nan", "inf"):
         with pytest.raises(ConfigError, match=r"--data-path: weight .* of b must be a positive number"):
             DataConfig(data_path=["0.3", "a", weight, "b"])
+    for weights in (("1e-300", "1e300"), ("1e308", "1e308")):
+        with pytest.raises(
+            ConfigError, match=r"--data-path: weight \S+ of a is no share of \S+, the sum of the weights"
+        ):
+            DataConfig(data_path=[weights[0], "a", weights[1], "b"])
+    assert DataConfig(data_path=["5e-324", "a", "1e-12", "b"]).blends()[0].weights[0] > 0
     problems = DataConfig(data_path=["0.3", f"{tmp_path}/a", "b"]).missing_files()
     assert len(problems) == 3
     assert problems[0].startswith("--data-path 0.3: 0.3.idx does not exist")
@@ -140,9 +146,13 @@ def test_each_split_may_have_data_of_its_own(files, tmp_path):
 def test_lists_of_data_may_lie_in_files(files, tmp_path):
     a, b, c = files
     (tmp_path / "list").write_text(f"0.3 {a}\n0.7 {b}\n")
+    assert DataConfig(data_args_path=str(tmp_path / "list")).blends()[0] == Blend((a, b), (0.3, 0.7))
+    commented = f"\ufeff# the blend: 1 x\n0.3 {a} # books\n\n  #0.5 {c}\n0.7 {b}\n#"
+    (tmp_path / "list").write_text(commented, encoding="utf-8")
+    assert DataConfig(data_args_path=str(tmp_path / "list")).blends()[0] == Blend((a, b), (0.3, 0.7))
+    (tmp_path / "list").write_text("a#1 b")
+    assert DataConfig(data_args_path=str(tmp_path / "list")).blends()[0] == Blend(("a#1", "b"))
     (tmp_path / "lists").write_text(json.dumps({"train": [a, b], "valid": [c]}))
-    blend = DataConfig(data_args_path=str(tmp_path / "list")).blends()[0]
-    assert blend == Blend((a, b), (0.3, 0.7))
     own = DataConfig(per_split_data_args_path=str(tmp_path / "lists"))
     assert own.blends() == (Blend((a, b)), Blend((c,)), None)
     assert own.source_problems() == own.missing_files() == []

@@ -1,7 +1,9 @@
 """GPT samples, their index cache, mock data, and batches."""
 
+import errno
 import os
 import random
+import socket
 import types
 
 import numpy as np
@@ -479,3 +481,28 @@ def test_a_prefix_that_is_nearly_right_is_answered_with_the_right_one(given: str
         IndexedDataset(tmp_path / given)
     hint = str(refused.value).partition("did you mean ")[2]
     assert hint == (f"{tmp_path / meant}?" if meant else "")
+
+
+def test_files_that_the_system_does_not_map_are_named_with_the_reason(data, monkeypatch):
+    """As in a blend of so many data sets that the process has no maps left."""
+    build(data)
+
+    def refused(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np.lib.format, "open_memmap", refused)
+        with pytest.raises(ValueError, match=r"document_index.npy cannot be mapped into memory: .* vm.max_map_count"):
+            build(data)
+    monkeypatch.setattr(np, "memmap", refused)
+    with pytest.raises(ValueError, match=r"text.idx cannot be mapped into memory: .* merge data sets"):
+        build(data)
+
+
+@pytest.mark.full
+def test_a_build_removes_what_a_killed_one_left(data):
+    left = data.cache / f"ab-GPTDataset-train-x.npy.{socket.gethostname().split('.')[0]}-1-ab.tmp"
+    data.cache.mkdir()
+    left.touch()
+    build(data)
+    assert not left.exists() and not list(data.cache.glob("*.tmp"))

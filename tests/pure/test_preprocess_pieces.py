@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -444,3 +445,26 @@ def test_lengths_survive_the_piece_format(tmp_path):
         [1, 2, 100],
     ]
     assert b[28:].view("<u2").tolist() == [3, 4, 5, 100, 6, 100]
+
+
+def test_a_pipe_is_read_as_a_file_is(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "a.jsonl").write_bytes(numbered(3))
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(numbered(5),))
+    writer.start()
+    inputs = ["--input", tmp_path / "pipe", tmp_path / "a.jsonl"]
+    assert preprocess(*inputs, "--output-prefix", tmp_path / "o", "--append-eod") == 0
+    writer.join()
+    assert contents(tmp_path / "o_text_document") == expected(5) + expected(3)
+    assert preprocess("--input", tmp_path / "pipe", tmp_path / "pipe", "--output-prefix", tmp_path / "p") == 1
+    assert f"--input names the pipe {tmp_path / 'pipe'} twice; it can be read once" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b'{"a/b": "1"}\n')
+    arguments = ["--input", tmp_path / "a.jsonl", "--json-keys", "a/b"]
+    assert preprocess(*arguments, "--output-prefix", tmp_path / "o") == 2
+    assert "--json-keys a/b cannot be part of a file's name" in capsys.readouterr().err
+    assert preprocess("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a.jsonl" / "o") == 1
+    assert f"the folder {tmp_path / 'a.jsonl'} cannot be made: a file is in its way" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

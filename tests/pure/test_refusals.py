@@ -97,6 +97,16 @@ def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch)
     )
 
 
+def test_a_cache_that_is_built_may_be_read_only(launched, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    words = launched(1, MOCK + "--data-cache-path {tmp}/cache")
+    with pytest.raises(ConfigError, match=r"--data-cache-path .* allows this user no new files"):
+        read_settings(None, None, words)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "ab-GPTDataset-train-description.txt").touch()
+    read_settings(None, None, words)
+
+
 def test_nothing_is_written_where_something_is_refused(launched, tmp_path):
     with pytest.raises(ConfigError):
         read_settings(None, None, launched(1, MOCK + "--save {tmp}/new --max-position-embeddings 3"))

@@ -24,8 +24,8 @@ STDIN = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 
 _CHUNK_BYTES = 256 << 10
-_PIECES_A_SIZE = 16  # so many pieces of 256 KB, then as many of 512 KB, ...
-_LARGEST_PIECE = 1 << 20  # reached after 12 MB; larger ones take more memory and no less time
+_PIECES_A_SIZE = 8  # so many pieces of 256 KB, then as many of 512 KB, ...
+_LARGEST_PIECE = 1 << 20  # reached after 6 MB; larger ones take more memory and no less time
 _LONGEST_LINE = 1 << 30
 _PARQUET_ROWS = 256
 
@@ -62,18 +62,29 @@ def input_files(patterns: list[str], endings: tuple[str, ...] = ENDINGS) -> list
         elif os.path.isdir(pattern):
             found = sorted(str(p) for p in Path(pattern).rglob("*") if p.name.endswith(endings) and p.is_file())
         else:
-            found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
+            found = [pattern] if _is_file(pattern) else sorted(filter(_is_file, glob.glob(pattern)))
         if not found:
             raise ValueError(f"--input {pattern}: no such file, or no file in it ends in {' or '.join(endings)}")
         files += found
-    if files.count(STDIN) > 1:
-        raise ValueError(f"--input names standard input ({STDIN}) twice; it can be read once")
+    streams = list(filter(_is_stream, files))
+    if twice := [path for path in streams if streams.count(path) > 1]:
+        name = f"standard input ({STDIN})" if twice[0] == STDIN else f"the pipe {twice[0]}"
+        raise ValueError(f"--input names {name} twice; it can be read once")
     return files
 
 
+def _is_file(path: str) -> bool:
+    return os.path.isfile(path) or _is_stream(path)
+
+
+def _is_stream(path: str) -> bool:
+    """Whether it is standard input or a pipe, such as the shell makes of <(command): read once, of unknown length."""
+    return path == STDIN or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
 def total_size(files: list[str]) -> int | None:
-    """Bytes of the files; None with standard input among them."""
-    return None if STDIN in files else sum(map(os.path.getsize, files))
+    """Bytes of the files; None with standard input or a pipe among them."""
+    return None if any(map(_is_stream, files)) else sum(map(os.path.getsize, files))
 
 
 def read_pieces(files: list[str], keys: list[str]) -> Iterator[Piece]:
@@ -91,7 +102,7 @@ def read_pieces(files: list[str], keys: list[str]) -> Iterator[Piece]:
                     read = source.position()
                     yield Piece(number, chunks, None if read is None else before + read)
                     number, chunks, size = number + 1, [], 0
-        before += 0 if path == STDIN else os.path.getsize(path)
+        before += 0 if _is_stream(path) else os.path.getsize(path)
     if chunks:
         yield Piece(number, chunks, before)
 
@@ -129,7 +140,8 @@ def _open_source(path: str, keys: list[str]) -> Iterator[Source]:
             yield _parquet(path, file, keys)
         else:
             read = {".gz": _gzip_blocks, ".zst": _zstd_blocks}.get(Path(path).suffix)
-            yield Source(read(path, file) if read else _read_blocks(file), file.tell)
+            position = (lambda: None) if _is_stream(path) else file.tell
+            yield Source(read(path, file) if read else _read_blocks(file), position)
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:

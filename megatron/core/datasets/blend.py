@@ -44,10 +44,17 @@ class Blend:
         """What is wrong with the weights, in words; nothing is read."""
         if len(self.prefixes) > MAX_DATASETS:
             return [f"{len(self.prefixes)} data sets; a blend holds at most {MAX_DATASETS}: merge some"]
-        return [
+        weighted = list(zip(self.prefixes, self.weights or ()))
+        problems = [
             f"weight {weight} of {prefix} must be a positive number; leave the data set out or give it a share"
-            for prefix, weight in zip(self.prefixes, self.weights or ())
+            for prefix, weight in weighted
             if not (weight > 0 and math.isfinite(weight))
+        ]
+        total = sum(weight for _, weight in weighted)
+        return problems or [
+            f"weight {weight} of {prefix} is no share of {total}, the sum of the weights; give numbers of like size"
+            for prefix, weight in weighted
+            if not weight / total > 0
         ]
 
     def missing_files(self) -> list[str]:

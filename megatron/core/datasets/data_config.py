@@ -1,6 +1,7 @@
 """The knobs of the training data."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,11 @@ class DataConfig:
     train_data_path: list[str] | None = knob(None, "prefix or blend of the training data alone", metavar="PREFIX")
     valid_data_path: list[str] | None = knob(None, "prefix or blend of the validation data alone", metavar="PREFIX")
     test_data_path: list[str] | None = knob(None, "prefix or blend of the test data alone", metavar="PREFIX")
-    data_args_path: str | None = knob(None, "file that holds what --data-path would be given", metavar="FILE")
+    data_args_path: str | None = knob(
+        None,
+        "file that holds what --data-path would be given; a word that begins with # begins a comment",
+        metavar="FILE",
+    )
     per_split_data_args_path: str | None = knob(
         None, 'JSON file {"train": [..], "valid": [..], "test": [..]}, likewise', metavar="FILE"
     )
@@ -168,7 +173,8 @@ def _blend_problems(words: list[str]) -> list[str]:
 
 def _read_words(path: str) -> list[str]:
     try:
-        return Path(path).read_text().split()
+        text = Path(path).read_text(encoding="utf-8-sig")  # without the mark that some editors put first
+        return re.sub(r"(?m)(?<!\S)#.*", "", text).split()  # a word that begins with # begins a comment
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}, the list of data, cannot be read ({error}); give a text file") from None
 

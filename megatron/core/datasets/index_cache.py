@@ -6,6 +6,7 @@ interrupted build is seen as unfinished and a damaged file as damaged.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDataset, atomic_file
+from megatron.core.datasets.indexed import IndexedDataset, atomic_file, unmapped
 
 _FORMAT = 2  # of the cache; raise it whenever the same fields give other arrays
 
@@ -94,6 +95,8 @@ class IndexCache:
             try:
                 arrays.append(open_array(path))
             except OSError as error:
+                if error.errno == errno.ENOMEM:
+                    raise unmapped(path) from None
                 raise ValueError(
                     f"{path} cannot be read ({error.strerror}): the process that builds the index cache failed (see "
                     "its message), or its folder is not shared by all hosts; set --data-cache-path to a folder that "

@@ -231,7 +231,18 @@ def _map(path: str, dtype: np.dtype) -> np.ndarray:
     """The whole file as a read-only array."""
     if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    try:
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    except OSError as error:
+        raise (unmapped(path) if error.errno == errno.ENOMEM else error) from None
+
+
+def unmapped(path: str | Path) -> ValueError:
+    """What to say of a file that the system would not map, as of one data set of ten thousand: each takes ten maps or so."""
+    return ValueError(
+        f"{path} cannot be mapped into memory: this process has as many maps or as much address space as the system "
+        "allows; merge data sets (tools/merge_datasets.py), or raise the limit (sysctl vm.max_map_count, ulimit -v)"
+    )
 
 
 def _read_index(path: str, multimodal: bool) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from typing import Any
 # How byte-level BPE cuts text into words: GPT-2's own pattern.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-_REMEMBERED_WORDS = 60_000  # 10 MB or so; at 87,000 the table would double. 150,000 are hardly faster
+_REMEMBERED_WORDS = 50_000  # 10 MB or so; at 87,000 the table would double. 150,000 are hardly faster
 _LONGEST_REMEMBERED = 64  # characters
 _LEARNED = 10_000  # words; a memory that holds fewer learns from every text
 _SAMPLE = 16  # words at the beginning of a text that say whether it is made of known ones
