@@ -56,7 +56,7 @@ class Executor:
         self.forward_step, self.data_iterators, self.nominal_tokens = forward_step, data_iterators, nominal_tokens
         self.begin, self.reduce, self.weight_grads = begin, reduce, weight_grads or WeightGradStore()
         self.around = around
-        self.inputs: dict[Key, tuple[Tensor, ...]] = {}
+        self.inputs: dict[Key, tuple[_Input, ...]] = {}
         self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until they are sent
         self.roots: dict[Key, tuple[Tensor | GradientEdge, ...]] = {}  # where a backward starts
         self.grads: dict[Key, tuple[Tensor | None, ...]] = {}
@@ -97,8 +97,9 @@ class Executor:
         _, stage, microbatch = action
         key, chunk = (stage, microbatch), self.chunks[stage]
         self.begin(action)
-        inputs = self.inputs.get(key, ())
+        inputs = tuple(x.enter() for x in self.inputs.get(key, ()))
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
+        del inputs  # what the stage does not keep is freed as soon as it has gone on
         output, loss_func = read_step(
             self.forward_step(self.data_iterators[stage], chunk), is_last=stage == self.last_stage
         )
@@ -127,7 +128,7 @@ class Executor:
         pairs = [(root, grad) for root, grad in zip(roots, incoming) if root is not None]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+        grads = tuple(x.take_grad() for x in inputs)
         if stage - 1 in self.chunks:
             self.grads[stage - 1, microbatch] = grads
         elif stage > 0:
@@ -172,9 +173,45 @@ class Executor:
         return self.placement(partner(transfer).stage)
 
 
-def _as_inputs(tensors: tuple[Tensor, ...], training: bool) -> tuple[Tensor, ...]:
-    """The tensors as leaves whose gradient the stage before wants."""
-    return tuple(x.detach().requires_grad_(training and x.is_floating_point()) for x in tensors)
+class _Input:
+    """What came from the stage before: the tensor until a forward takes it, then only the gradient that the stage before wants.
+
+    A leaf would do for both, but the graph holds a leaf to its end, also where the layers keep their input elsewhere or in parts.
+    """
+
+    def __init__(self, x: Tensor, training: bool):
+        self._x: Tensor | None = x
+        self._like = torch.empty_like(x, device="meta")
+        self._device, self._wants_grad = x.device, training and x.is_floating_point()
+        self._grads: list[Tensor] = []
+
+    def enter(self) -> Tensor:
+        """The tensor, once, as the start of the stage's graph."""
+        x, self._x = self._x, None
+        assert x is not None, "the forward of a microbatch runs once"
+        return _Start.apply(torch.empty(0, requires_grad=True), x, self._grads) if self._wants_grad else x
+
+    def take_grad(self) -> Tensor:
+        """Zeros where the backward had none."""
+        if not self._grads:
+            return torch.zeros_like(self._like, device=self._device)
+        return self._grads.pop().contiguous()  # a sum's gradient is one number, expanded
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, _: Tensor, x: Tensor, grads: list[Tensor]) -> Tensor:
+        ctx.grads = grads
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, None, None]:
+        ctx.grads.append(grad)
+        return None, None, None
+
+
+def _as_inputs(tensors: tuple[Tensor, ...], training: bool) -> tuple[_Input, ...]:
+    return tuple(_Input(x.detach(), training) for x in tensors)
 
 
 def _root(x: Tensor) -> GradientEdge | None:
