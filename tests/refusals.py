@@ -71,6 +71,24 @@ REFUSALS = {
         "--tensor-model-parallel-size 2 --sequence-parallel",
         ["leave it out with --sequence-parallel, where they hold parts"],
     ),
+    "slots for nothing": (1, MOCK + "--contiguous-checkpointing", ["inputs that --recompute-granularity full keeps"]),
+    "slots for what is offloaded": (
+        1, MOCK + "--contiguous-checkpointing --recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+        "--cpu-offloading-num-layers 2",
+        ["--contiguous-checkpointing is left with nothing by --cpu-offloading-num-layers 2", "offload fewer layers"],
+    ),
+    "offloaded layers": (1, MOCK + "--cpu-offloading-num-layers -1", ["--cpu-offloading-num-layers is -1", "not be negative"]),
+    "offloaded layers of a stage": (
+        2, MOCK + "--cpu-offloading-num-layers 3 --pipeline-model-parallel-size 2",
+        ["--cpu-offloading-num-layers is 3; it must be at most 2, the layers of the largest stage"],
+    ),
+    "freed and moved": (
+        1, MOCK + "--cpu-offloading-num-layers 1 --recompute-granularity selective --recompute-modules layernorm",
+        ["--recompute-modules layernorm frees what --cpu-offloading-num-layers would move", "leave one of them out"],
+    ),
+    "size of nothing": (
+        1, MOCK + "--min-offloaded-tensor-size 5", ["--min-offloaded-tensor-size", "--cpu-offloading-num-layers moves, which is 0"],
+    ),
     "shards that are not there": (
         1, MOCK + "--offload-dir {tmp}/o --offload-params --zero-stage 2",
         ["--offload-params keeps shards of parameters", "stage 2", "give --zero-stage 3"],

@@ -25,6 +25,7 @@ from megatron.core.placement import owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.core_attention import Documents
+from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape, Pipeline, train_step
 
@@ -163,6 +164,9 @@ def build_chunks(
         initialize_parameters(model, SEED, mesh)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or frozen not in name)
+        for layers in model.modules():
+            if isinstance(layers, ParallelTransformer):
+                layers.activations.keep_in(tier)
         params_tier = tier if layout.offload.offload_params else None
         poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
         chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier)

@@ -16,12 +16,14 @@ from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.grid import Axis
+from megatron.core.offload.tier import FileTier
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
+from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
 from megatron.training.offload import announce_and_check
 from megatron.training.runtime import Runtime, get_runtime
@@ -58,6 +60,10 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         chunks[stage] = DistributedDataParallel(
             chunk, mesh, runtime.config.data_parallel, runtime.weight_grads, tier=params_tier
         )
+        if isinstance(runtime.tier, FileTier):  # without, activations go to the host
+            for layers in chunk.modules():
+                if isinstance(layers, ParallelTransformer):
+                    layers.activations.keep_in(runtime.tier)
     return chunks
 
 

@@ -112,10 +112,13 @@ def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def notes_of(runtime_device: str, tier: str) -> list[str]:
-    """What a user of offloading may not expect."""
-    if tier == "host" and runtime_device == "cpu":
-        return [
-            "--optimizer-cpu-offload: the host's memory is the device's here, so nothing is saved; --offload-dir keeps state in files"
-        ]
-    return []
+def notes_of(runtime_device: str, tier: str, activations: bool = False) -> list[str]:
+    """What a user of offloading may not expect. activations: whether these are offloaded too."""
+    if runtime_device != "cpu":
+        return []
+    in_memory = ["--optimizer-cpu-offload"] if tier == "host" else []
+    in_memory += ["--cpu-offloading-num-layers"] if activations and tier != "file" else []
+    return [
+        f"{flag}: the host's memory is the device's here, so nothing is saved; --offload-dir keeps state in files"
+        for flag in in_memory
+    ]

@@ -315,7 +315,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --fp8-format NAME --fp8-e4m3 --fp8-hybrid --fp4-format NAME --transformer-engine-precision-config FILE --te-precision-config-file FILE
         --kitchen-config-file FILE --kitchen-recipe-number N
     """,
-    "offloading activations to the CPU is not built yet; leave it out, at the cost of memory": "--cpu-offloading-num-layers 0|N",
     "CUDA graphs are not built yet; leave it out, the numbers are the same": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME
     """,

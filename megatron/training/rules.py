@@ -116,12 +116,20 @@ def _layer_problems(config: Config) -> list[str]:
         largest = max(map(len, config.layer_split))
     except ValueError as error:
         return str(error).split("\n")
-    recomputed = config.transformer.recompute_num_layers
-    if recomputed is not None and recomputed > largest:
-        return [
-            f"--recompute-num-layers is {recomputed}; it must be at most {largest}, the layers of the largest stage"
-        ]
-    return []
+    model, problems = config.transformer, []
+    for name, layers in (
+        ("--recompute-num-layers", model.recompute_num_layers),
+        ("--cpu-offloading-num-layers", model.cpu_offloading_num_layers),
+    ):
+        if layers is not None and layers > largest:
+            problems.append(f"{name} is {layers}; it must be at most {largest}, the layers of the largest stage")
+    recomputed = (model.recompute_num_layers or 1) if model.recompute_method == "block" else largest
+    if model.contiguous_checkpointing and model.cpu_offloading_num_layers >= recomputed:
+        problems.append(
+            f"--contiguous-checkpointing is left with nothing by --cpu-offloading-num-layers {model.cpu_offloading_num_layers}: every "
+            "input that recomputed layers keep is offloaded; leave one of them out, or offload fewer layers"
+        )
+    return problems
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
@@ -17,9 +18,11 @@ from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Schedule, forward_only
+from megatron.core.pipeline_parallel.simulate import peak_inputs
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
+from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.timers import Timers
 
 
@@ -137,7 +140,16 @@ class Pipeline:
             lowered = add_transfers(generated, self.placement)
             schedule = add_reduce(lowered) if purpose == "train" else lowered
             self._schedules[purpose] = m, schedule
+            if purpose == "train":
+                self._reserve(generated)
         return schedule
+
+    def _reserve(self, schedule: Schedule) -> None:
+        """Tell the layers of each chunk how many inputs of theirs will wait for a backward at once."""
+        for stage, chunk in self.chunks.items():
+            for layers in chunk.modules() if isinstance(chunk, nn.Module) else ():
+                if isinstance(layers, ParallelTransformer):
+                    layers.reserve(peak_inputs(schedule, stage))
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,14 @@ def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float], kept_for_wei
     return [max(accumulate(share[a.op] * bytes_of_stage[a.stage] for a in actions)) for actions in schedule]
 
 
+def peak_inputs(schedule: Schedule, stage: int) -> int:
+    """The most microbatches of `stage` at once that are between their F and their B or I, which compute the stage again where it is
+    recomputed."""
+    share = {Op.F: 1, Op.B: -1, Op.I: -1}
+    steps = [share.get(a.op, 0) for actions in schedule for a in actions if a.stage == stage]
+    return max(accumulate(steps), default=0)
+
+
 def show(schedule: Schedule, rank: int, index: int, around: int = 3) -> str:
     """The actions around position `index` of every rank, one row per rank, with an arrow at that of `rank`.
 

@@ -1,21 +1,35 @@
-"""What several ranks hold copies of, kept in parts until it is needed again."""
+"""What is needed again later: kept in parts where several ranks hold copies, or elsewhere."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import Axis
+from megatron.core.offload.activations import Keep
+
+
+def _copy(x: Tensor) -> Callable[[], Tensor]:
+    copied = x.clone()
+    return lambda: copied
 
 
 class InParts:
-    """A tensor for one use as it is, and for another, later, from the parts that the ranks of the axis keep. Both ask in one order."""
+    """A tensor for one use as it is, and for others, later, from the parts that the ranks of the axis keep. All ask in one order.
 
-    def __init__(self, x: Tensor, axis: Axis):
+    axis: None where each rank keeps the whole. keep: where to.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = _copy):
         self._whole: Tensor | None = x
         self._axis, self._shape, self._requires_grad = axis, x.shape, x.requires_grad
-        self._part = x.detach().flatten()[comm.my_part(x.numel(), axis)].clone()
+        mine = x.detach()
+        self._kept = keep(mine if axis is None else mine.flatten()[comm.my_part(x.numel(), axis)])
 
     def take(self) -> Tensor:
         if self._whole is not None:
             whole, self._whole = self._whole, None
             return whole
-        return comm.all_gather(self._part, self._axis).view(self._shape).requires_grad_(self._requires_grad)
+        kept = self._kept()
+        whole = kept if self._axis is None else comm.all_gather(kept, self._axis).view(self._shape)
+        return whole.detach().requires_grad_(self._requires_grad)

@@ -8,13 +8,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.grid import Axis
+from megatron.core.offload.activations import Keep
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.in_parts import InParts
 
 
-def recomputed(run: Callable[..., Tensor], keys: DropoutKeys, *inputs: Any, parts_over: Axis | None = None) -> Tensor:
+def recomputed(
+    run: Callable[..., Tensor],
+    keys: DropoutKeys,
+    *inputs: Any,
+    parts_over: Axis | None = None,
+    keep: Keep | None = None,
+) -> Tensor:
     """run(*inputs), of which only the inputs are kept for the backward. parts_over: ranks with equal copies of the first input, each of
-    which keeps a part of it; the backward gathers them.
+    which keeps a part of it; the backward gathers them. keep: what keeps the first input, or the part.
 
     Dropout masks follow from their keys, so that no generator's state is saved: the second run names the samples of the first.
     It stops once it has what the backward asks for, and so leaves out the last reduction of the last layer.
@@ -23,8 +30,11 @@ def recomputed(run: Callable[..., Tensor], keys: DropoutKeys, *inputs: Any, part
         return run(*inputs)
     samples = keys.samples
     take = None
-    if parts_over is not None and parts_over.size > 1:
-        take, inputs = InParts(inputs[0], parts_over).take, inputs[1:]
+    if parts_over is not None and parts_over.size == 1:
+        parts_over = None
+    if parts_over is not None or keep is not None:
+        elsewhere = {} if keep is None else {"keep": keep}
+        take, inputs = InParts(inputs[0], parts_over, **elsewhere).take, inputs[1:]
 
     def run_as_before(*again: Any) -> Tensor:
         with keys.naming(samples):

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron.core.offload.activations import StageActivations
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -39,6 +40,11 @@ class ParallelTransformer(nn.Module):
         super().__init__()
         self.config, self.keys = config, keys
         self.parts_over = tp.axis if config.distribute_saved_activations else None
+        self.activations = StageActivations(
+            config.cpu_offloading_num_layers,
+            smallest=config.min_offloaded_tensor_size,
+            contiguous=config.contiguous_checkpointing,
+        )
         self.sequence_ranks = tp.axis.size if tp.sequence_parallel else 1
         make_layer = make_layer or (lambda layer: ParallelTransformerLayer(config, layer, tp=tp, keys=keys))
         self.layers = nn.ModuleDict({str(layer): make_layer(layer) for layer in layers})
@@ -57,23 +63,50 @@ class ParallelTransformer(nn.Module):
         if config.position_embedding_type == "rope":
             positions = torch.arange(length, device=x.device)[:, None] if cache is None else cache.positions(length).t()
             angles = rotary_angles(positions, config.rotary_width, config.rotary_base, like=x)
-        for recompute, layers in self._groups():
-            run = partial(_run_layers, layers, cache)
-            again = partial(recomputed, run, self.keys, parts_over=self.parts_over) if recompute else run
-            x = again(x, mask, angles)
+        for first, recompute, layers in self._groups():
+            x = self._run_group(first, recompute, layers, x, mask, angles, cache)
+        if torch.is_grad_enabled():
+            self.activations.end(x)
         if cache is not None:
             cache.advance(length)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
-    def _groups(self) -> list[tuple[bool, Sequence[nn.Module]]]:
-        """The layers in order, in groups: (whether the backward computes the group again, its layers)."""
+    def _run_group(
+        self,
+        first: int,
+        recompute: bool,
+        layers: Sequence[nn.Module],
+        x: Tensor,
+        mask: Tensor | None,
+        angles: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        run, elsewhere = partial(_run_layers, layers, cache), self.activations
+        if not torch.is_grad_enabled():
+            return run(x, mask, angles)
+        if recompute:
+            return recomputed(run, self.keys, x, mask, angles, parts_over=self.parts_over, keep=elsewhere.keeper(first))
+        if first >= elsewhere.offloaded:
+            return run(x, mask, angles)
+        masks = mask if isinstance(mask, Tensor) else None
+        with elsewhere.saving(first, x, (masks, angles, *(p for layer in layers for p in layer.parameters()))):
+            return run(x, mask, angles)
+
+    def _groups(self) -> list[tuple[int, bool, Sequence[nn.Module]]]:
+        """The layers in order, in groups: (the first's place in the stage, whether the backward computes the group again, its layers)."""
         layers, config = list(self.layers.values()), self.config
-        if config.recompute_granularity != "full":
-            return [(False, layers)]
         size = config.recompute_num_layers or 1
-        if config.recompute_method == "uniform":
-            return [(True, layers[i : i + size]) for i in range(0, len(layers), size)]
-        return [*((True, [layer]) for layer in layers[:size]), (False, layers[size:])]
+        if config.recompute_granularity == "full" and config.recompute_method == "uniform":
+            return [(i, True, layers[i : i + size]) for i in range(0, len(layers), size)]
+        again = size if config.recompute_granularity == "full" else 0
+        alone = max(again, config.cpu_offloading_num_layers)  # each of these leaves, and comes back, by itself
+        groups = [(i, i < again, [layer]) for i, layer in enumerate(layers[:alone])]
+        return [*groups, (alone, False, layers[alone:])] if layers[alone:] else groups
+
+    def reserve(self, microbatches: int) -> None:
+        """So many will wait for their backwards at once: of what the layers keep in slots, there is room for that and no more."""
+        groups = sum(again and first >= self.activations.offloaded for first, again, _ in self._groups())
+        self.activations.slots.reserve(groups * microbatches)
 
 
 def _run_layers(

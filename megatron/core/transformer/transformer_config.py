@@ -73,6 +73,19 @@ class TransformerConfig:
         False,
         "full: keep the inputs of recomputed layers in parts over the tensor-parallel ranks, and gather them in the backward",
     )
+    contiguous_checkpointing: bool = knob(
+        False,
+        "full: keep the inputs of recomputed layers in one buffer for each stage, asked for once, instead of wherever there is room",
+        flags=("--contiguous-checkpointing", "--contigious-checkpointing"),
+    )
+    cpu_offloading_num_layers: int = knob(
+        0, "first layers of each stage whose activations wait for the backward in memory of the host, or with --offload-dir in a "
+        "file: the inputs of recomputed layers, of others what autograd saves",
+    )  # fmt: skip
+    min_offloaded_tensor_size: int = knob(
+        2**20,
+        "elements of the smallest tensor that --cpu-offloading-num-layers moves, of a layer that is not recomputed",
+    )
     label_smoothing: float = knob(
         0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
     )
@@ -146,6 +159,9 @@ class TransformerConfig:
             problems.append(
                 "--distribute-saved-activations is about the inputs that --recompute-granularity full keeps"
             )
+        if self.contiguous_checkpointing and not full:
+            problems.append("--contiguous-checkpointing is about the inputs that --recompute-granularity full keeps")
+        problems += self._offload_problems()
         if self.recompute_modules != ["core_attn"] and self.recompute_granularity != "selective":
             problems.append("--recompute-modules needs --recompute-granularity selective")
         for name in self.recompute_modules:
@@ -155,6 +171,22 @@ class TransformerConfig:
                 )
             elif name not in _RECOMPUTED:
                 problems.append(f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}")
+        return problems
+
+    def _offload_problems(self) -> list[str]:
+        problems = [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative"
+            for name in ("cpu_offloading_num_layers", "min_offloaded_tensor_size")
+            if getattr(self, name) < 0
+        ]
+        if self.cpu_offloading_num_layers > 0 and self.recomputes("layernorm"):
+            problems.append(
+                "--recompute-modules layernorm frees what --cpu-offloading-num-layers would move; leave one of them out"
+            )
+        if self.cpu_offloading_num_layers == 0 and self.min_offloaded_tensor_size != 2**20:
+            problems.append(
+                "--min-offloaded-tensor-size is about what --cpu-offloading-num-layers moves, which is 0; give that too"
+            )
         return problems
 
     def recomputes(self, module: str) -> bool:

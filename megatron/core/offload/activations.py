@@ -1,0 +1,284 @@
+"""What the layers of one stage keep for the backward, elsewhere: in a tier, or in slots of one buffer on the device.
+
+    forward of a microbatch   layer 0 | layer 1            | layer 2              a layer's part leaves while the next computes
+                                        layer 0's goes out   layer 1's goes out
+    its backward              layer 2            | layer 1            | layer 0   and comes back while the one after it does
+                              layer 1's comes in   layer 0's comes in
+
+A recomputed layer keeps its input; of any other, each memory of some size that autograd saves goes, whole, so that every tensor that
+looks into it comes back with the same strides. Room in a tier is used again by what has the same size.
+"""
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.offload.slots import SlotBuffer, as_flat, strides_like
+from megatron.core.offload.tier import HostTier, Stored, Tier, start_reading, start_writing
+
+Keep = Callable[
+    [Tensor], Callable[[], Tensor]
+]  # hands a tensor in; the call that is returned gives its values, as often as asked
+
+
+class StageActivations:
+    """Where the layers of a stage keep what their backwards need. `offloaded`: the first so many layers, in a tier; `contiguous`: the
+    inputs of recomputed layers behind these, in slots on the device. smallest: elements of the least memory that is worth moving."""
+
+    def __init__(self, offloaded: int = 0, *, smallest: int = 0, contiguous: bool = False):
+        self.offloaded, self.smallest, self.contiguous = offloaded, smallest, contiguous
+        self.slots = SlotBuffer()
+        self._tier: Tier | None = None
+        self._room: TierRoom | None = None
+        self._last: Callable[[], _Layer | None] = lambda: None
+
+    def keep_in(self, tier: Tier | None) -> None:
+        """Offload to this tier; to memory of the host when None, or when nobody calls."""
+        self._tier, self._room = tier, None
+
+    def room(self, device: torch.device) -> "TierRoom":
+        """What is in the tier; made when something first goes there."""
+        if self._room is None:
+            self._room = TierRoom(self._tier or HostTier(device), device)
+        return self._room
+
+    def keeper(self, layer: int) -> Keep | None:
+        """How the recomputed group that begins with this layer keeps its input; None for as it likes. Layers count from the stage's
+        first, and are asked for in order."""
+        if layer < self.offloaded:
+            return partial(_keep, self._next(first=layer == 0), self.room)
+        return self.slots.keep if self.contiguous else None
+
+    @contextlib.contextmanager
+    def saving(self, layer: int, x: Tensor, beside: Iterable[Tensor | None]) -> Iterator[None]:
+        """Inside, what autograd saves for this layer goes away. x: its input; beside: what stays alive anyway, as parameters do."""
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # a parameter of ZeRO stage 3 may be asked where its values will be
+            stays = {other.untyped_storage()._cdata for other in beside if other is not None}
+        packer = _Packer(self._next(first=layer == 0), self.room(x.device), stays, self.smallest)
+        with torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack):
+            yield
+
+    def end(self, x: Tensor) -> None:
+        """After the layers, whose output is x: when its gradient comes, the last layer's part is sent for."""
+        if (last := self._last()) is not None and x.requires_grad:
+            x.register_hook(lambda _: last.start())
+
+    def _next(self, *, first: bool) -> "_Layer":
+        """The layer that comes now. Two may be on their way out at a time: this one and the one before."""
+        before = self._last()
+        if before is not None:
+            (before if first or before.before is None else before.before).settle()
+        layer = _Layer(None if first else before)
+        self._last = weakref.ref(layer)
+        return layer
+
+
+def _keep(layer: "_Layer", room: Callable[[torch.device], "TierRoom"], x: Tensor) -> Callable[[], Tensor]:
+    shape, strides = x.shape, strides_like(x)
+    away = layer.send(room(x.device), as_flat(x), x)
+
+    def values() -> Tensor:
+        flat = away.get()
+        return flat.as_strided(shape, strides, flat.storage_offset())
+
+    return values
+
+
+class _Layer:
+    """What one layer has away. The graph keeps its parts alive, and they keep it."""
+
+    def __init__(self, before: "_Layer | None"):
+        self.before = before
+        self._parts: list[weakref.ref[Away]] = []
+
+    def send(self, room: "TierRoom", flat: Tensor, x: Tensor) -> "Away":
+        """flat: the memory of x that is to go."""
+        away = Away(room, flat, x, self)
+        self._parts.append(weakref.ref(away))
+        return away
+
+    def start(self) -> None:
+        """Begin to bring back what is still needed."""
+        for away in self._living():
+            away.start()
+
+    def settle(self) -> None:
+        """What is on its way out has left."""
+        for away in self._living():
+            away.settle()
+
+    def _living(self) -> list["Away"]:
+        return [away for part in self._parts if (away := part()) is not None]
+
+
+class Away:
+    """Flat memory of a tensor `x` in a tier, for as long as anybody refers to this."""
+
+    def __init__(self, room: "TierRoom", flat: Tensor, x: Tensor, layer: _Layer):
+        self._room, self._layer = room, layer
+        self._slot = room.take(flat.numel(), flat.dtype)
+        self._source, self._version = x.detach(), x._version  # which shares x's count of changes
+        self._leaving: Callable[[], Any] | None = room.send(self._slot, flat)
+        self._coming: Callable[[], Tensor] | None = None
+        self._seen: Callable[[], Tensor | None] | None = None
+        weakref.finalize(self, room.give_back, self._slot).atexit = False
+
+    def start(self) -> None:
+        """Begin to bring it back, unless it has been asked for already."""
+        if self._coming is None and self._seen is None:
+            self._fetch()
+
+    def get(self) -> Tensor:
+        """The values, on the device. Those of the rest of its layer, and of the layer before, are sent for."""
+        values = self._seen() if self._seen is not None else None
+        if values is None:
+            if self._coming is None:
+                self._fetch()
+            values, self._coming = self._coming(), None
+            self._seen = weakref.ref(values)
+        self._layer.start()
+        if self._layer.before is not None:
+            self._layer.before.start()
+        return values
+
+    def settle(self) -> None:
+        """It has left, and what it was may be freed. Raises RuntimeError where that was changed on the way."""
+        if self._leaving is None:
+            return
+        leaving, source, self._leaving, self._source = self._leaving, self._source, None, None
+        leaving()
+        if source._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(source.shape)} that a backward needs was changed in place after the forward that needs it; "
+                "leave that out, as without --cpu-offloading-num-layers"
+            )
+
+    def _fetch(self) -> None:
+        self.settle()
+        self._coming = self._room.fetch(self._slot)
+
+    def __del__(self) -> None:
+        for under_way in (getattr(self, "_leaving", None), getattr(self, "_coming", None)):
+            if under_way is not None and self._room.has_side_stream:
+                under_way()  # else the device's memory would be used again before it was read or filled
+
+
+class TierRoom:
+    """A stage's room in a tier and the way there, which one piece takes after the other: so a slot may be lent again while what it held
+    is on its way. To memory of the host an accelerator copies on a stream of its own."""
+
+    def __init__(self, tier: Tier, device: torch.device):
+        self._tier, self._device = tier, device
+        self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
+        self._side = None if device.type == "cpu" or tier.name == "file" else _SideStream(device)
+        self.made = self.in_use = 0  # slots
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def has_side_stream(self) -> bool:
+        return self._side is not None
+
+    def take(self, numel: int, dtype: torch.dtype) -> Stored:
+        free = self._free[numel, dtype]
+        slot = free.pop() if free else self._tier.zeros(numel, dtype)
+        self.made, self.in_use = max(self.made, self.in_use + 1), self.in_use + 1
+        return slot
+
+    def give_back(self, slot: Stored) -> None:
+        self.in_use -= 1
+        self._free[slot.numel(), slot.dtype].append(slot)
+
+    def send(self, slot: Stored, flat: Tensor) -> Callable[[], Any]:
+        """Begin to move `flat` there, which may not change before the call that is returned."""
+        return start_writing(slot, flat) if self._side is None else self._side.start_copy(slot, flat)
+
+    def fetch(self, slot: Stored) -> Callable[[], Tensor]:
+        """Begin to bring back what lies there; the call that is returned gives it."""
+        if self._side is not None:
+            values = torch.empty(slot.numel(), dtype=slot.dtype, device=self._device)
+            wait = self._side.start_copy(values, slot)
+            return lambda: (wait(), values)[1]
+        reading = start_reading(slot)
+        if isinstance(slot, Tensor):
+            return lambda: reading().clone()  # the slot may be lent again while the values are in use
+        return lambda: reading().to(self._device)
+
+
+class _SideStream:
+    """Copies beside what an accelerator computes. Memory is allocated and freed on the stream that computes, which waits for
+    the copy first: left to the allocator, memory would be free when the host happens to notice."""
+
+    def __init__(self, device: torch.device):
+        self._module, self._device = torch.get_device_module(device), device
+        self._stream = self._module.Stream(device)
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """The call that is returned makes the stream that computes wait, and lets go of both."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            done = self._stream.record_event()
+        held = [target, source]
+
+        def wait() -> None:
+            self._module.current_stream(self._device).wait_event(done)
+            held.clear()
+
+        return wait
+
+
+class _Packer:
+    """Sends what autograd saves for one layer away, each memory once, if it is worth it and is the layer's own."""
+
+    def __init__(self, layer: _Layer, room: TierRoom, stays: set[int], smallest: int):
+        self._layer, self._room, self._stays, self._smallest = layer, room, stays, smallest
+        self._sent: dict[
+            tuple[int, int], tuple[weakref.ref, weakref.ref]
+        ] = {}  # (memory, version) -> the memory, where it is
+
+    @torch.no_grad()
+    def pack(self, x: Tensor) -> Any:
+        if x.layout is not torch.strided or x.device != self._room.device:
+            return x
+        memory = x.untyped_storage()
+        nbytes = memory.nbytes()
+        if memory._cdata in self._stays or nbytes < self._smallest * x.itemsize or nbytes % x.itemsize or not nbytes:
+            return x
+        away = self._find(memory, x)
+        return _Looking(away, x.dtype, x.storage_offset(), x.shape, x.stride())
+
+    def _find(self, memory: torch.UntypedStorage, x: Tensor) -> Away:
+        """A version that was sent before, or else this. An address means nothing once its memory is freed: hence the references."""
+        key = memory._cdata, x._version
+        of, away = (ref() for ref in self._sent.get(key, (lambda: None, lambda: None)))
+        if of is not memory or away is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(memory)
+            away = self._layer.send(self._room, whole, x)
+            self._sent[key] = weakref.ref(memory), weakref.ref(away)
+        return away
+
+
+class _Looking:
+    """How a saved tensor looks into memory that is away."""
+
+    def __init__(self, away: Away, dtype: torch.dtype, offset: int, shape: torch.Size, strides: tuple[int, ...]):
+        self._away, self._dtype, self._offset, self._shape, self._strides = away, dtype, offset, shape, strides
+
+    def get(self) -> Tensor:
+        memory = self._away.get().view(self._dtype)
+        return memory.as_strided(self._shape, self._strides, memory.storage_offset() + self._offset)
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed.get() if isinstance(packed, _Looking) else packed
