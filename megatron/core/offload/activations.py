@@ -72,10 +72,11 @@ class StageActivations:
             x.register_hook(lambda _: last.start())
 
     def _next(self, *, first: bool) -> "_Layer":
-        """The layer that comes now. Two may be on their way out at a time: this one and the one before."""
+        """The layer that comes now. Two may be on their way out at a time: this one and, in the same forward, the one before."""
         before = self._last()
-        if before is not None:
-            (before if first or before.before is None else before.before).settle()
+        for earlier in (before if first else None, before.before if before else None):
+            if earlier is not None:
+                earlier.settle()
         layer = _Layer(None if first else before)
         self._last = weakref.ref(layer)
         return layer
