@@ -66,3 +66,10 @@ def test_state_on_the_host_or_in_a_file_trains_as_on_the_device(place: str, rest
     moved = split(f"{place.format(tmp=tmp_path)} {rest}")
     here = ["--bf16"] if "--bf16" in moved else []
     assert losses_of(*moved) == pytest.approx(losses_of(*here), rel=1e-3)
+
+
+@pytest.mark.parametrize("rest", ["", "--recompute-granularity full --recompute-method uniform"])
+@pytest.mark.parametrize("place", ["", "--offload-dir {tmp} --optimizer-offload-fraction 0"])
+def test_activations_that_wait_elsewhere_come_back_as_they_were(rest: str, place: str, tmp_path):
+    moved = split(f"--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1 {place.format(tmp=tmp_path)}")
+    assert losses_of(*split(rest), *moved) == losses_of(*split(rest))

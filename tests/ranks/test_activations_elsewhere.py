@@ -85,7 +85,7 @@ def late(monkeypatch):
 
 
 SLOTS, PARTS = {"contiguous_checkpointing": True}, {"distribute_saved_activations": True}
-ALL, HALF = {"cpu_offloading_num_layers": 4}, {"cpu_offloading_num_layers": 1}
+ALL, ALL2, HALF = ({"cpu_offloading_num_layers": n} for n in (4, 2, 1))
 SAVED = {"min_offloaded_tensor_size": 1}
 TP2SP = {"tp": 2, "sp": True}
 CASES = [  # (model, where it waits, settings, layout)
@@ -100,7 +100,7 @@ CASES = [  # (model, where it waits, settings, layout)
     ("dropout", "late", HALF | SAVED, {"pp": 2, "v": 2, "m": 4, "schedule": "interleaved", "recompute": "block 1"}),
     ("gated", "late", HALF | SAVED, {"pp": 2, "m": 4, "schedule": "zb-h1", "tp": 2}),
     ("dropout", "late", ALL, {**TP2SP, "recompute": "uniform 1", "m": 2, "delayed": True}),
-    ("gated", "host", HALF | SAVED, {"pp": 2, "m": 2, "recompute": "selective"}),
+    ("gated", "host", ALL2 | SAVED, {"pp": 2, "m": 4, "schedule": "zb-h1", "recompute": "selective"}),
     ("dropout", "file", ALL | SAVED, {"dp": 2, "m": 2, "data_parallel": ZERO3}),
     ("gated", "params", ALL, {"dp": 2, "m": 2, "recompute": "uniform 1", "data_parallel": ZERO3}),
     ("dropout", "device", SLOTS, {"dp": 2, "pp": 2, "m": 2, "recompute": "uniform 1", "data_parallel": ZERO3}),
