@@ -9,7 +9,7 @@ from megatron.core.grid import Axis
 from megatron.core.offload.activations import Keep
 
 
-def _copy(x: Tensor) -> Callable[[], Tensor]:
+def keep_copy(x: Tensor) -> Callable[[], Tensor]:
     copied = x.clone()
     return lambda: copied
 
@@ -20,7 +20,7 @@ class InParts:
     axis: None where each rank keeps the whole. keep: where to.
     """
 
-    def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = _copy):
+    def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = keep_copy):
         self._whole: Tensor | None = x
         self._axis, self._shape, self._requires_grad = axis, x.shape, x.requires_grad
         mine = x.detach()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.grid import Axis
 from megatron.core.offload.activations import Keep
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.in_parts import InParts
+from megatron.core.tensor_parallel.in_parts import InParts, keep_copy
 
 
 def recomputed(
@@ -33,8 +33,7 @@ def recomputed(
     if parts_over is not None and parts_over.size == 1:
         parts_over = None
     if parts_over is not None or keep is not None:
-        elsewhere = {} if keep is None else {"keep": keep}
-        take, inputs = InParts(inputs[0], parts_over, **elsewhere).take, inputs[1:]
+        take, inputs = InParts(inputs[0], parts_over, keep or keep_copy).take, inputs[1:]
 
     def run_as_before(*again: Any) -> Tensor:
         with keys.naming(samples):
