@@ -241,11 +241,13 @@ def _values(flat: Shard, buffer: ParamAndGradBuffer, slot: Slot) -> Stored:
 
 def _sum_of_squares(x: Tensor) -> Tensor:
     """In float64, whatever the layout to its last digits. Widened piece by piece on the CPU, where torch's norm that widens on
-    the way is not vectorized: 10 instead of 50 ms for 15 million float32 (one thread of a busy machine). A piece gives each
-    thread what torch gives a thread at least, and fits its cache."""
+    the way is not vectorized, into memory that stays in the cache: 2.7 ms for 6 million float32 (one thread), 11 with new memory for
+    each piece and its square. A piece gives each thread what torch gives a thread at least."""
     if x.device.type != "cpu":
         return torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
-    sums = [piece.double().square().sum() for piece in x.split(2**15 * torch.get_num_threads())]
+    pieces = x.split(2**15 * torch.get_num_threads())
+    wide = torch.empty(pieces[0].numel() if pieces else 0, dtype=torch.float64)
+    sums = [torch.dot(part, part) for part in (wide[: piece.numel()].copy_(piece) for piece in pieces)]
     return torch.stack(sums).sum() if sums else x.new_zeros((), dtype=torch.float64)
 
 
