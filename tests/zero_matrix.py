@@ -1,4 +1,4 @@
-"""Every ZeRO stage with every way to overlap, accumulate and recompute, in five layouts: against one process, and against one another.
+"""Every ZeRO stage with every way to overlap, accumulate, recompute and offload, in five layouts: against one process.
 
     python tests/zero_matrix.py results.jsonl --limit-minutes 30         the product; goes on where it stopped
     python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md
@@ -9,15 +9,18 @@ code 1 if any case differs.
 """
 
 import argparse
+import contextlib
 import math
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +32,8 @@ from parity_sweep import PATIENCE, read_results, run_case, sweep
 from tiny_run import GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 BUCKET = 1500  # elements: several buckets on every rank
@@ -46,10 +51,17 @@ DIMENSIONS = {
     "overlap": (False, True),
     "accumulation": (1, 3),  # microbatches; with virtual stages so many rounds of one for each pipeline rank
     "recompute": ("none", "selective", "full"),
-    "offload": ("none",),
+    "offload": (
+        "none",
+        "host",
+        "file",
+    ),  # of masters and moments, and of parameters where a rank keeps a shard of them only
     "tied": (False, True),
     "layout": ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1)),  # tp, pp, virtual stages
 }
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class ZeroCase:
         tp, pp, v = self.layout
         parts = [f"zero{self.stage}" if self.stage.isdigit() else self.stage, f"tp{tp}-pp{pp}", f"a{self.accumulation}"]
         parts += [f"v{v}"] * (v > 1) + [self.recompute] * (self.recompute != "none")
+        parts += [self.offload] * (self.offload != "none")
         return "-".join([*parts, "tied" if self.tied else "untied", *["overlap"] * self.overlap])
 
     @property
@@ -95,6 +108,13 @@ class ZeroCase:
             data_parallel=DataParallelConfig(**settings),
         )  # fmt: skip
 
+    def offload_to(self, folder: str) -> OffloadConfig:
+        return OffloadConfig(
+            optimizer_cpu_offload=self.offload == "host",
+            offload_dir=folder if self.offload == "file" else None,
+            offload_params=self.offload != "none" and STAGES[self.stage]["zero_stage"] == 3,
+        )
+
 
 def all_cases() -> tuple[ZeroCase, ...]:
     return tuple(ZeroCase(*choices) for choices in product(*DIMENSIONS.values()))
@@ -103,14 +123,33 @@ def all_cases() -> tuple[ZeroCase, ...]:
 @cache
 def covering_cases(strength: int) -> tuple[ZeroCase, ...]:
     """Some cases in which every `strength` choices of different dimensions occur together, those of the smaller strength first."""
-    chosen = list(covering_cases(strength - 1)) if strength > 2 else []
-    contents = {case: frozenset(combinations(enumerate(case.choices), strength)) for case in all_cases()}
-    missing = frozenset().union(*contents.values()).difference(*(contents[case] for case in chosen))
+    chosen = covering_cases(strength - 1) if strength > 2 else ()
+    return cover(
+        all_cases(), lambda case: frozenset(combinations(zip(DIMENSIONS, case.choices), strength)), chosen=chosen
+    )
+
+
+@cache
+def tested_cases() -> tuple[ZeroCase, ...]:
+    """Some cases in which every pair of choices occurs, and every triple of stage, overlap and offload. All 109 that have every triple
+    take a minute."""
+
+    def contents(case: ZeroCase) -> frozenset:
+        named = tuple(zip(DIMENSIONS, case.choices))
+        return frozenset((*combinations(named, 2), (case.stage, case.overlap, case.offload)))
+
+    return cover(all_cases(), contents)
+
+
+def cover(cases: Iterable[T], contents: Callable[[T], frozenset], chosen: Iterable[T] = ()) -> tuple[T, ...]:
+    """`chosen` and more of the cases, until all contents of all cases occur; each the one that adds most."""
+    found, has = list(chosen), {case: contents(case) for case in cases}
+    missing = frozenset().union(*has.values()).difference(*(has[case] for case in found))
     while missing:
-        best = max(contents, key=lambda case: len(contents[case] & missing))
-        chosen.append(best)
-        missing -= contents[best]
-    return tuple(chosen)
+        best = max(has, key=lambda case: len(has[case] & missing))
+        found.append(best)
+        missing -= has[best]
+    return tuple(found)
 
 
 def ordered_cases() -> Iterator[ZeroCase]:
@@ -127,7 +166,21 @@ def one_process(model: TransformerConfig) -> Outcome:
 
 def outcomes(case: ZeroCase) -> tuple[Outcome, Outcome]:
     """What the case computes, and what one process does."""
-    return run(case.model, case.run_layout), one_process(case.model)
+    with tempfile.TemporaryDirectory() as folder, several_slices():
+        got = run(case.model, replace(case.run_layout, offload=case.offload_to(folder)))
+        assert not list(Path(folder).iterdir()), "files are left"
+    return got, one_process(case.model)
+
+
+@contextlib.contextmanager
+def several_slices() -> Iterator[None]:
+    """What is offloaded is updated in pieces that a tiny model has several of."""
+    usual = SlicedUpdater.__init__.__defaults__
+    SlicedUpdater.__init__.__defaults__ = (500,)
+    try:
+        yield
+    finally:
+        SlicedUpdater.__init__.__defaults__ = usual
 
 
 def worst_difference(case: ZeroCase) -> tuple[float, str]:
@@ -140,10 +193,10 @@ def report(results: Sequence[dict]) -> str:
     names, total = {result["case"] for result in results}, math.prod(map(len, DIMENSIONS.values()))
     worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
     lines = [
-        "# ZeRO: the matrix of stages, overlap, accumulation, recompute and layouts",
+        "# ZeRO: the matrix of stages, overlap, accumulation, recompute, offload and layouts",
         "",
         "Written by `python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md`, whose text says what a case is. The tests",
-        "run those cases in which every pair of choices occurs.",
+        f"run {len(tested_cases())} cases in which every pair of choices occurs, and every triple of stage, overlap and offload.",
         "",
         f"**{len(names)} of {total} cases have been run; {len(failed)} differ.**",
         "",

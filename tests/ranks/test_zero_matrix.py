@@ -1,4 +1,5 @@
-"""The cases of `tests/zero_matrix.py` in which every pair of choices occurs, against one process; its command runs the rest."""
+"""The cases of `tests/zero_matrix.py` in which every pair of choices occurs, and every triple of stage, overlap and offload, against one
+process; its command runs the rest."""
 
 import json
 from pathlib import Path
@@ -7,13 +8,13 @@ import pytest
 import zero_matrix
 from parity_cases import TOLERANCE
 from tiny_run import assert_equal
-from zero_matrix import DIMENSIONS, ZeroCase, all_cases, covering_cases, main, outcomes
+from zero_matrix import DIMENSIONS, ZeroCase, all_cases, main, outcomes, tested_cases
 
-CASES = [pytest.param(case, id=str(case), marks=[pytest.mark.full]) for case in covering_cases(2)]
+CASES = [pytest.param(case, id=str(case), marks=[pytest.mark.full]) for case in tested_cases()]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_pair_of_choices_equals_one_process(case: ZeroCase):
+def test_every_pair_of_choices_and_every_way_to_offload_equals_one_process(case: ZeroCase):
     assert_equal(*outcomes(case), TOLERANCE)
 
 
@@ -21,9 +22,10 @@ def test_the_cases_have_every_pair_and_names_of_their_own():
     names = list(DIMENSIONS)
     for i, first in enumerate(names):
         for j in range(i + 1, len(names)):
-            pairs = {(case.choices[i], case.choices[j]) for case in covering_cases(2)}
+            pairs = {(case.choices[i], case.choices[j]) for case in tested_cases()}
             assert len(pairs) == len(DIMENSIONS[first]) * len(DIMENSIONS[names[j]])
-    assert len({str(case) for case in all_cases()}) == len(all_cases()) == 6 * 2 * 2 * 3 * 1 * 2 * 5
+    assert len({(case.stage, case.overlap, case.offload) for case in tested_cases()}) == 6 * 2 * 3
+    assert len({str(case) for case in all_cases()}) == len(all_cases()) == 6 * 2 * 2 * 3 * 3 * 2 * 5
 
 
 def test_the_command_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -38,6 +40,6 @@ def test_the_command_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.Mon
     assert main([str(path)]) == 1
     assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == [str(case) for case in cases]
     assert main([str(path), "--report", str(page)]) == 1
-    assert "**3 of 720 cases have been run; 1 differ.**" in page.read_text()
+    assert "**3 of 2160 cases have been run; 1 differ.**" in page.read_text()
     assert f"DIFFERS: `{cases[2]}`: losses of step 0, 0.001" in page.read_text()
     assert "3 of 3 cases have been run, 1 differ" in capsys.readouterr().out
