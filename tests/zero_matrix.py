@@ -176,7 +176,7 @@ def outcomes(case: ZeroCase) -> tuple[Outcome, Outcome]:
 def several_slices() -> Iterator[None]:
     """What is offloaded is updated in pieces that a tiny model has several of."""
     usual = SlicedUpdater.__init__.__defaults__
-    SlicedUpdater.__init__.__defaults__ = (500,)
+    SlicedUpdater.__init__.__defaults__ = (480,)
     try:
         yield
     finally:

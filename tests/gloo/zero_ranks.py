@@ -1,12 +1,19 @@
-"""What one rank of test_zero_processes.py does: trains in several ZeRO stages over gloo, and compares what comes out, on the spot.
+"""What one rank of test_zero_processes.py does: trains in several ways over gloo, and compares what comes out, on the spot.
 
-zero_ranks.py bits           the layouts and precisions of BITS: stages whose sums are added in one order have the same bits
-zero_ranks.py bits+fsdp2     and stage 3 against torch's fully_shard
+zero_ranks.py bits FOLDER         the cases of `bits_cases` for so many ranks: all that add in one order have the same bits
+zero_ranks.py bits+fsdp2 FOLDER   and stage 3 against torch's fully_shard
+
+FOLDER: for what is offloaded to files. The tests start 2 and 4 ranks; 8, for tensor and pipeline parallelism at once and for hybrid
+shards in every layout, are started by hand:
+
+torchrun --nproc-per-node 8 tests/gloo/zero_ranks.py bits /tmp
 """
 
 import sys
 from dataclasses import replace
+from itertools import combinations, groupby, product, starmap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,13 +22,14 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tiny_run import GPT2, SEED, SEQ, VOCAB, Layout, forward_step, microbatches, train_rank
+from tiny_run import GPT2, SEED, SEQ, VOCAB, Layout, forward_step, microbatches, put_together, train_rank
+from zero_matrix import STAGES, cover, several_slices
 
 from megatron.core import parallel_state
-from megatron.core.distributed import distributed_data_parallel as ddp
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.layers import TensorParallel
@@ -29,90 +37,127 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape
 
 MODEL = replace(GPT2, hidden_size=16, num_attention_heads=4, fp64=False)
-# tp, pp, virtual stages, microbatches, recompute, tied, bfloat16, overlap; two data-parallel ranks each
-BITS = [
-    (1, 1, 1, 1, "none", True, False, False),
-    (1, 1, 1, 3, "uniform 1", False, True, True),
-    (2, 1, 1, 1, "selective", True, True, True),
-    (2, 1, 1, 3, "none", False, False, False),
-    (1, 2, 1, 3, "selective", True, False, True),
-    (1, 2, 1, 1, "uniform 1", True, True, False),
-    (1, 2, 2, 2, "none", False, True, True),
-]
+DP = 2  # data-parallel ranks of a stage; a hybrid has as many groups of them: gloo adds three parts and more in orders of its own
+BITS = {
+    "stage": tuple(STAGES),
+    "overlap": (False, True),
+    "accumulation": (1, 3),
+    "recompute": ("none", "selective", "uniform 1"),
+    "offload": ("none", "host", "file"),
+    "layout": ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1)),  # tp, pp, virtual stages
+    "bf16": (False, True),
+}
 
 
-def whole_weights(chunk: ddp.DistributedDataParallel) -> dict[str, Tensor]:
-    """Of this rank's part of the model, also in stage 3, where it holds shards."""
-    for bucket in chunk._buckets:
-        bucket.start_gather()
-        bucket.finish_gather()
-    found = {name: p.detach().clone() for name, p in chunk.module.named_parameters()}
-    for bucket in chunk._buckets:
-        bucket.release_params()
+class BitsCase(NamedTuple):
+    """One choice of each dimension, in the order of BITS."""
+
+    stage: str
+    overlap: bool
+    accumulation: int
+    recompute: str
+    offload: str
+    layout: tuple[int, int, int]
+    bf16: bool
+
+    @property
+    def tied(self) -> bool:
+        """With each choice of three dimensions in half of what the others choose."""
+        return (BITS["layout"].index(self.layout) + self.bf16 + self.accumulation // 3) % 2 == 0
+
+    @property
+    def dp(self) -> int:
+        return DP * DP if "h" in self.stage else DP
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.layout[0] * self.layout[1]
+
+    @property
+    def microbatches(self) -> int:
+        _, pp, v = self.layout
+        return self.accumulation * (pp if v > 1 else 1)
+
+    @property
+    def reference(self) -> "BitsCase":
+        """The plainest case that adds the same numbers in the same order. Stages 0 and 1 add a rank's microbatches first, 2 and 3 the
+        ranks' first, which is one order for one microbatch."""
+        first = {"0": "0", "1": "0"}.get(self.stage, "0" if self.microbatches == 1 else "2")
+        return self._replace(
+            stage="hsdp" if "h" in self.stage else first, overlap=False, recompute="none", offload="none"
+        )
+
+
+def bits_cases() -> list[BitsCase]:
+    """Cases of at most four ranks in which every pair of choices occurs that stands together in any; then cases of eight with the other
+    pairs."""
+    found: list[BitsCase] = []
+    for most in (4, 8):
+        possible = [case for case in starmap(BitsCase, product(*BITS.values())) if case.ranks <= most]
+        found = list(cover(possible, lambda case: frozenset(combinations(enumerate(case), 2)), chosen=found))
     return found
 
 
-def train(
-    mesh: Mesh, model: TransformerConfig, layout: Layout, batch: int, steps: int
-) -> tuple[list, dict[str, Tensor]]:
-    """Losses and final weights of some steps. Without clipping: a norm is summed in the parts that a rank has."""
-    made = []
-    original = ddp.DistributedDataParallel.zero_grad_buffer
-    ddp.DistributedDataParallel.zero_grad_buffer = lambda self, *m: (made.append(self), original(self, *m))[1]
-    try:
-        known = train_rank(
-            mesh,
-            model,
-            layout,
-            steps=steps,
-            global_batch=batch,
-            optimizer=OptimizerConfig(clip_grad=0.0, weight_decay=0.1),
-        )
-    finally:
-        ddp.DistributedDataParallel.zero_grad_buffer = original
-    weights = {}
-    for chunk in dict.fromkeys(made):
-        weights |= whole_weights(chunk)
-    return known["losses"], weights
+def train(mesh: Mesh, model: TransformerConfig, layout: Layout, batch: int, steps: int) -> dict:
+    """Losses on the last stage, and whole gradients and weights, of some steps. Without clipping: a norm is summed in the parts that
+    a rank has."""
+    known = train_rank(
+        mesh, model, layout, steps=steps, global_batch=batch, optimizer=OptimizerConfig(clip_grad=0.0, weight_decay=0.1)
+    )  # fmt: skip
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (known["losses"], known["grads"][-1], known["weights"]))
+    losses, grads, weights = zip(*ranks)
+    return {"losses": losses[-1], "grads": put_together(grads), "weights": put_together(weights)}
 
 
-def compare_bits(mesh_of) -> None:
-    """Of two data-parallel ranks, since gloo adds three and more in orders of its own. Stages 0 and 1 add a rank's microbatches first, 2 and 3 the
-    ranks' first, so that all four agree on one microbatch only."""
-    for tp, pp, v, m, recompute, tied, bf16, overlap in BITS:
-        if 2 * tp * pp != parallel_state.launched_world_size():
-            continue
-        mesh = mesh_of(tp, pp, v)
-        model = replace(MODEL, bf16=bf16, untie_embeddings_and_output_weights=not tied)
-        outcomes = {}
-        for stage in range(4):
-            overlaps = {"overlap_grad_reduce": True, "ddp_bucket_size": 1500, "overlap_param_gather": stage > 0}
-            config = DataParallelConfig(zero_stage=stage, **(overlaps if overlap else {}))
-            layout = Layout(
-                tp=tp, pp=pp, v=v, dp=2, m=m, recompute=recompute, schedule="interleaved" if v > 1 else "1f1b",
-                data_parallel=config, poison=stage == 3,
-            )  # fmt: skip
-            outcomes[stage] = train(mesh, model, layout, batch=4 * m, steps=2)
-        for a, b in ((0, 1), (2, 3), (1, 2)) if m == 1 else ((0, 1), (2, 3)):
-            (losses, weights), (other_losses, other_weights) = outcomes[a], outcomes[b]
-            assert losses == other_losses, (a, b, losses, other_losses)
-            assert weights.keys() == other_weights.keys()
-            for name, values in weights.items():
-                assert torch.equal(values, other_weights[name]), f"stages {a} and {b}: {name} in {layout}"
+def train_case(case: BitsCase, mesh: Mesh, folder: str) -> dict:
+    tp, pp, v = case.layout
+    settings = dict(STAGES[case.stage])
+    if case.overlap:
+        settings |= {"overlap_grad_reduce": True, "ddp_bucket_size": 1500, "overlap_param_gather": case.stage != "0"}
+    offload = OffloadConfig(
+        optimizer_cpu_offload=case.offload == "host",
+        offload_dir=folder if case.offload == "file" else None,
+        offload_params=case.offload != "none" and settings["zero_stage"] == 3,
+    )
+    m = case.microbatches
+    layout = Layout(
+        tp=tp, pp=pp, v=v, dp=case.dp, m=m, recompute=case.recompute, schedule="interleaved" if v > 1 else "1f1b",
+        data_parallel=DataParallelConfig(**settings), offload=offload, poison=case.stage == "3",
+    )  # fmt: skip
+    model = replace(MODEL, bf16=case.bf16, untie_embeddings_and_output_weights=not case.tied)
+    with several_slices():
+        return train(mesh, model, layout, batch=2 * case.dp * m, steps=2)
 
 
-def compare_with_fsdp2(mesh_of) -> None:
+def compare_bits(mesh_of, folder: str) -> None:
+    """The cases for as many ranks as there are."""
+    mine = [case for case in bits_cases() if case.ranks == parallel_state.launched_world_size()]
+    for reference, cases in groupby(sorted(mine, key=lambda case: case.reference), lambda case: case.reference):
+        mesh = mesh_of(*reference.layout, reference.dp // DP)
+        expected = train_case(reference, mesh, folder)
+        for case in cases:
+            got = train_case(case, mesh, folder)
+            assert got["losses"] == expected["losses"], (case, got["losses"], expected["losses"])
+            for what in ("grads", "weights"):
+                assert got[what].keys() == expected[what].keys(), case
+                for name, values in got[what].items():
+                    assert torch.equal(values, expected[what][name]), f"{what} of {name} in {case}"
+
+
+def compare_with_fsdp2(mesh_of, _: str) -> None:
     """Three steps of AdamW in float64, to rounding; fully_shard on every layer and on the whole."""
-    mesh = mesh_of(1, 1, 1)
+    mesh = mesh_of(1, 1, 1, 1)
     for tied in (True, False):
         model = replace(
             MODEL, fp64=True, hidden_dropout=0.0, attention_dropout=0.0, untie_embeddings_and_output_weights=not tied
         )
         layout = Layout(dp=mesh["dp"].size, data_parallel=DataParallelConfig(zero_stage=3))
-        _, ours = train(mesh, model, layout, batch=8, steps=3)
+        ours = train(mesh, model, layout, batch=8, steps=3)["weights"]
         theirs = train_with_fsdp2(mesh, model, batch=8)
         assert ours.keys() == theirs.keys()
         for name, values in theirs.items():
+            values = values[: len(ours[name])]  # without the rows that pad the vocabulary
             worst = (ours[name] - values).abs().max().item()
             assert worst <= 1e-10 * values.abs().max().item(), f"{name} differs by {worst} (tied={tied})"
 
@@ -157,19 +202,21 @@ def build_plain(mesh: Mesh, model: TransformerConfig) -> torch.nn.Module:
     return module
 
 
-def main(what: str) -> None:
+def main(what: str, folder: str) -> None:
     torch.set_num_threads(1)
     parallel_state.start_distributed("gloo", 2)
 
-    def mesh_of(tp: int, pp: int, v: int) -> Mesh:
+    def mesh_of(tp: int, pp: int, v: int, instances: int) -> Mesh:
         parallel_state.destroy_model_parallel()
-        return parallel_state.initialize_model_parallel(tp, pp, v if v > 1 else None)
+        return parallel_state.initialize_model_parallel(
+            tp, pp, v if v > 1 else None, num_distributed_optimizer_instances=instances
+        )
 
     for part in what.split("+"):
-        {"bits": compare_bits, "fsdp2": compare_with_fsdp2}[part](mesh_of)
+        {"bits": compare_bits, "fsdp2": compare_with_fsdp2}[part](mesh_of, folder)
     print(f"{what} agree", flush=True)
     parallel_state.stop_distributed()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
