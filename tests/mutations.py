@@ -22,6 +22,11 @@ TRAINS = "tests/ranks/test_parity.py::test_no_wait_is_missing"
 CALLS = "tests/ranks/test_local_ranks.py::test_a_collective_has_its_result_when_it_returns"
 IN_PARTS = "tests/ranks/test_parity.py::test_no_wait_is_missing_where_copies_travel_in_parts"
 ZERO = "tests/ranks/test_zero.py::test_shards_equal_one_process"
+_AWAY = "tests/ranks/test_offload.py::test_offload_equals_one_process"
+OUTER = f"{_AWAY}[outer-params-tp1-pp1-dp4-m2-delayed-overlap-tied]"
+HYBRID = f"{_AWAY}[hybrid-host-tp1-pp1-dp4-m2-delayed-overlap-tied]"
+AGAIN = "tests/ranks/test_offload.py::test_what_was_read_ahead_is_forgotten_before_an_update"
+WRITES = "tests/pure/test_tiers.py::test_an_update_ends_when_its_last_write_does"
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,40 @@ MUTATIONS = [
     Mutation(
         "a module's parameters after the update", "distributed/distributed_data_parallel.py",
         "[bucket.finish_gather() for bucket in buckets] and None", "None", ZERO,
+    ),
+    Mutation(
+        "the sum over groups of shards", "distributed/bucket.py",
+        "            comm.all_reduce(self.sum, self.buffer.replica_axis)\n",
+        "            comm.start_all_reduce(self.sum, self.buffer.replica_axis)\n", HYBRID,
+    ),
+    Mutation(
+        "the same where each group gets its part", "distributed/bucket.py",
+        "comm.reduce_scatter(self.sum, outer)", "comm.start_reduce_scatter(self.sum, outer)._result", ZERO,
+    ),
+    Mutation(
+        "what the groups have updated", "distributed/bucket.py",
+        "out=self.held_params).wait()", "out=self.held_params)", ZERO,
+    ),
+    Mutation(
+        "the same, on its way to a file", "distributed/bucket.py",
+        "comm.all_gather(mine, outer)", "comm.start_all_gather(mine, outer)._result", OUTER,
+    ),
+    Mutation(
+        "a read from a file", "offload/tier.py",
+        "return lambda: reading.result()", "return lambda: (reading.result() if reading.done() else torch.full((stored.nbytes,), 127, dtype=torch.uint8))",
+        OUTER,
+    ),
+    Mutation(
+        "a read begun before the update is still used after it", "distributed/bucket.py",
+        "self.finish_gather()\n        self._reading = None\n", "self.finish_gather()\n", AGAIN,
+    ),
+    Mutation(
+        "the writes of one slice, while others are updated", "optimizer/sliced.py",
+        "            for written in writing:\n                written()\n", "", WRITES,
+    ),
+    Mutation(
+        "the last slice's writes", "optimizer/sliced.py",
+        "        for written in writing:\n            written()\n\n", "\n", WRITES,
     ),
     Mutation(
         "tensors of a transfer", "pipeline_parallel/transport.py",
@@ -148,7 +187,7 @@ def table(found: list[tuple[Mutation, tuple[str, str] | None]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="put the table into this file")
-    parser.add_argument("--only", default="", help="mutations whose name has this text")
+    parser.add_argument("--only", default="", help="mutations whose name or file has this text")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy, found = copy_of_repository(Path(folder)), []
@@ -156,7 +195,7 @@ def main() -> int:
             if failing_test(copy, test) is not None:
                 raise SystemExit(f"{test} fails without any mutation")
         for mutation in MUTATIONS:
-            if given.only in mutation.what:
+            if given.only in mutation.what or given.only in mutation.file:
                 found.append((mutation, try_mutation(copy, mutation)))
                 print(mutation.what, "->", found[-1][1] or "SURVIVES", flush=True)
     survived = [mutation for mutation, result in found if result is None]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ from megatron.core.offload.host_memory import free_on_machine, free_to_process
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, cut_by_fraction, show_bytes, slices
 from megatron.core.offload.tier import FileTensor, FileTier, HostTier, copy_stored, loaded, start_reading, start_writing
+from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.sliced import Segment, SlicedUpdater, adam_update
 from megatron.training.offload import problems_of_needs
 
 ROOT = Path(__file__).parents[2]
-BLOCK = 64
+BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture
@@ -126,6 +129,26 @@ def test_a_file_cut_off_is_an_error_in_words_and_writing_beside_damage_does_not_
         OffloadError, match=r"has nothing from byte 320 on, though 448 were written: it was cut off; .*--offload-dir"
     ):
         start_reading(stored[80:90])()
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_an_update_ends_when_its_last_write_does(tier, number, monkeypatch):
+    """Two slices of a master and two moments: whichever of the six writes fails, the step that began it does."""
+    write, written = BlockFile.write, []
+
+    def fail(self, start, data):
+        written.append(start)
+        if len(written) == number + 1:
+            time.sleep(0.05)  # until all is begun that may be
+            raise OffloadError("this write")
+        write(self, start, data)
+
+    state = [tier.zeros(32, torch.float32) for _ in range(3)]
+    segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), torch.ones(32), None)
+    updater = SlicedUpdater([segment], adam_update(beta1=0.9, beta2=0.99, eps=1e-8), 16)
+    monkeypatch.setattr(BlockFile, "write", fail)
+    with pytest.raises(OffloadError, match="this write"):
+        updater.step(lambda _: (0.1, 0.0), 0)
 
 
 def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
