@@ -1,16 +1,17 @@
 """How fast a training step is on data-parallel ranks, against torch's own wrappers of the same model, in one run.
 
-    python benchmarks/data_parallel.py                                two processes over gloo, one thread each, about two minutes
-    python benchmarks/data_parallel.py --layers 8 --hidden 512 --rounds 12
+    python benchmarks/data_parallel.py                                two processes over gloo, one thread each, a minute or two
+    python benchmarks/data_parallel.py --layers 8 --hidden 512 --limit-seconds 600
 
     ours 0        ZeRO stage 0                      ddp       torch.nn.parallel.DistributedDataParallel
     ours 3        ZeRO stage 3                      fsdp2     torch's fully_shard on every layer and on the whole
 
 Each contender has a GPTModel of its own with the same weights, trains on the same batches in float32 with AdamW (torch's fused one) and
-a norm clipped to 1, and overlaps communication with the backward as it does by default, or with our two flags. They take turns,
-`--steps` steps a turn, `--rounds` turns; the order goes round too. Prints milliseconds a step of each contender (median, and the
-fastest and slowest turn) and of processor time of one rank, which tells more on a machine that has other work, and the ratio of medians
-of ours to torch's: below 1 is faster.
+a norm clipped to 1, and overlaps communication with the backward as it does by default, or with our two flags. fully_shard gives up
+a layer's parameters after its forward, its default, as our stage 3 does. They take turns, `--steps` steps a turn, `--rounds` turns or
+as many as there is time for; the order goes round too. Prints milliseconds a step of each contender, and of processor time of one rank,
+which tells more on a machine that has other work (median, and the fastest and slowest turn), and the ratio of medians of ours to
+torch's: below 1 is faster.
 """
 
 import argparse
@@ -136,8 +137,12 @@ def run_rank(options: argparse.Namespace) -> None:
         assert all(abs(a - b) < 1e-3 for a, b in zip(found, losses["ddp"])), f"{name} trains otherwise: {losses}"
     times: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
+    order, began_all, late = list(steps), time.monotonic(), torch.zeros(1)
     for _ in range(options.rounds):
+        late[0] = time.monotonic() - began_all > options.limit_seconds
+        dist.broadcast(late, 0)  # all stop after the same turn
+        if late.item():
+            break
         for name in order:
             dist.barrier()
             began, used = time.perf_counter(), time.process_time()
@@ -153,22 +158,29 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def print_table(options: argparse.Namespace, times: dict[str, list[float]], cpu: dict, parameters: int) -> None:
+    turns = len(next(iter(times.values())))
     print(
-        f"{parameters:,} parameters, {options.ranks} ranks of {options.batch} x {options.sequence} tokens, "
-        f"{options.rounds} turns of {options.steps} steps"
+        f"{parameters:,} parameters, {options.ranks} ranks of {options.batch} x {options.sequence} tokens, {turns} turns of "
+        f"{options.steps} steps"
     )
-    print(f"{'':8} {'median ms':>10} {'fastest':>9} {'slowest':>9} {'processor':>10}")
-    for name, found in times.items():
-        print(
-            f"{name:8} {statistics.median(found):10.1f} {min(found):9.1f} {max(found):9.1f} {statistics.median(cpu[name]):10.1f}"
+    columns = ("median", "fastest", "slowest")
+    print(f"{'':8} {'ms a step':>29}   {'of processor time':>29}")
+    print(f"{'':8}" + "".join(f" {column:>9}" for column in columns) + "  " + "".join(f" {c:>9}" for c in columns))
+    for name in times:
+        wall, used = (
+            "".join(f" {value:9.1f}" for value in (statistics.median(found), min(found), max(found)))
+            for found in (times[name], cpu[name])
         )
+        print(f"{name:8}{wall}  {used}")
     for mine, other in PAIRS:
-        ratios = [a / b for a, b in zip(times[mine], times[other])]
-        medians = statistics.median(times[mine]) / statistics.median(times[other])
-        by_cpu = statistics.median(cpu[mine]) / statistics.median(cpu[other])
-        print(
-            f"{mine} / {other}: {medians:.3f} (by turn {min(ratios):.2f} to {max(ratios):.2f}), by processor time {by_cpu:.3f}"
-        )
+        by_wall, by_cpu = (ratio_of_medians(found[mine], found[other]) for found in (times, cpu))
+        print(f"{mine} / {other}: {by_wall}; by processor time {by_cpu}")
+
+
+def ratio_of_medians(mine: list[float], other: list[float]) -> str:
+    ratios = [a / b for a, b in zip(mine, other)]
+    ratio = statistics.median(mine) / statistics.median(other)
+    return f"{ratio:.3f} (by turn {min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> int:
@@ -178,8 +190,9 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4, help="samples of a rank and step")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=8, help="of one turn")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--limit-seconds", type=float, default=130.0, help="begin no turn after so long")
+    parser.add_argument("--steps", type=int, default=4, help="of one turn")
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     if "RANK" in os.environ:
