@@ -159,7 +159,7 @@ def failing_test(copy: Path, test: str) -> tuple[str, str] | None:
     found = re.search(r"^FAILED (?:[^ ]*::)?(.+?)(?: - (.*))?$", result.stdout, re.MULTILINE)
     if result.returncode != 1 or found is None:
         raise RuntimeError(f"{test} could not be run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
-    why = re.findall(r"^.*?(?:RuntimeError|AssertionError|Error): (.*)$", result.stdout, re.MULTILINE)
+    why = re.findall(r"^.*?(?:Error|Failed): (.*)$", result.stdout, re.MULTILINE)
     return found[1], (why[0] if why else found[2] or "")[:110]
 
 
@@ -191,13 +191,13 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy, found = copy_of_repository(Path(folder)), []
-        for test in sorted({mutation.test for mutation in MUTATIONS}):
+        chosen = [one for one in MUTATIONS if given.only in one.what or given.only in one.file]
+        for test in sorted({mutation.test for mutation in chosen}):
             if failing_test(copy, test) is not None:
                 raise SystemExit(f"{test} fails without any mutation")
-        for mutation in MUTATIONS:
-            if given.only in mutation.what or given.only in mutation.file:
-                found.append((mutation, try_mutation(copy, mutation)))
-                print(mutation.what, "->", found[-1][1] or "SURVIVES", flush=True)
+        for mutation in chosen:
+            found.append((mutation, try_mutation(copy, mutation)))
+            print(mutation.what, "->", found[-1][1] or "SURVIVES", flush=True)
     survived = [mutation for mutation, result in found if result is None]
     if given.write is not None:
         before, rest = given.write.read_text().split(BEGIN)
