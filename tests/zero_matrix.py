@@ -130,7 +130,7 @@ def covering_cases(strength: int) -> tuple[ZeroCase, ...]:
 
 
 @cache
-def tested_cases() -> tuple[ZeroCase, ...]:
+def run_by_tests() -> tuple[ZeroCase, ...]:
     """Some cases in which every pair of choices occurs, and every triple of stage, overlap and offload. All 109 that have every triple
     take a minute."""
 
@@ -196,7 +196,7 @@ def report(results: Sequence[dict]) -> str:
         "# ZeRO: the matrix of stages, overlap, accumulation, recompute, offload and layouts",
         "",
         "Written by `python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md`, whose text says what a case is. The tests",
-        f"run {len(tested_cases())} cases in which every pair of choices occurs, and every triple of stage, overlap and offload.",
+        f"run {len(run_by_tests())} cases in which every pair of choices occurs, and every triple of stage, overlap and offload.",
         "",
         f"**{len(names)} of {total} cases have been run; {len(failed)} differ.**",
         "",

@@ -8,9 +8,9 @@ import pytest
 import zero_matrix
 from parity_cases import TOLERANCE
 from tiny_run import assert_equal
-from zero_matrix import DIMENSIONS, ZeroCase, all_cases, main, outcomes, tested_cases
+from zero_matrix import DIMENSIONS, ZeroCase, all_cases, main, outcomes, run_by_tests
 
-CASES = [pytest.param(case, id=str(case), marks=[pytest.mark.full]) for case in tested_cases()]
+CASES = [pytest.param(case, id=str(case), marks=[pytest.mark.full]) for case in run_by_tests()]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -22,9 +22,9 @@ def test_the_cases_have_every_pair_and_names_of_their_own():
     names = list(DIMENSIONS)
     for i, first in enumerate(names):
         for j in range(i + 1, len(names)):
-            pairs = {(case.choices[i], case.choices[j]) for case in tested_cases()}
+            pairs = {(case.choices[i], case.choices[j]) for case in run_by_tests()}
             assert len(pairs) == len(DIMENSIONS[first]) * len(DIMENSIONS[names[j]])
-    assert len({(case.stage, case.overlap, case.offload) for case in tested_cases()}) == 6 * 2 * 3
+    assert len({(case.stage, case.overlap, case.offload) for case in run_by_tests()}) == 6 * 2 * 3
     assert len({str(case) for case in all_cases()}) == len(all_cases()) == 6 * 2 * 2 * 3 * 3 * 2 * 5
 
 
