@@ -131,6 +131,10 @@ def test_what_cannot_be_trained_on_is_refused_by_name(prefix, tmp_path):
         match=r"--eod-mask-loss has no meaning for BERT.*\n--seq-length \(4\) must be.* 5.*\n0 training samples",
     ):
         build_bert_datasets(short, MASKING, TOKENIZER, [0, 0, 0], 1)
+    with pytest.raises(
+        ConfigError, match=r"--mask-prob \(0.15\) of --seq-length \(9\) - 3 tokens is less than one word"
+    ):
+        build_bert_datasets(DataConfig(mock_data=True, seq_length=9), MASKING, TOKENIZER, [1, 0, 0], 1)
     with pytest.raises(ConfigError, match=r"--mask-prob is 1.0.*\n.*--short-seq-prob is -1"):
         MaskedDataConfig(mask_prob=1.0, short_seq_prob=-1)
 

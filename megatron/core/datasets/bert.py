@@ -32,7 +32,7 @@ def build_bert_datasets(
     tokenizer: one of the BertWordPiece types, or with mock data any. The other arguments, who calls, and what is raised are those
     of `build_gpt_datasets`.
     """
-    if problems := _problems(config, num_samples[0]):
+    if problems := _problems(config, masking, num_samples[0]):
         raise ConfigError(problems)
     rules, binary_head = MaskingRules(masking.mask_prob), masking.bert_binary_head
     if config.mock_data:
@@ -56,7 +56,7 @@ def build_bert_datasets(
 _OF_GPT = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch_stable_order")
 
 
-def _problems(config: DataConfig, train_samples: int | None) -> list[str]:
+def _problems(config: DataConfig, masking: MaskedDataConfig, train_samples: int | None) -> list[str]:
     """What is wrong with the settings, before a file is read."""
     problems = [
         f"--{name.replace('_', '-')} has no meaning for BERT, whose samples are sentences of one document; leave it out"
@@ -66,6 +66,11 @@ def _problems(config: DataConfig, train_samples: int | None) -> list[str]:
     if config.seq_length is None or config.seq_length < _SPECIAL + 2:
         problems.append(
             f"--seq-length ({config.seq_length}) must be at least {_SPECIAL + 2}: {_SPECIAL} tokens of a sample are not text"
+        )
+    elif masking.mask_prob * (config.seq_length - _SPECIAL) < 1:
+        problems.append(
+            f"--mask-prob ({masking.mask_prob}) of --seq-length ({config.seq_length}) - {_SPECIAL} tokens is less than one word: "
+            "none would ever be hidden; raise one of them"
         )
     if train_samples is not None and train_samples < 1:
         problems.append(f"{train_samples} training samples requested; raise --train-iters (or --train-samples)")
