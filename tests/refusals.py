@@ -179,5 +179,8 @@ REFUSALS = {
     "save into a file": (1, MOCK + "--save {tmp}/file", ["--save {tmp}/file cannot be written", "is a file", "another folder"]),
     "save below a file": (1, MOCK + "--save {tmp}/file/a/b", ["--save {tmp}/file/a/b", "{tmp}/file is a file", "another folder"]),
     "load a file": (1, MOCK + "--load {tmp}/file", ["--load {tmp}/file is a file", "folder"]),
+    "back end of another device": (
+        2, MOCK + "--distributed-backend nccl", ["--distributed-backend nccl does not connect", "--device cpu", "leave it out (gloo"]
+    ),
     "device": (1, MOCK + "--device xpu", ["--device xpu is not available", "--device cpu"]),
 }  # fmt: skip

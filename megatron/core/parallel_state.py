@@ -103,6 +103,15 @@ class ParallelConfig:
 _joined = False  # whether start_distributed has initialised torch.distributed, and not the caller
 
 
+def will_join() -> bool:
+    """Whether `start_distributed` will make a process group: there is none yet, and a launcher started this process."""
+    return not dist.is_initialized() and _has_others_to_meet(discover(os.environ))
+
+
+def _has_others_to_meet(launch: Launch) -> bool:
+    return launch.address is not None and (launch.world_size > 1 or launch.launcher == "torchrun")
+
+
 def start_distributed(backend: str, timeout_minutes: int) -> None:
     """Join the job: adopt torch.distributed if the caller has initialised it, else go by what the launcher says (`launch.py`).
 
@@ -112,7 +121,7 @@ def start_distributed(backend: str, timeout_minutes: int) -> None:
     if dist.is_initialized():
         return
     launch = discover(os.environ)
-    if launch.address is None or (launch.world_size == 1 and launch.launcher != "torchrun"):
+    if not _has_others_to_meet(launch):
         return
     try:
         dist.init_process_group(

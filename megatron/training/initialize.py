@@ -24,6 +24,7 @@ from megatron.core.offload.offload_config import make_tier
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
 from megatron.training.config import COMPONENTS, Config
@@ -133,19 +134,37 @@ def examine(config: Config, world_size: int) -> tuple[list[str], Device | None, 
     problems += file_problems(config)
     with collected(problems):
         device = select_device(config.device)
+        check_backend(config.device.distributed_backend, device)
     if config.tokenizer.tokenizer_type is not None:
         with collected(problems):
-            tokenizer = build_tokenizer(config.tokenizer)
+            tokenizer = build_or_say(config.tokenizer)
     if tokenizer is not None and config.fim.fim_data:
         with collected(problems):
             FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # its tokens are in the vocabulary
     return problems, device, tokenizer
 
 
+def build_or_say(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer. A package that it needs and that is not installed is a ConfigError too."""
+    try:
+        return build_tokenizer(config)
+    except ImportError as error:
+        raise ConfigError(f"--tokenizer-type {config.tokenizer_type}: {error}") from error
+
+
 def select_device(config: DeviceConfig) -> Device:
     return Device.select(
         config.device, parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
     )
+
+
+def check_backend(backend: str | None, device: Device) -> None:
+    """Raise ConfigError if processes on `device` cannot meet over `backend`. One process alone may name any."""
+    if backend not in (None, "gloo", device.backend) and parallel_state.will_join():
+        raise ConfigError(
+            f"--distributed-backend {backend} does not connect processes that compute on --device {device.name}; "
+            f"leave it out ({device.backend} is used then), or change --device"
+        )
 
 
 def file_problems(config: Config) -> list[str]:

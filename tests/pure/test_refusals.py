@@ -1,6 +1,7 @@
 """Bad input of every kind that is decided before processes communicate: what was given, what is allowed, what to change."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,33 @@ def test_mistakes_in_several_components_are_said_at_once(launched, tmp_path, ran
     expected = [problem.replace("{tmp}", str(tmp_path)) for problem in problems]
     assert len(error.value.problems) == len(expected), error.value.problems
     assert all(sum(p.startswith(begin) for p in error.value.problems) == 1 for begin in expected), error.value.problems
+
+
+def test_a_back_end_of_another_device_is_refused_where_a_group_will_be_made(launched, monkeypatch):
+    """Not in a process alone, where classic scripts may name nccl, nor in a job that the caller has joined over his own."""
+    words = launched(2, MOCK + "--distributed-backend nccl")
+    with pytest.raises(
+        ConfigError, match=r"^--distributed-backend nccl does not connect.* --device cpu; leave it out \(gloo"
+    ):
+        read_settings(None, None, words)
+    monkeypatch.setattr(parallel_state.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state.dist, "get_rank", lambda: 0)
+    assert read_settings(None, None, words).config.device.distributed_backend == "nccl"
+    monkeypatch.undo()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert read_settings(None, None, words).config.device.distributed_backend == "nccl"
+
+
+def test_a_package_that_a_tokenizer_lacks_is_a_problem_like_others(launched, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # what makes its import fail
+    words = launched(1, " --mock-data --seed -1 --tokenizer-type Llama2Tokenizer --tokenizer-model {tmp}/file")
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, None, words)
+    assert [problem.split()[0] for problem in error.value.problems] == ["--seed", "--tokenizer-type"]
+    assert "Llama2Tokenizer needs the package sentencepiece: pip install sentencepiece" in str(error.value)
 
 
 def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch):
