@@ -93,6 +93,8 @@ REFUSALS = {
         1, MOCK + "--offload-dir {tmp}/o --offload-params --zero-stage 2",
         ["--offload-params keeps shards of parameters", "stage 2", "give --zero-stage 3"],
     ),
+    "a part of nothing": (1, MOCK + "--optimizer-offload-fraction 0.5", ["--optimizer-offload-fraction needs --offload-dir DIR or --opt"]),
+    "a middle that is not filled in": (1, REAL + "--data-path x --fim-rate 0.3", ["--fim-rate is about", "--fim-data rearranges; give it too"]),
     "two places": (1, MOCK + "--offload-dir {tmp}/o --optimizer-cpu-offload", ["--offload-dir exclude each other", "give one"]),
     "offload below a file": (1, MOCK + "--offload-dir {tmp}/file/a", ["--offload-dir {tmp}/file/a", "is a file", "another folder"]),
     "hidden by heads": (1, MOCK + "--hidden-size 50", ["--hidden-size 50", "--num-attention-heads 4", "change one"]),
@@ -179,8 +181,5 @@ REFUSALS = {
     "save into a file": (1, MOCK + "--save {tmp}/file", ["--save {tmp}/file cannot be written", "is a file", "another folder"]),
     "save below a file": (1, MOCK + "--save {tmp}/file/a/b", ["--save {tmp}/file/a/b", "{tmp}/file is a file", "another folder"]),
     "load a file": (1, MOCK + "--load {tmp}/file", ["--load {tmp}/file is a file", "folder"]),
-    "back end of another device": (
-        2, MOCK + "--distributed-backend nccl", ["--distributed-backend nccl does not connect", "--device cpu", "leave it out (gloo"]
-    ),
     "device": (1, MOCK + "--device xpu", ["--device xpu is not available", "--device cpu"]),
 }  # fmt: skip

@@ -15,8 +15,10 @@ import traceback
 from typing import Any, NoReturn
 
 from megatron.core import parallel_state
+from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
+from megatron.core.offload.block_file import OffloadError
 from megatron.training.train_step import NotFiniteError
 
 _CLAIMS, _FAILED, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "left"))
@@ -25,7 +27,7 @@ _SECONDS = 3.0  # in which ranks find the word of one that failed
 
 def explains_itself(error: BaseException) -> bool:
     """Whether the message says what to change, so that the calls which led there would only hide it."""
-    return isinstance(error, ConfigError | NotFiniteError)
+    return isinstance(error, ConfigError | NotFiniteError | CheckpointError | OffloadError)
 
 
 def report(error: BaseException) -> None:

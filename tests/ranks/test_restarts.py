@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shlex
 import shutil
 from pathlib import Path
@@ -307,3 +308,18 @@ def test_half_a_tokenizer_is_told_what_it_lacks_beside_the_other_problems():
     assert "--lr is -1.0; it must be positive" in problems
     assert "--micro-batch-size is required" in problems and "--seq-length is required" in problems
     assert "--lr is required" not in problems, "a component that could not be built is not asked again"
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_run_is_said_without_a_stack_of_calls(tmp_path, capsys):
+    """A limit on the size of files stands for it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(SystemExit) as stop:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+            run(f"--train-iters 1 --save {tmp_path}")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stop.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"stopping, because {tmp_path}/iter_0000001.partial/rank_00000.bin: cannot be written (")
+    assert not list(tmp_path.iterdir())

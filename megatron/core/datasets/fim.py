@@ -9,7 +9,7 @@ Megatron-LM's. The choices for sample i come from a generator seeded by (seed, i
 samples were read before, by how many workers, or in which layout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,9 @@ class FimConfig:
                 problems.append(f"--{name.replace('_', '-')} ({value}) must lie between 0 and 1")
         if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
             problems.append("--fim-split-sample and --fim-fragment-rate need each other; give both or none")
+        if not self.fim_data:
+            alone = [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
+            problems += [f"{flag} is about documents that --fim-data rearranges; give it too" for flag in alone]
         if problems:
             raise ConfigError(problems)
 

@@ -36,6 +36,10 @@ class OffloadConfig:
             problems.append(f"--optimizer-offload-fraction is {fraction}; it must be between 0 and 1")
         if self.optimizer_cpu_offload and self.offload_dir is not None:
             problems.append("--optimizer-cpu-offload and --offload-dir exclude each other; give one")
+        if fraction != 1 and self.tier == "device":
+            problems.append(
+                "--optimizer-offload-fraction needs --offload-dir DIR or --optimizer-cpu-offload, of which it is a part"
+            )
         if self.offload_params and self.tier == "device":
             problems.append("--offload-params needs --offload-dir DIR or --optimizer-cpu-offload, which say where to")
         elif self.offload_params and 0 <= fraction < 1:
