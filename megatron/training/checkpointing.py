@@ -9,7 +9,10 @@
 There is no state of random generators to save: draws follow from the seed and from the position in the run.
 """
 
+import contextlib
+import fcntl
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from math import prod
@@ -92,8 +95,11 @@ def _run(
     return LocalTensor(values, whole.shape, list(owned), speaks, copies)
 
 
-def prepare_folder(root: str | None, world: Axis, device: torch.device) -> None:
-    """Find out at the start, not after hours, whether checkpoints can be written to `root`. Every rank must call."""
+def prepare_folder(root: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
+    """Find out at the start, not after hours, whether checkpoints can be written to `root`. Every rank must call.
+
+    No other run may save there until `held` is closed.
+    """
     with comm.together(world, device):
         if root is not None and world.is_first:
             try:
@@ -104,6 +110,22 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device) -> None:
                 raise ConfigError(
                     f"--save {root} cannot be written: {error.strerror}; choose another folder"
                 ) from error
+            _lock(root, held)
+
+
+def _lock(root: str, held: contextlib.ExitStack) -> None:
+    """Lock the folder itself, so that no file is left there, and the system unlocks it when this process is killed."""
+    handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    held.callback(os.close, handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"--save {root}: another run saves there, and is alive; each would remove what the other is writing. End that run or "
+            "choose another folder"
+        ) from None
+    except OSError:  # some network file systems do not lock folders: then nobody is refused
+        pass
 
 
 def save(

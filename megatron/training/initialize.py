@@ -98,6 +98,8 @@ def initialize_megatron(
     with comm.together(mesh["world"], device.torch_device):
         tier = make_tier(config.offload, mesh["world"].rank, device.torch_device)
     runtime = Runtime(config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier)
+    if tier is not None:
+        runtime.held.callback(tier.close)
     set_runtime(runtime)
     announce(runtime, settings.notes)
     return runtime

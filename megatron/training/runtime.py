@@ -1,5 +1,6 @@
 """The parts that a run is made of once its processes have met, and the read-only view that users' scripts have of them."""
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ class Runtime:
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
     tier: Tier | None = None  # where offloaded state lives
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what is given back at the end of the run
 
     @property
     def world_size(self) -> int:

@@ -126,8 +126,8 @@ def pretrain(
     finally:
         if trainer is not None:
             trainer.watch.close()
-        if runtime is not None and runtime.tier is not None:
-            runtime.tier.close()
+        if runtime is not None:
+            runtime.held.close()
         set_runtime(None)
     del trainer, runtime
     if failed:
@@ -177,7 +177,7 @@ class Trainer:
         self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
         self.pipeline = self._build_pipeline(forward_step)
         with as_settings_problem():
-            checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device)
+            checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device, runtime.held)
             self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
             self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
                 self.state.consumed_train_samples, training.train_samples

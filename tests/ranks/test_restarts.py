@@ -1,6 +1,8 @@
 """Runs that stop and go on, from the command line to the last line printed: whole runs of one rank, within this process."""
 
+import fcntl
 import json
+import os
 import re
 import resource
 import shlex
@@ -308,6 +310,22 @@ def test_half_a_tokenizer_is_told_what_it_lacks_beside_the_other_problems():
     assert "--lr is -1.0; it must be positive" in problems
     assert "--micro-batch-size is required" in problems and "--seq-length is required" in problems
     assert "--lr is required" not in problems, "a component that could not be built is not asked again"
+
+
+def test_two_runs_do_not_save_into_one_folder_at_a_time(tmp_path, refused, said):
+    """A lock of ours stands for the other run's: it is refused while a run lives, and refuses one."""
+    flags, ours = f"--train-iters 1 --save {tmp_path}", os.open(tmp_path, os.O_RDONLY)
+
+    def data_while_it_lives(sizes):
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(ours, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return pretrain_gpt.train_valid_test_datasets_provider(sizes)
+
+    run(flags, data_while_it_lives)
+    fcntl.flock(ours, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert f"--save {tmp_path}: another run saves there, and is alive" in refused(flags)
+    os.close(ours)
+    assert "saved checkpoint" in said(flags)
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_run_is_said_without_a_stack_of_calls(tmp_path, capsys):

@@ -94,6 +94,7 @@ def train(mesh: Mesh, flags: str, prepare=lambda trainer: None) -> Rank:
         trainer.run()
         return Rank(trainer.log.steps, trainer.state.as_json())
     finally:
+        runtime.held.close()
         set_runtime(None, this_thread_only=True)
 
 

@@ -8,7 +8,7 @@
 
 Each line is one `comm.together`: a rank that fails stops all of them with its message, and the checkpoint before stays
 what `latest` names. All ranks write below one folder, so it must lie on a file system that they share; a rank that does
-not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root.
+not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root: the caller sees to it.
 """
 
 import contextlib
