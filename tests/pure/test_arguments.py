@@ -360,7 +360,8 @@ RULES = [
         "--start-weight-decay (0.2) must not be negative, nor above --end-weight-decay (0.1)",
     ),
     ("--weight-decay -1", "--weight-decay is -1.0; it must not be negative"),
-    ("--adam-eps -1", "--adam-eps is -1.0; it must not be negative"),
+    ("--adam-eps -1", "--adam-eps is -1.0; it must be positive"),
+    ("--adam-eps 0", "--adam-eps is 0.0; it must be positive"),
     ("--clip-grad -1", "--clip-grad is -1.0; it must not be negative"),
     ("--lr 1e-3 --min-lr 1e-2", "--min-lr is 0.01; it must be between 0 and --lr (0.001)"),
     (

@@ -40,9 +40,11 @@ class OptimizerConfig:
             for name in ("adam_beta1", "adam_beta2", "sgd_momentum")
             if not 0 <= getattr(self, name) < 1
         ]
-        for name in ("weight_decay", "adam_eps", "clip_grad"):
+        for name in ("weight_decay", "clip_grad"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
+        if not 0 < self.adam_eps < math.inf:  # 0 / 0 for elements that never had a gradient, as of words not seen yet
+            problems.append(f"--adam-eps is {self.adam_eps}; it must be positive")
         problems += self._weight_decay_problems()
         if problems:
             raise ConfigError(problems)
