@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core import comm
+from megatron.core.config import ConfigError
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.bert import BertModel
@@ -34,6 +35,10 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
     """The data sets, whose sample maps the first rank builds while the others wait."""
     runtime = get_runtime()
+    if runtime.config.fim.fim_data:
+        raise ConfigError(
+            "--fim-data rearranges documents for a GPT, and a BERT has masked words instead; leave it out"
+        )
     world, device = runtime.mesh["world"], runtime.device.torch_device
     return build_bert_datasets(
         runtime.config.data,
