@@ -15,7 +15,6 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
-from megatron.core.boxes import Box, pieces_of_run, size_of
+from megatron.core.boxes import pieces_of_run
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.checkpoint.format import iteration_of
 from megatron.core.config import ConfigError, default_of, knobs
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
@@ -128,6 +128,18 @@ def _lock(root: str, held: contextlib.ExitStack) -> None:
         pass
 
 
+def note_other_checkpoints(root: str | None, iteration: int, world: Axis) -> None:
+    """Say of a run that begins after `iteration` that --save holds later checkpoints, which it does not go on from."""
+    if root is None or not world.is_first:
+        return
+    found = (iteration_of(path.name) for path in Path(root).glob("iter_*"))
+    if later := sorted(number for number in found if number is not None and number > iteration):
+        print_rank_0(
+            f"--save {root} holds {len(later)} checkpoint(s) of up to iteration {later[-1]}, which this run does not go on from; "
+            "it will replace those it comes to"
+        )
+
+
 def save(
     runtime: Runtime,
     chunks: Sequence[DistributedDataParallel],
@@ -182,7 +194,7 @@ def load(
     checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
     check_same_model(runtime, checkpoint.state, f"{given} {root}")
     wanted = model_tensors(chunks, mesh)
-    check_same_size(wanted, checkpoint, mesh["world"], device)
+    check_same_parameters(wanted, checkpoint, mesh["world"], device)
     goes_on = config.load_optim and not finetune
     if goes_on:
         check_same_optimizer(runtime, checkpoint.state)
@@ -222,18 +234,20 @@ def _master_of(name: str, checkpoint: Checkpoint) -> str:
     return master if master in checkpoint.names else name
 
 
-def check_same_size(mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device) -> None:
-    """Refuse a checkpoint with parameters that this model lacks. One all-reduce of a number; every rank must call."""
-    owned = sum(_elements(box) for local in mine.values() if local.is_writer for box, _ in local.pieces)
-    total = int(comm.all_reduce(torch.tensor([owned], device=device), world).item())
-    records = {n: record for n, record in checkpoint.manifest.tensors.items() if n.startswith("model/")}
-    saved = sum(prod(record.shape) for record in records.values())
-    if saved > total:
-        raise ConfigError(f"{checkpoint.folder} holds {saved:,} parameters, this run's model has {total:,}")
-
-
-def _elements(box: Box) -> int:
-    return prod(size_of(box))
+def check_same_parameters(
+    mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
+) -> None:
+    """Refuse a checkpoint with parameters that no rank's part of the model has. One all-reduce; every rank must call."""
+    names = sorted(name for name in checkpoint.names if name.startswith("model/"))
+    holders = torch.tensor([name in mine for name in names], dtype=torch.int32, device=device)
+    comm.all_reduce(holders, world)
+    lacking = [name.removeprefix("model/") for name, count in zip(names, holders.tolist()) if not count]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ConfigError(
+            f"{checkpoint.folder} holds parameters that this run's model lacks: {', '.join(lacking[:3])}{more}; it was written by "
+            "another kind of model, or with other flags of this one"
+        )
 
 
 def check_same_model(runtime: Runtime, saved: dict[str, Any], given: str) -> None:

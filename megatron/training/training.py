@@ -179,6 +179,7 @@ class Trainer:
         with as_settings_problem():
             checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device, runtime.held)
             self.state, log_state = checkpointing.load(runtime, list(self.chunks.values()), self.optimizer)
+            checkpointing.note_other_checkpoints(self.config.checkpoint.save, self.state.iteration, self.mesh["world"])
             self.train_iters = training.train_iters or self.state.iteration + self.batch_sizes.steps(
                 self.state.consumed_train_samples, training.train_samples
             )
@@ -429,6 +430,9 @@ class Trainer:
             inner, m = self.mesh["dp_inner"].size, self.pipeline.batch.num_microbatches
             sizes = {"inner": inner, "outer": dp.size // inner, "microbatches": m}
             print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
+        interval = self.config.log.log_interval
+        if self._steps_left and self.state.iteration // interval == self.train_iters // interval:
+            print_rank_0(f"no training line will come: none of the steps is a multiple of --log-interval {interval}")
         if self.state.iteration:
             print_rank_0(f"going on from iteration {self.state.iteration}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
@@ -25,12 +26,12 @@ TINY = shlex.split(
 )
 
 
-def run(flags: str, datasets=pretrain_gpt.train_valid_test_datasets_provider) -> None:
+def run(flags: str, datasets=None, script=pretrain_gpt) -> None:
     pretrain(
-        datasets,
-        pretrain_gpt.model_provider,
+        datasets or script.train_valid_test_datasets_provider,
+        script.model_provider,
         ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
+        script.forward_step,
         argv=[*TINY, *shlex.split(flags)],
     )
 
@@ -312,6 +313,41 @@ def test_half_a_tokenizer_is_told_what_it_lacks_beside_the_other_problems():
     assert "--lr is required" not in problems, "a component that could not be built is not asked again"
 
 
+@pytest.mark.parametrize("interval, lines, is_told", [(2, 1, False), (3, 0, True)])
+def test_a_run_that_will_print_no_training_line_says_so(said, interval, lines, is_told):
+    text = said(f"--train-iters 2 --log-interval {interval}")
+    assert text.count("consumed samples") == lines
+    assert (
+        f"no training line will come: none of the steps is a multiple of --log-interval {interval}" in text
+    ) == is_told
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_another_kind_of_model_is_refused_by_its_parameters(tmp_path, capsys):
+    """Between models whose settings are the same; without its head a BERT is one too."""
+    flags = "--seq-length 16 --train-iters 1 "
+    for saved, script, other, more, said in (
+        ("bert", pretrain_bert, pretrain_gpt, "", "binary_head.bias, binary_head.weight, language_model.embedding.token"),
+        ("bert", pretrain_bert, pretrain_bert, "--bert-no-binary-head ", "binary_head.bias, binary_head.weight, language_model"),
+        ("gpt", pretrain_gpt, pretrain_bert, "", "binary_head"),
+    ):  # fmt: skip
+        if not (tmp_path / saved).exists():
+            run(f"{flags} --save {tmp_path / saved}", script=script)
+        with pytest.raises(SystemExit):
+            run(f"{flags} {more} --load {tmp_path / saved}", script=other)
+        assert said in (text := capsys.readouterr().err) and text.startswith("cannot start, 1 problem(s):")
+        assert saved == "gpt" or "holds parameters that this run's model lacks: " in text
+
+
+@pytest.mark.full
+def test_a_run_that_will_replace_checkpoints_of_another_says_so(tmp_path, said):
+    note = f"--save {tmp_path} holds 2 checkpoint(s) of up to iteration 2, which this run does not go on from"
+    flags = f"--train-iters 3 --exit-interval 2 --save {tmp_path} --save-interval 1"
+    assert [note in said(flags) for _ in range(2)] == [False, True]
+    assert "which this run does not go on from" not in said(f"{flags} --load {tmp_path}")
+
+
+@pytest.mark.full
 def test_two_runs_do_not_save_into_one_folder_at_a_time(tmp_path, refused, said):
     """A lock of ours stands for the other run's: it is refused while a run lives, and refuses one."""
     flags, ours = f"--train-iters 1 --save {tmp_path}", os.open(tmp_path, os.O_RDONLY)
