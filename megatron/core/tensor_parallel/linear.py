@@ -110,8 +110,8 @@ class _ColumnLinear(torch.autograd.Function):
             start = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
             summing = start(grad @ weight, ctx.axis)
         if defers:
-            holder, axis, gathers = ctx.weight, ctx.axis, ctx.sequence_parallel
-            ctx.store.keep(lambda: _write(holder, grad, comm.all_gather(x, axis) if gathers else x))
+            holder, axis, gathers, factor = ctx.weight, ctx.axis, ctx.sequence_parallel, x.detach()
+            ctx.store.keep(lambda: _write(holder, grad, comm.all_gather(factor, axis) if gathers else factor))
             grad_was_put_off(holder)
         elif needs_weight:
             grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x)
@@ -135,8 +135,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x, grad_weight = grad @ weight if needs_x else None, None
         if needs_weight and _defers(ctx):
-            holder = ctx.weight
-            ctx.store.keep(lambda: _write(holder, grad, x))
+            holder, factor = ctx.weight, x.detach()  # without the graph behind it, which holds the stage's input
+            ctx.store.keep(lambda: _write(holder, grad, factor))
             grad_was_put_off(holder)
         elif needs_weight:
             grad_weight = weight_gradient(ctx.weight, grad, x)
