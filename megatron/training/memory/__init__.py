@@ -1,0 +1,11 @@
+"""How much memory a run takes, on paper before it starts and as counted while it runs.
+
+    sizes           the integers that it follows from
+    parameters      what lies in the buffers of a stage: the real plan of `core/distributed/plan.py`, of tensors that are not there
+    activations     what a microbatch keeps for its backward, and what the backward needs beside
+    communication   units of ZeRO that come and go, sums under way, transfers between stages
+    estimate        all of it, for each pipeline stage; `report` prints it
+    tracker         the bytes that a run really has, by the same kinds
+
+All but the tracker are pure integers.
+"""

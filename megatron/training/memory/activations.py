@@ -1,0 +1,317 @@
+"""What a microbatch keeps between its forward and its backward, and what the backward needs beside. Pure.
+
+A stage is a tape of steps, in the order of the forward. A step keeps bytes until its backward has run, which takes the gradient of
+its output, makes that of its input, and may need some room beside:
+
+    forward    norm  qkv  attention  proj  norm  fc1  gelu  fc2         kept grows to the right
+    backward    <------------------------------------------------       kept up to here + gradients on both sides + beside
+
+What is said of a tensor is the first step that keeps it, for the memory is free when the last to use it in the backward is done.
+Bytes of a layer of GPT-2 on one rank in bfloat16, in units of s b h, with f = 4 h and dropout behind each block:
+
+    norm 2 | qkv 2 | attention 6 + 2 | proj - | dropout 1 | norm 2 | fc1 2 | gelu 8 | fc2 8 | dropout 1        34
+
+the 34 of arXiv:2205.05198, equation 1. Its second term, 5 a s / h for the scores, is 0 with the fused kernel, which keeps none, and
+7 a s / h with the plain one: our softmax is float32, 4 instead of 2 bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.schedule import Action, Op
+from megatron.training.memory.sizes import LayerSizes, RunSizes
+
+_INT, _BOOL, _FLOAT = 8, 1, 4  # bytes
+_FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512  # of `tensor_parallel/linear.py`, whose factors are widened in blocks
+
+
+class Step(NamedTuple):
+    """One operation of a stage, in bytes."""
+
+    name: str
+    keeps: int
+    grad_out: int
+    grad_in: int
+    beside: int = 0  # in the backward
+    waiting: int = 0  # gradient of the residual stream that waits for the branch
+    deferred: int = 0  # factors that stay if the weight gradient is put off
+    deferred_beside: int = 0  # room for that weight gradient
+
+
+class Segment(NamedTuple):
+    """Steps that are kept, or of which only `kept_input` bytes are and the rest is computed again."""
+
+    steps: tuple[Step, ...]
+    kept_input: int | None = None
+
+    @property
+    def keeps(self) -> int:
+        return sum(step.keeps for step in self.steps) if self.kept_input is None else self.kept_input
+
+
+Tape = tuple[Segment, ...]
+
+
+class StageBytes(NamedTuple):
+    """The activations of one microbatch in one stage."""
+
+    kept: int  # from the forward to the backward
+    backward: int  # at the peak of a backward, what was kept included
+    input_backward: int  # likewise, where the weight gradients are put off
+    kept_for_weights: int  # from then until these are computed
+    weights: int  # room to compute them
+
+
+def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
+    tape = tape_of_stage(run, stage)
+    steps = [step for segment in tape for step in segment.steps]
+    return StageBytes(
+        kept=sum(segment.keeps for segment in tape),
+        backward=_backward_peak(tape, defers=False),
+        input_backward=_backward_peak(tape, defers=True),
+        kept_for_weights=sum(step.deferred for step in steps),
+        weights=max((step.deferred_beside for step in steps), default=0),
+    )
+
+
+def peak_of_rank(actions: Iterable[Action], of_stage: dict[int, StageBytes]) -> int:
+    """The most bytes of activations at once on a rank that runs these actions; those that do not compute are passed over."""
+    live = peak = 0
+    for op, stage, _ in actions:
+        at = of_stage[stage]
+        if op is Op.F:
+            live += at.kept
+            peak = max(peak, live)
+        elif op is Op.B:
+            peak = max(peak, live - at.kept + at.backward)
+            live -= at.kept
+        elif op is Op.I:
+            peak = max(peak, live - at.kept + at.input_backward)
+            live += at.kept_for_weights - at.kept
+        elif op is Op.W:
+            peak = max(peak, live + at.weights)
+            live -= at.kept_for_weights
+    return peak
+
+
+def _backward_peak(tape: Tape, *, defers: bool) -> int:
+    """The most bytes while the tape is run backwards."""
+    before, peak, deferred = sum(segment.keeps for segment in tape), 0, 0
+    for segment in reversed(tape):
+        before -= segment.keeps
+        kept = before + sum(step.keeps for step in segment.steps)
+        for step in reversed(segment.steps):
+            beside = 0 if defers and step.deferred else step.beside
+            peak = max(peak, kept + deferred + step.grad_out + step.grad_in + beside + step.waiting)
+            deferred += step.deferred if defers else 0
+            kept -= step.keeps
+    return peak
+
+
+# ---------------------------------------------------------------- the steps of a stage
+
+
+def tape_of_stage(run: RunSizes, stage: int) -> Tape:
+    """What one microbatch goes through on one rank of a stage."""
+    sizes, first, last = run.layer, stage == 0, stage == len(run.layers) - 1
+    layers = len(run.layers[stage])
+    own = layer_steps(sizes)
+    stream = sizes.stream * sizes.residual_bytes
+    segments = [Segment(embedding_steps(sizes))] if first else []
+    if not first and sizes.norm_widens and sizes.recompute not in ("uniform", "block"):
+        segments.append(Segment((Step("input", stream, 0, 0),)))  # which the norm does not keep, but the executor
+    if sizes.recompute == "uniform":
+        groups = [min(sizes.recompute_layers, layers - i) for i in range(0, layers, sizes.recompute_layers)]
+        segments += [Segment(own * group, stream) for group in groups]
+    elif sizes.recompute == "block":
+        again = min(sizes.recompute_layers, layers)
+        segments += [Segment(own, stream)] * again + [Segment(own)] * (layers - again)
+    else:
+        segments += [*layer_segments(sizes)] * layers
+    if last:
+        return (*segments, Segment(head_steps(sizes)))
+    return (*segments[:-1], _with_received_gradient(sizes, segments[-1])) if layers else tuple(segments)
+
+
+def _with_received_gradient(sizes: LayerSizes, segment: Segment) -> Segment:
+    """The end of a stage whose gradient came from the next one, and is counted where it was received."""
+    branch = max(i for i, step in enumerate(segment.steps) if step.name == "norm")
+    own = [step._replace(waiting=0) for step in segment.steps[branch:]]
+    if sizes.hands_on_gradient:
+        own[-1] = own[-1]._replace(deferred=own[-1].deferred - sizes.stream * sizes.param_bytes)
+    return segment._replace(steps=segment.steps[:branch] + tuple(own))
+
+
+def layer_segments(sizes: LayerSizes) -> Tape:
+    """A layer that is kept, but for its attention where that is computed again."""
+    steps = layer_steps(sizes)
+    if sizes.recompute != "selective":
+        return (Segment(steps),)
+    at = next(i for i, step in enumerate(steps) if step.name == "attention")
+    kept = _qkv_bytes(sizes) + steps[at].grad_out  # what attention takes, and what it gives to proj
+    return Segment(steps[:at]), Segment(steps[at : at + 1], kept), Segment(steps[at + 1 :])
+
+
+def layer_steps(sizes: LayerSizes) -> tuple[Step, ...]:
+    stream = sizes.stream * sizes.residual_bytes
+    attention = (_linear(sizes, "qkv", sizes.h, _fused_width(sizes), column=True), *_attention(sizes))
+    mlp = (_linear(sizes, "fc1", sizes.h, (2 if sizes.gated else 1) * sizes.f, column=True), *_mlp(sizes))
+    return tuple(
+        step._replace(waiting=stream)
+        for block in (attention, mlp)
+        for step in (_norm(sizes), *block[:-1], _row_linear(sizes, block[-1]), *_dropout(sizes))
+    )
+
+
+def _row_linear(sizes: LayerSizes, step: Step) -> Step:
+    """Without dropout behind it, what it is handed is the gradient of the stream itself."""
+    return step._replace(grad_out=0) if sizes.hands_on_gradient else step
+
+
+def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
+    tokens, e = sizes.s * sizes.b, sizes.param_bytes
+    stream, batch = (
+        sizes.stream * sizes.residual_bytes,
+        3 * tokens * _INT,
+    )  # tokens, labels and positions are one tensor
+    apart = (_INT + _BOOL) * tokens if sizes.t > 1 else 0  # which words are mine
+    whole = tokens * sizes.h
+    rows = (
+        sizes.words if sizes.accelerator else min(tokens, sizes.words)
+    )  # of the table's gradient, made before it is added
+    widened = whole * sizes.grad_bytes if sizes.is_half else 0
+    spread = whole * e * (2 if sizes.sequence_parallel else 1) if sizes.t > 1 else 0
+    ids = batch if sizes.t == 1 or sizes.positions else 0
+    return (
+        Step("words", ids + apart, stream, 0, widened + spread + rows * sizes.h * sizes.grad_bytes),
+        *_dropout(sizes),
+    )
+
+
+def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
+    tokens, e = sizes.s * sizes.b, sizes.param_bytes
+    scores = tokens * sizes.words * e
+    at_once = tokens if sizes.accelerator else min(tokens, max(1, sizes.cached_elements // sizes.words))
+    wide = at_once * sizes.words * sizes.grad_bytes
+    kept = tokens * (
+        (2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + _FLOAT
+    )  # of a token: log-sum-exp, target, mask
+    return (
+        _norm(sizes),
+        _linear(sizes, "scores", sizes.h, sizes.words, column=True),
+        Step("loss", scores + kept, 0, scores, wide),
+    )
+
+
+def _norm(sizes: LayerSizes) -> Step:
+    """Of the residual stream: its input is kept, and two numbers a row."""
+    elements, rows = sizes.stream, sizes.tokens
+    e, r, g = sizes.param_bytes, sizes.residual_bytes, sizes.grad_bytes
+    keeps, beside = elements * r + 2 * rows * (g if sizes.accelerator else r), 0
+    if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
+        keeps += elements * (2 * g - r)
+        beside = 3 * elements * g
+    return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0))
+
+
+def _linear(sizes: LayerSizes, name: str, inputs: int, outputs: int, *, column: bool) -> Step:
+    """x [tokens, inputs] -> [tokens, outputs], with the moves of tensor parallelism on the side of the whole width."""
+    tokens, e, apart = sizes.s * sizes.b, sizes.param_bytes, sizes.sequence_parallel
+    kept = (sizes.tokens if column else tokens) * inputs * e
+    moved = tokens * inputs * e if column and apart else 0  # x or its gradient, whole
+    widened = _weight_gradient_bytes(sizes, inputs, outputs)
+    grad_out, grad_in = tokens * outputs * e, (sizes.tokens if column else tokens) * inputs * e
+    arriving = sizes.tokens * outputs * e if not column and apart else 0
+    keeps = kept if column or name == "fc2" else 0  # attention keeps what proj takes
+    return Step(
+        name, keeps, grad_out, grad_in, 2 * moved + arriving + widened, deferred=kept + grad_out, deferred_beside=moved + widened
+    )  # fmt: skip
+
+
+def _weight_gradient_bytes(sizes: LayerSizes, inputs: int, outputs: int) -> int:
+    """Room for a product that is wider than its factors: the product itself, or, on a CPU, factors that are widened."""
+    if not sizes.is_half:
+        return 0
+    if sizes.accelerator:
+        return inputs * outputs * sizes.grad_bytes
+    tokens = sizes.s * sizes.b
+    block = min(tokens, _TOKENS_AT_ONCE) * min(outputs, _FEATURES_AT_ONCE)
+    return (tokens * inputs + block) * sizes.grad_bytes
+
+
+def _dropout(sizes: LayerSizes) -> tuple[Step, ...]:
+    if not sizes.hidden_dropout:
+        return ()
+    e = sizes.param_bytes
+    return (Step("dropout", sizes.stream * _BOOL, sizes.stream * e, sizes.stream * e),)
+
+
+def _mlp(sizes: LayerSizes) -> tuple[Step, ...]:
+    inner = sizes.s * sizes.b * sizes.f * sizes.param_bytes
+    # Gate and up are one tensor, whose gradient is put together at the end.
+    gated, plain = Step("swiglu", 3 * inner, 2 * inner, 2 * inner), Step("gelu", inner, inner, inner)
+    activation = gated if sizes.gated else plain
+    return activation, _linear(sizes, "fc2", sizes.f, sizes.h, column=False)
+
+
+def _head_norms(sizes: LayerSizes) -> Step:
+    """Of each query and key head."""
+    rows, e, g = sizes.s * sizes.b * (sizes.heads + sizes.kv_heads), sizes.param_bytes, sizes.grad_bytes
+    elements = rows * sizes.d
+    copied = sizes.s * sizes.b * sizes.heads * sizes.d * e if _copies_queries(sizes) else 0
+    if sizes.rms and not sizes.accelerator:
+        kept, beside = elements * (2 * g if e < g else g) + (copied if e == g else 0), 3 * elements * g
+    else:
+        kept, beside = copied, 0
+    return Step("head norms", kept + rows * 2 * (g if sizes.accelerator else e), elements * e, elements * e, beside)
+
+
+def _copies_queries(sizes: LayerSizes) -> bool:
+    """Whether the groups' queries are copied to lie side by side."""
+    return sizes.kv_heads > 1 and sizes.heads > sizes.kv_heads
+
+
+def _fused_width(sizes: LayerSizes) -> int:
+    return (sizes.heads + 2 * sizes.kv_heads) * sizes.d
+
+
+def _qkv_bytes(sizes: LayerSizes) -> int:
+    """The tensors that queries, keys and values lie in when attention takes them."""
+    of_token, queries = _fused_width(sizes), sizes.heads * sizes.d
+    turned = sizes.rotary_width > 0 or sizes.qk_norm
+    if turned:
+        of_token += queries + sizes.kv_heads * sizes.d
+    elif _copies_queries(sizes):
+        of_token += queries
+    return sizes.s * sizes.b * of_token * sizes.param_bytes
+
+
+def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
+    """From the fused q/k/v to what proj takes."""
+    tokens, e, g = sizes.s * sizes.b, sizes.param_bytes, sizes.grad_bytes
+    fused, out = tokens * _fused_width(sizes) * e, tokens * sizes.heads * sizes.d * e
+    scores = sizes.b * sizes.heads * sizes.s * sizes.s
+    before = [_head_norms(sizes)] if sizes.qk_norm else []
+    if sizes.rotary_width:
+        rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
+        before.append(Step("rotary", rotary, fused, fused))
+    if sizes.fused_attention:
+        core = Step("attention", _qkv_bytes(sizes) + out + tokens * sizes.heads * _FLOAT, out, fused)
+    else:
+        kept = 3 * out + sizes.s * sizes.s * _BOOL + scores * g + out
+        if sizes.attention_dropout:
+            kept += scores * (_BOOL + e)
+        elif sizes.is_half:
+            kept += scores * e
+        core = Step("attention", kept, out, fused, 2 * scores * g)
+    return (
+        Step("split", 0, fused, fused),
+        *before,
+        core,
+        _linear(sizes, "proj", sizes.heads * sizes.d, sizes.h, column=False),
+    )
+
+
+def listed(tape: Sequence[Segment]) -> list[tuple[str, int]]:
+    """What each step keeps, by name, for a table."""
+    return [(step.name, step.keeps) for segment in tape for step in segment.steps]

@@ -1,0 +1,182 @@
+"""Parameters and gradients that are whole for a while: ZeRO stages 2 and 3 on paper, write by write. Pure.
+
+What `distributed/bucket.py`, `fetch.py` and `distributed_data_parallel.py` do with memory, and nothing else of it:
+
+    a unit's parameters    fetched before its forward and its backward, given up after the last of its gradients
+    a bucket's gradients   opened by the first that is written, summed and given up with the last; one at a time is under way
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron.core.distributed.plan import BucketPlan
+from megatron.core.pipeline_parallel.schedule import Op
+from megatron.training.memory.parameters import WORDS, is_multiplied, items_of_stage, plans_of_stage
+from megatron.training.memory.sizes import RunSizes
+
+_BF16 = 2
+
+
+class PassingBytes:
+    """One stage on one rank through the actions of a step. `act` returns the most bytes in one of them; `held`: those now."""
+
+    def __init__(self, run: RunSizes, stage: int):
+        self.run = run
+        buckets: list[BucketPlan] = [bucket for plan in plans_of_stage(run, stage) for bucket in plan.buckets]
+        self._bucket_of = {name: i for i, bucket in enumerate(buckets) for name in bucket.names}
+        numels = [bucket.stop - bucket.start for bucket in buckets]
+        self._params = [numel * run.layer.param_bytes if run.zero_stage == 3 else 0 for numel in numels]
+        self._grads = [numel * run.layer.grad_bytes for numel in numels]
+        self._sums = [self._bytes_of_sum(numel) for numel in numels]
+        self._uses = self._order_of_uses(stage)
+        self._writes = Counter(self._bucket_of[name] for name in self._uses)  # of a backward, by bucket
+        self._together = self._recomputed_together(stage)
+        self._open_params: set[int] = set()
+        self._open_grads: set[int] = set()
+        self._travelling: int | None = None
+        self._written: Counter[int] = Counter()
+        self._peak = 0
+        self._known: dict[tuple, tuple] = {}
+
+    def _bytes_of_sum(self, numel: int) -> int:
+        """What the sum of a bucket takes beside its gradients: this rank's part of it, and a copy where that is rounded."""
+        run = self.run
+        rounds = run.reduce_in_bf16 and run.replicas * run.shards > 1
+        part = numel // run.shards * (_BF16 if rounds else run.layer.grad_bytes) if run.shards > 1 else 0
+        return part + (numel * _BF16 if rounds else 0)
+
+    def _order_of_uses(self, stage: int) -> list[str]:
+        """The parameters as a forward uses them. A tied output layer takes the table that the embedding holds."""
+        items = items_of_stage(self.run, stage)
+        names = [item.name for item in items]
+        if stage == len(self.run.layers) - 1 and self.run.layer.tied:
+            words = next(item.name for item in items if item.unit == WORDS)
+            names = (names if stage == 0 else [name for name in names if name != words]) + [words]
+        return names
+
+    def _recomputed_together(self, stage: int) -> dict[int, set[int]]:
+        """The buckets that are fetched before a bucket's backward, where a group of layers is computed again first."""
+        sizes, layers = self.run.layer, self.run.layers[stage]
+        if sizes.recompute != "uniform" or self.run.zero_stage < 3:
+            return {}
+        of_layer = [self._bucket_of[f"decoder.layers.{layer}.input_layernorm.weight"] for layer in layers]
+        size = sizes.recompute_layers
+        groups = [set(of_layer[i : i + size]) for i in range(0, len(of_layer), size)]
+        return {bucket: group for group in groups for bucket in group}
+
+    @property
+    def held(self) -> int:
+        params = sum(self._params[i] for i in self._open_params)
+        return params + sum(self._grads[i] for i in self._open_grads) + self._under_way
+
+    @property
+    def _under_way(self) -> int:
+        return 0 if self._travelling is None else self._sums[self._travelling]
+
+    # ---------------------------------------------------------------- actions
+
+    def act(self, op: Op) -> int:
+        """Do the action; what it comes to is looked up where it began from the same before."""
+        self._begin()
+        before = op, self._travelling, frozenset(self._open_grads), frozenset(self._written.items())
+        if before not in self._known:
+            peak = _ACTION_OF[op](self)
+            after = set(self._open_params), set(self._open_grads), self._travelling, Counter(self._written)
+            self._known[before] = peak, after
+        peak, (params, grads, self._travelling, written) = self._known[before]
+        self._open_params, self._open_grads, self._written = set(params), set(grads), Counter(written)
+        return peak
+
+    def forward(self) -> int:
+        before, order = self.held, _without_repeats([self._bucket_of[name] for name in self._uses])
+        ahead = [*order[1:], None] if self.run.overlap_gather else [None] * len(order)
+        return before + max(
+            (self._params[i] + (0 if j is None else self._params[j]) for i, j in zip(order, ahead)), default=0
+        )
+
+    def backward(self) -> int:
+        return self._run(list(reversed(self._uses)))
+
+    def input_backward(self) -> int:
+        """A backward whose matrices wait for their gradients, and so keeps the parameters that it has fetched."""
+        order = list(reversed(self._uses))
+        return self._run(order, written=[not self._waits(at, name) for at, name in enumerate(order)])
+
+    def weights(self) -> int:
+        """The gradients that were put off."""
+        order = list(reversed(self._uses))
+        return self._run([name for at, name in enumerate(order) if self._waits(at, name)], fetches=False)
+
+    def _waits(self, at: int, name: str) -> bool:
+        """Whether the gradient can be put off: that of a matrix, but not of a table that its stage looks up as well."""
+        is_tied_output = at == 0 and name.startswith(WORDS) and self._uses.count(name) == 1 and len(self._uses) > 1
+        return is_multiplied(name) or (is_tied_output and self._uses[-1] == name)
+
+    def _begin(self) -> None:
+        self._open_params.clear()
+        self._peak = 0
+
+    def _run(self, order: list[str], written: Sequence[bool] | None = None, *, fetches: bool = True) -> int:
+        """A backward through the parameters `order`, of which those not `written` wait."""
+        now: Counter[int] = Counter()
+        buckets = [self._bucket_of[name] for name in order]
+        following = _next_other(buckets)
+        for at, i in enumerate(buckets):
+            if fetches and (at == 0 or buckets[at - 1] != i):
+                first_of_group = at == 0 or buckets[at - 1] not in self._together.get(i, ())
+                self._open_params |= {i} | (self._together.get(i, set()) if first_of_group else set())
+                if self.run.overlap_gather and following[at] is not None:
+                    self._open_params.add(following[at])
+                self._note()
+            if written is None or written[at]:
+                now[i] += 1
+                self._write(i, is_last=now[i] == self._writes[i])
+        self._note()
+        return self._peak
+
+    def _write(self, bucket: int, *, is_last: bool) -> None:
+        """A gradient is added; after the last of a backward the parameters go, after as many as that the sum begins."""
+        if self._travelling == bucket:
+            self._finish()  # its own last sum is waited for
+        if bucket not in self._open_grads:
+            self._open_grads.add(bucket)
+            self._note()
+        self._written[bucket] += 1
+        if is_last:
+            self._open_params.discard(bucket)
+        if self._written[bucket] < self._writes[bucket]:
+            return
+        self._written[bucket] = 0
+        self._finish()
+        self._travelling = bucket
+        self._note()
+        if not self.run.overlap_reduce:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._open_grads.discard(self._travelling)
+        self._travelling = None
+
+    def _note(self) -> None:
+        self._peak = max(self._peak, self.held)
+
+
+def _without_repeats(numbers: Sequence[int]) -> list[int]:
+    """Neighbours that are equal once."""
+    return [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n]
+
+
+def _next_other(numbers: Sequence[int]) -> list[int | None]:
+    """Of each number the next one that differs from it."""
+    result: list[int | None] = [None] * len(numbers)
+    for i in range(len(numbers) - 2, -1, -1):
+        result[i] = numbers[i + 1] if numbers[i + 1] != numbers[i] else result[i + 1]
+    return result
+
+
+_ACTION_OF = {
+    Op.F: PassingBytes.forward,
+    Op.B: PassingBytes.backward,
+    Op.I: PassingBytes.input_backward,
+    Op.W: PassingBytes.weights,
+}

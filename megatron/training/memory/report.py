@@ -1,0 +1,82 @@
+"""Predictions as text: a table with a line for each pipeline stage, and the same as JSON. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.training.memory.anchors import anchors_of, sentence
+from megatron.training.memory.estimate import DEVICE, KINDS, RankMemory, worst
+from megatron.training.memory.parameters import parameter_count
+from megatron.training.memory.sizes import RunSizes
+
+GIB = 2**30
+
+
+def amount(size: float) -> str:
+    """1536 -> 1.50 KiB"""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} B"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as aligned lines, the first cell to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(
+            [cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:]))]
+        ).rstrip()
+        for cells in rows
+    ]
+
+
+def stage_table(ranks: Sequence[RankMemory], shown: Sequence[int] | None = None) -> list[str]:
+    """A line for each pipeline rank (of those `shown`), the worst marked."""
+    most = worst(list(ranks)).rank
+    rows = [["stage", "layers", *KINDS, "total", ""]]
+    for one in ranks:
+        if shown is None or one.rank in shown:
+            mark = "<- most" if one.rank == most and len(ranks) > 1 else ""
+            cells = [amount(one.bytes[kind]) for kind in KINDS]
+            rows.append([str(one.rank), str(one.layers), *cells, amount(one.total), mark])
+    return table(rows)
+
+
+def full_report(run: RunSizes, ranks: list[RankMemory]) -> list[str]:
+    """What `tools/estimate_memory.py` prints."""
+    sizes, most = run.layer, worst(ranks)
+    lines = [
+        f"{parameter_count(run):,} parameters; {run.world_size:,} rank(s): tp {sizes.t}, pp {run.p}, dp {run.replicas * run.shards}; {run.m} microbatch(es) of {sizes.b} x {sizes.s} tokens, {run.schedule}, "
+        f"ZeRO stage {run.zero_stage}; kernels of {'an accelerator' if sizes.accelerator else 'a CPU'}",
+        *stage_table(ranks),
+        f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which {most.state:,} stay between steps",
+    ]
+    if set(most.tiers) != {DEVICE}:
+        lines.append("by tier: " + ", ".join(f"{tier} {amount(size)}" for tier, size in most.tiers.items()))
+    everyone = sum(one.total for one in ranks) * run.world_size // run.p
+    lines.append(f"all ranks: {everyone:,} bytes = {everyone / GIB:.3f} GiB")
+    return lines + sentence(anchors_of(run, ranks))
+
+
+def short_report(ranks: list[RankMemory]) -> list[str]:
+    """What the start of a run prints: the first stages, the last, and the one that needs most."""
+    last, most = len(ranks) - 1, worst(ranks).rank
+    shown = range(last + 1) if last < 8 else sorted({0, 1, most, last - 1, last})
+    return ["memory of a rank, predicted:", *("  " + line for line in stage_table(ranks, shown))]
+
+
+def as_json(run: RunSizes, ranks: list[RankMemory]) -> dict[str, Any]:
+    most = worst(ranks)
+    return {
+        "world_size": run.world_size,
+        "worst_stage": most.rank,
+        "worst_total_bytes": most.total,
+        "stages": [
+            {"stage": one.rank, "layers": one.layers, **one.bytes, "total": one.total, "tiers": one.tiers}
+            for one in ranks
+        ],
+        "anchors": [
+            {"what": a.what, "published": a.published, "ours": a.ours, "difference": a.difference}
+            for a in anchors_of(run, ranks)
+        ],
+    }

@@ -1,0 +1,182 @@
+"""The integers that a rank's memory follows from. Pure.
+
+Shapes are those of one rank: with t tensor-parallel ranks a layer holds heads / t, and between the layers, under sequence
+parallelism, s / t positions.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What one rank computes of a layer, and of the ends of the model. Elements, but where bytes are said."""
+
+    s: int  # positions of a sample
+    b: int  # samples of a microbatch
+    h: int  # width of the residual stream
+    t: int = 1  # tensor-parallel ranks
+    sequence_parallel: bool = False
+    heads: int = 1  # query heads of this rank
+    kv_heads: int = 1  # key and value heads of this rank
+    all_kv_heads: int = 1  # of all ranks
+    d: int = 1  # width of a head
+    f: int = 4  # width inside the MLP of this rank
+    words: int = 0  # rows of the word table of this rank, padding included
+    positions: int = 0  # rows of the learned position table; 0: there is none
+    rotary_width: int = 0
+    gated: bool = False
+    rms: bool = False  # RMSNorm instead of LayerNorm
+    qk_norm: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = True
+    tied: bool = True
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
+    fused_attention: bool = True
+    by_document: bool = False  # documents of a sample do not see each other
+    recompute: str | None = None  # "selective", "uniform" or "block"
+    recompute_layers: int = 1
+    smoothing: bool = False
+    z_loss: bool = False
+    param_bytes: int = 4  # of an activation too
+    residual_bytes: int = 4
+    grad_bytes: int = 4  # of sums of gradients, masters and moments
+    accelerator: bool = True  # whose kernels run: an accelerator's, or the CPU's
+    cached_elements: int = 2**18  # of a loss' widened rows at once, on a CPU
+
+    @property
+    def stream(self) -> int:
+        """Elements of the residual stream of a microbatch: [s, b, h], or [s/t, b, h] under sequence parallelism."""
+        return self.tokens * self.h
+
+    @property
+    def tokens(self) -> int:
+        """Tokens between the layers."""
+        return self.s * self.b // (self.t if self.sequence_parallel else 1)
+
+    @property
+    def is_half(self) -> bool:
+        return self.param_bytes < self.grad_bytes
+
+    @property
+    def hands_on_gradient(self) -> bool:
+        """Whether the gradient of the stream is, as it is, that of a block's last product: nothing behind it changes it."""
+        return not (self.hidden_dropout or self.sequence_parallel) and self.param_bytes == self.residual_bytes
+
+    @property
+    def undivided(self) -> "LayerSizes":
+        """The same model on one tensor-parallel rank."""
+        t = self.t
+        return replace(
+            self, t=1, sequence_parallel=False, heads=self.heads * t, kv_heads=self.all_kv_heads, f=self.f * t, words=self.words * t
+        )  # fmt: skip
+
+    @property
+    def norm_widens(self) -> bool:
+        """Whether a norm keeps a wider copy of the stream, and not the stream."""
+        return self.rms and not self.accelerator and self.residual_bytes < self.grad_bytes
+
+    @property
+    def ranks_per_kv_head(self) -> int:
+        """Ranks that hold the same key and value head."""
+        return self.t * self.kv_heads // self.all_kv_heads
+
+    @classmethod
+    def of(cls, config: Any, vocab_size: int, *, accelerator: bool, threads: int = 1) -> "LayerSizes":
+        """The sizes of a `Config`, of whose words `vocab_size` are real. threads: those of a rank on a CPU."""
+        model, parallel = config.transformer, config.parallel
+        t = parallel.tensor_model_parallel_size
+        learned = model.position_embedding_type == "learned_absolute"
+        full = model.recompute_granularity == "full"
+        return cls(
+            s=config.data.seq_length,
+            b=config.training.micro_batch_size,
+            h=model.hidden_size,
+            t=t,
+            sequence_parallel=parallel.sequence_parallel_on,
+            heads=model.num_attention_heads // t,
+            kv_heads=max(1, model.query_groups // t),
+            all_kv_heads=model.query_groups,
+            d=model.head_width,
+            f=model.ffn_size // t,
+            words=model.padded_vocab_size(vocab_size, t) // t,
+            positions=config.positions if learned else 0,
+            rotary_width=model.rotary_width if model.position_embedding_type == "rope" else 0,
+            gated=model.swiglu,
+            rms=model.normalization == "RMSNorm",
+            qk_norm=model.qk_layernorm,
+            linear_bias=model.add_bias_linear,
+            qkv_bias=model.add_bias_linear or model.add_qkv_bias,
+            tied=not model.untie_embeddings_and_output_weights,
+            hidden_dropout=model.hidden_dropout > 0,
+            attention_dropout=model.attention_dropout > 0,
+            fused_attention=model.attention_dropout == 0 and model.attention_backend not in ("unfused", "local"),
+            by_document=config.data.reset_attention_mask,
+            recompute=model.recompute_method if full else model.recompute_granularity,
+            recompute_layers=model.recompute_num_layers or 1,
+            smoothing=model.label_smoothing > 0,
+            z_loss=model.z_loss_coeff > 0,
+            param_bytes=model.params_dtype.itemsize,
+            residual_bytes=model.residual_dtype.itemsize,
+            grad_bytes=max(4, model.params_dtype.itemsize),
+            accelerator=accelerator,
+            cached_elements=2**18 * threads,
+        )
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """How a run is spread over ranks and time."""
+
+    layer: LayerSizes
+    layers: tuple[range, ...]  # the numbers of the layers of each stage
+    p: int = 1  # pipeline ranks
+    m: int = 1  # microbatches of a step, the largest there will be
+    schedule: str = "1f1b"
+    scatter: bool = True  # equal copies of what passes between stages are sent in parts
+    replicas: int = 1  # data-parallel ranks that hold each other's copy of a shard
+    shards: int = 1  # data-parallel ranks over which a copy may be divided
+    zero_stage: int = 0
+    bucket_numel: int | None = None
+    overlap_reduce: bool = False
+    overlap_gather: bool = False
+    reduce_in_bf16: bool = False
+    fixed_order: bool = False
+    moments: int = 2
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a pipeline rank."""
+        return len(self.layers) // self.p
+
+    @property
+    def world_size(self) -> int:
+        return self.p * self.layer.t * self.replicas * self.shards
+
+    def stages_of(self, rank: int) -> range:
+        """The stages on a pipeline rank."""
+        return range(rank, len(self.layers), self.p)
+
+    @classmethod
+    def of(cls, config: Any, vocab_size: int, world_size: int, *, accelerator: bool, threads: int = 1) -> "RunSizes":
+        """The sizes of a checked `Config` on so many ranks."""
+        parallel, data_parallel = config.parallel, config.data_parallel
+        ranks, replicas = config.data_parallel_size(world_size), data_parallel.num_distributed_optimizer_instances
+        return cls(
+            layer=LayerSizes.of(config, vocab_size, accelerator=accelerator, threads=threads),
+            layers=tuple(config.layer_split),
+            p=parallel.pipeline_model_parallel_size,
+            m=max(config.batch_sizes(world_size).sizes) // config.samples_at_once(world_size),
+            schedule=config.schedule_name,
+            scatter=parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel_on,
+            replicas=replicas,
+            shards=ranks // replicas,
+            zero_stage=data_parallel.stage,
+            bucket_numel=data_parallel.bucket_numel(ranks),
+            overlap_reduce=data_parallel.overlap_grad_reduce,
+            overlap_gather=data_parallel.overlap_param_gather,
+            reduce_in_bf16=data_parallel.grad_reduce_in_bf16,
+            fixed_order=data_parallel.fixed_order_grad_reduce,
+            moments=len(config.optimizer.moments),
+        )

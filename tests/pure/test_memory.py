@@ -1,0 +1,219 @@
+"""Predicted memory against published figures, closed forms, and what the tool is asked."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megatron.core.config import ConfigError
+from megatron.training.memory.activations import peak_of_rank, stage_bytes, tape_of_stage
+from megatron.training.memory.anchors import gpt_parameters, layer_activations, zero_bytes_per_parameter
+from megatron.training.memory.estimate import DEVICE, KINDS, estimate, worst
+from megatron.training.memory.parameters import parameter_count
+from megatron.training.memory.report import amount, full_report, short_report
+from megatron.training.memory.sizes import LayerSizes, RunSizes
+from tools import estimate_memory
+
+GPT3 = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 --vocab-size 51199 --bf16 "
+    "--attention-dropout 0 --global-batch-size 1536 --make-vocab-size-divisible-by 1"
+)
+
+
+@cache
+def sizes_of(words: str) -> RunSizes:
+    return estimate_memory.read(words.split())[0]
+
+
+def layer(**more) -> LayerSizes:
+    """GPT-2's layer in bfloat16 with dropout behind its blocks, small numbers."""
+    shape = {
+        "s": 16,
+        "b": 3,
+        "h": 32,
+        "heads": 4,
+        "kv_heads": 4,
+        "all_kv_heads": 4,
+        "d": 8,
+        "f": 128,
+        "words": 64,
+        "positions": 16,
+    }
+    return LayerSizes(**shape | {"hidden_dropout": True, "param_bytes": 2, "residual_bytes": 2} | more)
+
+
+def kept_by_layer(sizes: LayerSizes) -> int:
+    """What one more layer adds to what a microbatch keeps."""
+    one, two = (stage_bytes(RunSizes(sizes, layers=(range(n),)), 0).kept for n in (1, 2))
+    return two - one
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_zero_stages_take_what_the_paper_says(stage: int, gigabytes: float):
+    """arXiv:1910.02054, figure 1: 7.5 B parameters on 64 ranks."""
+    assert 7.5 * zero_bytes_per_parameter(stage, 64) == pytest.approx(gigabytes, rel=0.005)
+
+
+# Bytes a parameter with d = 16: Megatron-LM's documentation of its distributed optimizer, and the same arithmetic for stages 2, 3.
+@pytest.mark.parametrize(
+    ("precision", "stage", "expected"),
+    [
+        ("--bf16", 0, 18), ("--bf16", 1, 6 + 12 / 16), ("--bf16", 2, 2 + 16 / 16), ("--bf16", 3, 18 / 16),
+        ("", 0, 16), ("", 1, 8 + 8 / 16), ("", 2, 4 + 12 / 16), ("", 3, 16 / 16),
+    ],
+)  # fmt: skip
+def test_state_follows_the_published_bytes_a_parameter(precision: str, stage: int, expected: float):
+    run = sizes_of(f"{GPT3} --world-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8")
+    if not precision:
+        run = replace(run, layer=replace(run.layer, param_bytes=4, residual_bytes=4))
+    run = replace(run, zero_stage=stage)
+    held = parameter_count(run) / 8  # per tensor-parallel rank; norms and row biases are on each, tables on both ends
+    assert sum(one.state for one in estimate(run)) == pytest.approx(expected * held, rel=0.005)
+
+
+def test_parameters_of_gpt3():
+    """174.6 B, arXiv:2104.04473, equation 2, whose terms leave out the final norm alone."""
+    run = sizes_of(GPT3)
+    assert parameter_count(run) == round(gpt_parameters(96, 12288, 51200, 2048)) + 2 * 12288
+    assert parameter_count(run) == pytest.approx(174.6e9, rel=1e-3)
+
+
+# arXiv:2205.05198, table 2, in units of s b h, without scores; ours has two numbers a row of each norm and one a row and head more.
+@pytest.mark.parametrize(
+    ("sizes", "units"),
+    [
+        (layer(), 34),
+        (layer(t=4, heads=1, kv_heads=1, f=32), 10 + 24 / 4),
+        (layer(t=4, heads=1, kv_heads=1, f=32, sequence_parallel=True), 34 / 4),
+        (layer(recompute="uniform"), 2),
+        (layer(recompute="block"), 2),
+        (layer(recompute="uniform", t=4, sequence_parallel=True), 2 / 4),
+    ],
+)
+def test_activations_of_a_layer_are_the_published_ones(sizes: LayerSizes, units: float):
+    sbh, rows = sizes.s * sizes.b * sizes.h, sizes.tokens
+    small = 0 if sizes.recompute else 2 * rows * 2 * 4 + sizes.s * sizes.b * sizes.heads * 4
+    assert layer_activations(sizes) == units * sbh
+    # A model of one layer has that many for "block"; with two, the second is kept.
+    ours = stage_bytes(RunSizes(sizes, layers=(range(1),), p=1), 0).kept - stage_bytes(
+        RunSizes(sizes, layers=(range(0),), p=1), 0
+    ).kept  # fmt: skip
+    assert ours == pytest.approx(units * sbh + small)
+
+
+def test_the_plain_kernel_keeps_seven_bytes_a_score():
+    """float32 softmax, mask, what is dropped in bfloat16: 4 + 1 + 2, where the paper has 2 + 1 + 2; and three times s b h e."""
+    fused, plain = layer(), layer(fused_attention=False, attention_dropout=True)
+    sbh, scores = 16 * 3 * 32, 3 * 4 * 16 * 16
+    more = kept_by_layer(plain) - kept_by_layer(fused)
+    logsumexp, causal = 16 * 3 * 4 * 4, 16 * 16
+    assert more == 7 * scores + causal - logsumexp + (3 * 2 - 6) * sbh
+
+
+@pytest.mark.parametrize(
+    ("schedule", "live"), [("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8)), ("zb-h1", (4, 4, 4, 4))]
+)
+def test_activations_count_the_microbatches_alive(schedule: str, live: tuple[int, ...]):
+    """Stages in the middle keep p - r microbatches (1F1B), m (GPipe), p (ZB-H1, some of them the factors of products only)."""
+    sizes = layer()
+    run = RunSizes(sizes, layers=tuple(range(n, n + 1) for n in range(4)), p=4, m=8, schedule=schedule)
+    ranks = estimate(run)
+    for rank in (1, 2):
+        at = stage_bytes(run, rank)
+        expected = (live[rank] - 1) * at.kept + at.backward
+        if schedule == "zb-h1":
+            assert at.kept_for_weights < at.kept and ranks[rank].bytes["activations"] <= expected
+        else:
+            assert ranks[rank].bytes["activations"] == expected
+
+
+def test_the_sums_of_a_step_are_counted():
+    """Stage 1 on 4 ranks: a shard of float32 sums, beside the whole; rounded to bfloat16, a copy of all and a shard of that."""
+    run = RunSizes(layer(), layers=(range(2),), shards=4, zero_stage=1)
+    whole = estimate(run)[0].bytes["gradients"]
+    assert estimate(run)[0].bytes["communication"] == whole // 4
+    rounded = replace(run, reduce_in_bf16=True)
+    assert estimate(rounded)[0].bytes["communication"] == whole // 2 + whole // 8
+
+
+def test_stage_3_holds_two_units_while_one_is_fetched_ahead():
+    sizes = layer(tied=False, words=8, positions=0)
+    run = RunSizes(sizes, layers=(range(6),), shards=2, zero_stage=3, overlap_gather=True)
+    of_layer = 12 * 32 * 32 + 13 * 32
+    got = estimate(run)[0].bytes["communication"]
+    assert (
+        got == 2 * of_layer * 2 + of_layer * 4
+    )  # parameters of two layers, gradients of one; its sum takes the place of parameters
+
+
+def test_a_tier_is_whatever_an_offload_says():
+    ranks = estimate(RunSizes(layer(), layers=(range(2),)), lambda kind: "host" if kind == "optimizer" else DEVICE)
+    assert ranks[0].tiers["host"] == ranks[0].bytes["optimizer"]
+    assert sum(ranks[0].tiers.values()) == ranks[0].total
+
+
+def test_every_step_of_a_tape_is_named_and_counted():
+    names = [step.name for segment in tape_of_stage(RunSizes(layer(), layers=(range(1),)), 0) for step in segment.steps]
+    assert names[:2] == ["words", "dropout"] and names[-1] == "loss"
+    assert peak_of_rank([], {}) == 0
+
+
+def test_a_thousand_ranks_are_estimated_in_one_process(capsys):
+    words = (
+        f"{GPT3} --world-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --sequence-parallel"
+    )
+    assert estimate_memory.main([*words.split(), "--use-distributed-optimizer"]) == 0
+    out = capsys.readouterr().out
+    assert "1,024 rank(s)" in out and "<- most" in out
+    for published in ("arXiv:2104.04473", "6.75 bytes a parameter", "arXiv:2205.05198"):
+        assert published in out.split("agrees with")[1]
+    assert "differs" not in out
+
+
+def test_json_says_what_the_table_says(capsys):
+    words = f"{GPT3} --world-size 64 --pipeline-model-parallel-size 8 --json".split()
+    assert estimate_memory.main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    ranks = estimate(estimate_memory.read(words)[0])
+    assert said["worst_total_bytes"] == worst(ranks).total == max(stage["total"] for stage in said["stages"])
+    assert [{kind: stage[kind] for kind in KINDS} for stage in said["stages"]] == [one.bytes for one in ranks]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--hiden-size 3", "unknown flag --hiden-size; did you mean --hidden-size?"),
+        ("--world-size 0", "--world-size is 0; it must be at least 1"),
+        ("--world-size 10 --tensor-model-parallel-size 4", "--world-size 10"),
+        (
+            "--zero-stage 3 --fixed-order-grad-reduce",
+            "--fixed-order-grad-reduce keeps the gradients of every microbatch",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_the_usual_words(words: str, problem: str, capsys):
+    small = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1 --vocab-size 9"
+    assert estimate_memory.main([*small.split(), *words.split()]) == 2
+    message = capsys.readouterr().err
+    assert (
+        message.startswith("cannot estimate, 1 problem(s):") and problem.split(" is")[0] in message
+    ) or "10 is not" in message
+
+
+def test_what_is_missing_is_said_at_once():
+    with pytest.raises(ConfigError) as error:
+        estimate_memory.read(["--vocab-size", "9"])
+    assert error.value.problems == ["--micro-batch-size is required", "--seq-length is required"]
+
+
+def test_the_start_of_a_run_shows_few_stages():
+    run = RunSizes(layer(), layers=tuple(range(n, n + 1) for n in range(12)), p=12, m=12)
+    lines = short_report(estimate(run))
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1", "10", "11"]
+    assert any("worst rank: stage 0" in line for line in full_report(run, estimate(run)))
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB")])
+def test_amounts(size: int, text: str):
+    assert amount(size) == text
