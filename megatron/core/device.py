@@ -87,6 +87,10 @@ class Device:
         """The most memory that tensors have taken since the start; None where the device does not count."""
         return None if self.module is None else self.module.max_memory_allocated()
 
+    def allocated_bytes(self) -> int | None:
+        """What tensors take now; None where the device does not count."""
+        return None if self.module is None else self.module.memory_allocated()
+
     def memory_numbers(self) -> dict[str, float]:
         """What tensors take now, by Megatron's names; nothing where the device does not count."""
         if self.module is None:

@@ -42,6 +42,7 @@ from megatron.training.evaluate import evaluate, window
 from megatron.training.exits import Exits
 from megatron.training.initialize import as_settings_problem, initialize_megatron, stop_with
 from megatron.training.log import TrainingLog, validation_line
+from megatron.training.memory.watch import MemoryWatch
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last, set_runtime
 from megatron.training.samples import check_datasets, samples_to_request
 from megatron.training.train_step import BatchShape, Pipeline, train_step
@@ -175,6 +176,7 @@ class Trainer:
         device = runtime.device.torch_device
         self.exits = Exits(training, self.mesh["world"], device, time.monotonic() if began is None else began)
         self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
+        self.memory = MemoryWatch(runtime, list(self.chunks.values()), self.optimizer)
         self.pipeline = self._build_pipeline(forward_step)
         with as_settings_problem():
             checkpointing.prepare_folder(self.config.checkpoint.save, self.mesh["world"], device, runtime.held)
@@ -300,7 +302,7 @@ class Trainer:
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
         state = self.state
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
-        with self.watch.step(state.iteration + 1):
+        with self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
             result = train_step(
                 self.pipeline,
                 self.optimizer,
@@ -318,6 +320,7 @@ class Trainer:
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
         self.log.pause()
+        self.memory.report(state.iteration)
         measured = self.watch.measure()
         self.log.resume()
         lr = self.schedule.at(state.scheduled_train_samples)

@@ -27,6 +27,10 @@ class LogConfig:
         None, "steps between statistics (mean, standard deviation, largest, zeros, not finite) of each parameter, its gradient "
         "and each layer's output, for --metrics-file, --tensorboard-dir or --wandb-project", metavar="STEPS",
     )  # fmt: skip
+    log_memory_interval: int | None = knob(
+        None, "steps between lines on the memory that was taken beside what was predicted; an accelerator says so after the second "
+        "step in any case, on a CPU every tensor of such a step is counted, which takes long", metavar="STEPS",
+    )  # fmt: skip
     timing_log_level: Literal[0, 1, 2] = knob(
         0, "what is timed: nothing, the parts of a step, or also each forward, backward and transfer"
     )
@@ -41,7 +45,7 @@ class LogConfig:
     def __post_init__(self) -> None:
         problems = [
             f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("log_interval", "inspect")
+            for name in ("log_interval", "inspect", "log_memory_interval")
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
         if problems:

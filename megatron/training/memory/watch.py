@@ -1,0 +1,100 @@
+"""A run's memory as predicted, at its start, and as measured, beside it: by the allocator of an accelerator, or, on a CPU and where
+asked for, by counting every tensor of a step.
+
+The prediction is one for a `GPTModel`. Of a script's own model, whose parameters are others, nothing is said.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron.core import comm
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.training.memory.estimate import KINDS, RankMemory, estimate
+from megatron.training.memory.parameters import plans_of_stage
+from megatron.training.memory.report import amount, short_report, table
+from megatron.training.memory.sizes import RunSizes
+from megatron.training.memory.tracker import MemoryTracker
+from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
+
+_STEADY = 2  # the step of a run, counted from 1, from which on all that it will need is there
+
+
+class MemoryWatch:
+    """The memory of one run. Every rank has one and calls it alike."""
+
+    def __init__(self, runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer):
+        self.runtime, self.chunks, self.optimizer = runtime, chunks, optimizer
+        self._counts = runtime.device.module is None  # whether tensors are counted here, since no allocator does
+        self._tracker: MemoryTracker | None = None
+        self._steps = 0
+        self.predicted = self._predict()
+        if self.predicted:
+            print_rank_0("\n".join(short_report(self.predicted)))
+
+    def _predict(self) -> list[RankMemory]:
+        """Nothing on any rank unless this rank's buffers are those of a GPT."""
+        runtime, pp = self.runtime, self.runtime.mesh["pp"]
+        run = RunSizes.of(
+            runtime.config,
+            runtime.tokenizer.vocab_size,
+            runtime.world_size,
+            accelerator=not self._counts,
+            threads=torch.get_num_threads(),
+        )
+        planned = [[plan.numel for plan in plans_of_stage(run, stage)] for stage in run.stages_of(pp.rank)]
+        there = [[buffer.plan.numel for buffer in chunk.buffers] for chunk in self.chunks]
+        other = torch.tensor([planned != there], dtype=torch.int64, device=runtime.device.torch_device)
+        return [] if comm.all_reduce(other, runtime.mesh["world"], "max").item() else estimate(run)
+
+    @contextlib.contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Training step number `iteration`, counted from 1, runs inside; its tensors are counted where that is due."""
+        interval = self.runtime.config.log.log_memory_interval
+        self._steps += 1
+        if not (self._counts and interval and iteration % interval == 0):
+            yield
+            return
+        with MemoryTracker() as self._tracker:
+            self._tracker.assign_state(self.chunks, self.optimizer)
+            yield
+
+    def report(self, iteration: int) -> None:
+        """Print what was measured, where it is due, the most on any rank of each stage. Every rank must call."""
+        interval = self.runtime.config.log.log_memory_interval
+        due = self._tracker is not None if self._counts else self._is_due(iteration, interval)
+        if not due:
+            return
+        measured = self._measured()
+        pp, world, device = self.runtime.mesh["pp"], self.runtime.mesh["world"], self.runtime.device.torch_device
+        mine = torch.tensor([[pp.rank, *measured.values()]], dtype=torch.int64, device=device)
+        rows = comm.all_gather(mine, world).tolist()
+        stages = [
+            [max(column) for column in zip(*(row[1:] for row in rows if row[0] == rank))] for rank in range(pp.size)
+        ]
+        lines = [["stage", *(f"{name}{'' if self.predicted else ' '}" for name in measured)]]
+        lines += [
+            [str(rank), *map(self._beside, measured, stages[rank], [rank] * len(measured))] for rank in range(pp.size)
+        ]
+        head = f"memory of a rank in iteration {iteration}, measured" + (" / predicted:" if self.predicted else ":")
+        print_rank_last("\n".join([head, *("  " + line for line in table(lines))]))
+        self._tracker = None
+
+    def _is_due(self, iteration: int, interval: int | None) -> bool:
+        return self._steps == _STEADY if interval is None else iteration % interval == 0
+
+    def _measured(self) -> dict[str, int]:
+        """Bytes by kind, or, of an allocator that knows no kinds, what stays and the peak."""
+        if self._tracker is not None:
+            return {kind: int(self._tracker.peak[kind]) for kind in KINDS}
+        device = self.runtime.device
+        return {"state": int(device.allocated_bytes() or 0), "total": int(device.peak_memory_bytes() or 0)}
+
+    def _beside(self, name: str, size: int, stage: int) -> str:
+        if not self.predicted:
+            return amount(size)
+        one = self.predicted[stage]
+        expected = {**one.bytes, "state": one.state, "total": one.total}[name]
+        return f"{amount(size)} / {amount(expected)}"

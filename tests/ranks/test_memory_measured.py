@@ -1,0 +1,84 @@
+"""Memory as predicted equals memory as counted, on one rank of each layout, whose others are not there.
+
+The count knows nothing of the prediction: it sees every operator and every storage (`training/memory/tracker.py`).
+"""
+
+import re
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.enums import ModelType
+from megatron.training.memory.estimate import KINDS
+from megatron.training.memory.tracker import MemoryTracker
+from megatron.training.training import pretrain
+from tools.measure_memory import CASES, Case, measure
+
+TOLERANCE = {kind: 0.10 if kind == "activations" else 0.03 for kind in KINDS}
+
+
+def check(case: Case) -> None:
+    got = measure(case.arguments, case.world_size, case.rank)
+    expected = got.predicted
+    for kind in KINDS:
+        # torch keeps a few numbers of a token more than we say; every size of a tensor is exact.
+        assert expected.bytes[kind] == pytest.approx(got.bytes[kind], rel=TOLERANCE[kind]), kind
+    assert got.bytes["parameters"] > 0 and got.bytes["activations"] > 0
+    # The peaks of the kinds need not meet; what is said of all of them is never too little.
+    assert expected.total >= 0.99 * got.total
+
+
+def test_a_rank_takes_what_is_predicted():
+    check(Case("--num-layers 1 --attention-dropout 0 --zero-stage 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+               "--micro-batch-size 1 --vocab-size 30 --bf16", 4, 1))  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.words.replace("--", "") or "plain")
+def test_measured_memory_is_the_predicted(case: Case):
+    check(case)
+
+
+@pytest.mark.full
+def test_stage_3_never_holds_a_third_of_the_state_of_one_rank():
+    """While it is built too, when the model is whole for a moment, in bfloat16. (tests/zero3_memory.py: the same in processes.)"""
+    words = "--num-layers 24 --hidden-size 128 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --vocab-size 250 --bf16"
+    got = measure([*words.split(), "--attention-dropout", "0", "--zero-stage", "3"], 4, 1)
+    unsharded = measure([*words.split(), "--attention-dropout", "0"], 1, 0).predicted.state
+    assert got.ever * 3 <= unsharded
+
+
+def test_a_tracker_sees_what_comes_and_goes():
+    with MemoryTracker() as tracker:
+        kept = torch.ones(100)
+        passing = torch.ones(1000) + 1  # two at once
+        del passing
+        view = kept.view(10, 10)
+        view.add_(1)
+        live = tracker.live["activations"]
+        tracker.assign("gradients", [view])
+    assert live == 400 and tracker.peak["activations"] == 400 + 2 * 4000
+    assert tracker.live["gradients"] == 400 and tracker.live["activations"] == 0
+
+
+@pytest.mark.full
+def test_a_run_prints_what_it_takes_beside_what_was_predicted(capsys):
+    words = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 30 --mock-data"
+    more = (
+        "--tokenizer-type NullTokenizer --train-iters 3 --lr 0.001 --eval-iters 0 --device cpu --log-memory-interval 2"
+    )
+    pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+        argv=f"{words} {more} --attention-dropout 0".split(),
+    )
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("memory of a rank, predicted:")
+    assert lines[start + 1].split() == ["stage", "layers", *KINDS, "total"]
+    measured = [line for line in lines if line.startswith("memory of a rank in iteration")]
+    assert measured == ["memory of a rank in iteration 2, measured / predicted:"]
+    figures = lines[lines.index(measured[0]) + 2]
+    assert re.search(r"(\d+\.\d+ KiB) / \1", figures)  # equal to the last digit shown

@@ -1,0 +1,85 @@
+"""What ZeRO stage 3 takes in real processes: a model whose training state is several times what any of them ever has.
+
+    python tests/zero3_memory.py                       4 processes over gloo, twice; a minute
+
+Prints the lines of docs/memory.md. The memory is the largest resident size that the kernel has seen (Linux), less that of the same
+process training a model of one narrow layer: what torch, gloo and the optimizer take of their own. The C library is told to give
+freed memory back at once, as a run on a CPU tells it not to: kept memory is resident whoever uses it.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+RANKS = 4
+SHAPE = "--num-layers 24 --hidden-size 320"
+FLAGS = (
+    f"{SHAPE} --num-attention-heads 5 --seq-length 32 --micro-batch-size 1 --vocab-size 1000 --bf16 "
+    "--attention-dropout 0 --zero-stage 3 --mock-data --tokenizer-type NullTokenizer --train-iters 4 --lr 1e-4 --eval-iters 0 "
+    "--log-interval 4"
+)
+
+
+def train() -> None:
+    """One rank: trains, and says how large it has been."""
+    import torch
+
+    import pretrain_gpt
+    from megatron.core import device
+    from megatron.core.enums import ModelType
+
+    torch.set_num_threads(1)
+    device.keep_freed_memory = lambda: None
+    pretrain_gpt.pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+    )
+    print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}", flush=True)
+
+
+def peaks_of(flags: str) -> list[int]:
+    """The largest resident size of each process of a job, in bytes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
+    gives_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **gives_back, "PYTHONPATH": str(ROOT)}
+    job = subprocess.run(
+        [*launch, __file__, *flags.split()], capture_output=True, text=True, check=True, env=environment
+    )
+    peaks = sorted(int(line.split()[1]) for line in job.stdout.splitlines() if line.startswith("peak "))
+    assert len(peaks) == RANKS, job.stdout
+    return peaks
+
+
+def report() -> list[str]:
+    """Train in processes, and compare."""
+    from megatron.training.memory.anchors import zero_bytes_per_parameter
+    from megatron.training.memory.estimate import estimate, worst
+    from megatron.training.memory.parameters import parameter_count
+    from tools.estimate_memory import read
+
+    run, _ = read([*FLAGS.split(), "--world-size", str(RANKS), "--device", "cpu"])
+    base = max(peaks_of(FLAGS.replace(SHAPE, "--num-layers 1 --hidden-size 40")))
+    rose = [peak - base for peak in peaks_of(FLAGS)]
+    whole = parameter_count(run) * zero_bytes_per_parameter(0, 1, grad=4)
+    predicted = worst(estimate(run)).total
+    return [
+        f"parameters                                   {parameter_count(run):>13,}",
+        f"state of a rank without ZeRO, bytes          {whole:>13,.0f}",
+        f"predicted for a rank of stage 3              {predicted:>13,}",
+        f"resident above the baseline, by rank         {', '.join(f'{size:,}' for size in rose)}",
+        f"state without ZeRO / the most of any rank    {whole / max(rose):>13.2f}",
+    ]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        train()
+    else:
+        print("\n".join(report()))
