@@ -39,6 +39,10 @@ COMMANDS = {
     "docs/offload.md": {
         "python pretrain_gpt.py ...": "tests/gloo/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without",
     },
+    "docs/memory.md": {
+        "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_a_thousand_ranks_are_estimated_in_one_process",
+        "python tools/measure_memory.py ...": "tests/ranks/test_memory_measured.py::test_a_rank_takes_what_is_predicted",
+    },
     "docs/generation.md": {
         "python tools/generate.py ...": READS_ON,
         "torchrun --nproc-per-node 4 tools/generate.py ...": READS_ON,
