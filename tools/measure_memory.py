@@ -73,6 +73,8 @@ CASES = [
     Case(f"{_FUSED} --bf16"),
     Case(f"{_FUSED} --fp16 --fp32-residual-connection"),
     Case("--bf16 --recompute-activations"),
+    Case(f"{_FUSED} --reset-attention-mask"),
+    Case("--attention-dropout 0 --attention-backend unfused --bf16 --position-embedding-type none --label-smoothing 0.1"),
     Case(f"{_FUSED} {_UNIFORM} 2"),
     Case("--recompute-granularity full --recompute-method block --recompute-num-layers 3 --bf16"),
     Case(f"{LLAMA} --num-query-groups 2"),

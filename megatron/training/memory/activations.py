@@ -170,10 +170,8 @@ def _row_linear(sizes: LayerSizes, step: Step) -> Step:
 
 def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     tokens, e = sizes.s * sizes.b, sizes.param_bytes
-    stream, batch = (
-        sizes.stream * sizes.residual_bytes,
-        3 * tokens * _INT,
-    )  # tokens, labels and positions are one tensor
+    stream = sizes.stream * sizes.residual_bytes
+    batch = (4 if sizes.by_document else 3) * tokens * _INT  # tokens, labels, positions and documents are one tensor
     apart = (_INT + _BOOL) * tokens if sizes.t > 1 else 0  # which words are mine
     whole = tokens * sizes.h
     rows = (
@@ -296,9 +294,11 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
         rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
         before.append(Step("rotary", rotary, fused, fused))
     if sizes.fused_attention:
-        core = Step("attention", _qkv_bytes(sizes) + out + tokens * sizes.heads * _FLOAT, out, fused)
+        joined = out if sizes.by_document else 0  # what proj takes is put together from the documents
+        core = Step("attention", _qkv_bytes(sizes) + out + joined + tokens * sizes.heads * _FLOAT, out, fused)
     else:
-        kept = 3 * out + sizes.s * sizes.s * _BOOL + scores * g + out
+        masks = sizes.b if sizes.by_document else 1
+        kept = 3 * out + masks * sizes.s * sizes.s * _BOOL + scores * g + out
         if sizes.attention_dropout:
             kept += scores * (_BOOL + e)
         elif sizes.is_half:

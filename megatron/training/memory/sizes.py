@@ -37,7 +37,6 @@ class LayerSizes:
     by_document: bool = False  # documents of a sample do not see each other
     recompute: str | None = None  # "selective", "uniform" or "block"
     recompute_layers: int = 1
-    smoothing: bool = False
     z_loss: bool = False
     param_bytes: int = 4  # of an activation too
     residual_bytes: int = 4
@@ -115,7 +114,6 @@ class LayerSizes:
             by_document=config.data.reset_attention_mask,
             recompute=model.recompute_method if full else model.recompute_granularity,
             recompute_layers=model.recompute_num_layers or 1,
-            smoothing=model.label_smoothing > 0,
             z_loss=model.z_loss_coeff > 0,
             param_bytes=model.params_dtype.itemsize,
             residual_bytes=model.residual_dtype.itemsize,
