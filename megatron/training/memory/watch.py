@@ -74,7 +74,7 @@ class MemoryWatch:
         stages = [
             [max(column) for column in zip(*(row[1:] for row in rows if row[0] == rank))] for rank in range(pp.size)
         ]
-        lines = [["stage", *(f"{name}{'' if self.predicted else ' '}" for name in measured)]]
+        lines = [["stage", *measured]]
         lines += [
             [str(rank), *map(self._beside, measured, stages[rank], [rank] * len(measured))] for rank in range(pp.size)
         ]
