@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import ArgumentsError, parse_args
-from megatron.training.config import check, problems_of_rest
+from megatron.training.initialize import collected
 from megatron.training.memory.estimate import estimate
 from megatron.training.memory.report import as_json, full_report
 from megatron.training.memory.sizes import RunSizes
+from megatron.training.rules import apart_from, check, filled_in
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,10 @@ def read(words: Sequence[str]) -> tuple[RunSizes, bool]:
     try:
         config, args, _ = parse_args(words, add_own_flags, defaults_for(words))
     except ArgumentsError as error:
-        raise ConfigError(error.problems + problems_of_rest(error.parts, _world_size_in(words))) from None
+        found: list[str] = []
+        with collected(found):
+            check(filled_in(error.parts), _world_size_in(words))
+        raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
     check(config, args.world_size)

@@ -27,9 +27,9 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
-from megatron.training.config import COMPONENTS, Config
+from megatron.training.config import Config
 from megatron.training.offload import notes_of
-from megatron.training.rules import apart_from, check
+from megatron.training.rules import apart_from, check, filled_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
 from megatron.training.start import mistake_in
 from megatron.training.timers import Timers
@@ -113,8 +113,7 @@ def read_settings(
     try:
         config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
     except ArgumentsError as error:
-        filled_in = {name: component() for name, component in COMPONENTS.items() if name not in error.parts}
-        found, _, _ = examine(Config(**error.parts, **filled_in), world_size)
+        found, _, _ = examine(filled_in(error.parts), world_size)
         raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
     problems, device, tokenizer = examine(config, world_size)
     if problems:

@@ -56,6 +56,11 @@ def flags_in(problems: Iterable[str]) -> set[str]:
     return {flag for problem in problems for flag in re.findall(r"--[\w-]*\w", problem)}
 
 
+def filled_in(parts: Mapping[str, Any]) -> Config:
+    """These components, and defaults for the others: for the rules that can be checked although a component is missing."""
+    return Config(**parts, **{name: component() for name, component in COMPONENTS.items() if name not in parts})
+
+
 def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[str]) -> list[str]:
     """Of what was found with defaults for the components that are not in `parts`, whatever cannot follow from these defaults, nor
     from the problems `known`: it shares no flag with them."""
