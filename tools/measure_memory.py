@@ -236,7 +236,7 @@ def _chunks_of(runtime: Runtime) -> Iterator[tuple[int, DistributedDataParallel]
         model = pretrain_gpt.model_provider(stage == 0, stage == last, number)
         for parameter in model.parameters():
             parameter.data.zero_()  # no weight matters, but a chance one may be no number
-        yield stage, DistributedDataParallel(model, mesh, config.data_parallel)
+        yield stage, DistributedDataParallel(model, mesh, config.data_parallel, runtime.weight_grads)
 
 
 def pipeline_of(runtime: Runtime, chunks: dict[int, DistributedDataParallel]) -> Pipeline:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, Op
+from megatron.training.memory.parameters import is_small, items_of_stage
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 
 _INT, _BOOL, _FLOAT = 8, 1, 4  # bytes
@@ -69,9 +70,16 @@ def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
         kept=sum(segment.keeps for segment in tape),
         backward=_backward_peak(tape, defers=False),
         input_backward=_backward_peak(tape, defers=True),
-        kept_for_weights=sum(step.deferred for step in steps),
+        kept_for_weights=sum(step.deferred for step in steps) + _small_gradients(run, stage),
         weights=max((step.deferred_beside for step in steps), default=0),
     )
+
+
+def _small_gradients(run: RunSizes, stage: int) -> int:
+    """Those of norms and biases, which ZeRO stages 2 and 3 put off with the products where a schedule asks for it."""
+    if run.zero_stage < 2:
+        return 0
+    return sum(item.numel for item in items_of_stage(run, stage) if is_small(item.name)) * run.layer.param_bytes
 
 
 def peak_of_rank(actions: Iterable[Action], of_stage: dict[int, StageBytes]) -> int:

@@ -67,9 +67,9 @@ def _norm(sizes: LayerSizes, width: int) -> dict[str, int]:
     return {"weight": width} if sizes.rms else {"weight": width, "bias": width}
 
 
-def is_multiplied(name: str) -> bool:
-    """Whether a parameter is the matrix of a linear layer, whose gradient a schedule may put off."""
-    return name.endswith(".weight") and (".linear_" in name or name.startswith(OUTPUT))
+def is_small(name: str) -> bool:
+    """Whether a parameter is that of a norm, or a bias: neither a table nor the matrix of a linear layer."""
+    return name.startswith("decoder.") and not (name.endswith(".weight") and ".linear_" in name)
 
 
 def owned_numel(plan: BufferPlan) -> int:

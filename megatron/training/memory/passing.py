@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron.core.distributed.plan import BucketPlan
 from megatron.core.pipeline_parallel.schedule import Op
-from megatron.training.memory.parameters import WORDS, is_multiplied, items_of_stage, plans_of_stage
+from megatron.training.memory.parameters import WORDS, items_of_stage, plans_of_stage
 from megatron.training.memory.sizes import RunSizes
 
 _BF16 = 2
@@ -28,13 +28,12 @@ class PassingBytes:
         self._params = [numel * run.layer.param_bytes if run.zero_stage == 3 else 0 for numel in numels]
         self._grads = [numel * run.layer.grad_bytes for numel in numels]
         self._sums = [self._bytes_of_sum(numel) for numel in numels]
+        self._lends_table = stage == len(run.layers) - 1 and run.layer.tied  # to the output layer
         self._uses = self._order_of_uses(stage)
-        self._writes = Counter(self._bucket_of[name] for name in self._uses)  # of a backward, by bucket
         self._together = self._recomputed_together(stage)
         self._open_params: set[int] = set()
         self._open_grads: set[int] = set()
         self._travelling: int | None = None
-        self._written: Counter[int] = Counter()
         self._peak = 0
         self._known: dict[tuple, tuple] = {}
 
@@ -49,7 +48,7 @@ class PassingBytes:
         """The parameters as a forward uses them. A tied output layer takes the table that the embedding holds."""
         items = items_of_stage(self.run, stage)
         names = [item.name for item in items]
-        if stage == len(self.run.layers) - 1 and self.run.layer.tied:
+        if self._lends_table:
             words = next(item.name for item in items if item.unit == WORDS)
             names = (names if stage == 0 else [name for name in names if name != words]) + [words]
         return names
@@ -78,13 +77,12 @@ class PassingBytes:
     def act(self, op: Op) -> int:
         """Do the action; what it comes to is looked up where it began from the same before."""
         self._begin()
-        before = op, self._travelling, frozenset(self._open_grads), frozenset(self._written.items())
+        before = op, self._travelling, frozenset(self._open_grads)
         if before not in self._known:
             peak = _ACTION_OF[op](self)
-            after = set(self._open_params), set(self._open_grads), self._travelling, Counter(self._written)
-            self._known[before] = peak, after
-        peak, (params, grads, self._travelling, written) = self._known[before]
-        self._open_params, self._open_grads, self._written = set(params), set(grads), Counter(written)
+            self._known[before] = peak, set(self._open_params), set(self._open_grads), self._travelling
+        peak, params, grads, self._travelling = self._known[before]
+        self._open_params, self._open_grads = set(params), set(grads)
         return peak
 
     def forward(self) -> int:
@@ -98,7 +96,7 @@ class PassingBytes:
         return self._run(list(reversed(self._uses)))
 
     def input_backward(self) -> int:
-        """A backward whose matrices wait for their gradients, and so keeps the parameters that it has fetched."""
+        """A backward whose gradients wait, but for those of tables that are looked up in; the parameters go as in any backward."""
         order = list(reversed(self._uses))
         return self._run(order, written=[not self._waits(at, name) for at, name in enumerate(order)])
 
@@ -108,18 +106,17 @@ class PassingBytes:
         return self._run([name for at, name in enumerate(order) if self._waits(at, name)], fetches=False)
 
     def _waits(self, at: int, name: str) -> bool:
-        """Whether the gradient can be put off: that of a matrix, but not of a table that its stage looks up as well."""
-        is_tied_output = at == 0 and name.startswith(WORDS) and self._uses.count(name) == 1 and len(self._uses) > 1
-        return is_multiplied(name) or (is_tied_output and self._uses[-1] == name)
+        """Whether the gradient of this use, counted from the back, is put off where a schedule asks for that."""
+        return not name.startswith("embedding.") or (at == 0 and self._lends_table)
 
     def _begin(self) -> None:
         self._open_params.clear()
         self._peak = 0
 
     def _run(self, order: list[str], written: Sequence[bool] | None = None, *, fetches: bool = True) -> int:
-        """A backward through the parameters `order`, of which those not `written` wait."""
-        now: Counter[int] = Counter()
+        """A backward through the parameters `order`, of which those not `written` wait. Without `fetches`, the second half of one."""
         buckets = [self._bucket_of[name] for name in order]
+        uses, passed, writes = Counter(buckets), Counter(), Counter()
         following = _next_other(buckets)
         for at, i in enumerate(buckets):
             if fetches and (at == 0 or buckets[at - 1] != i):
@@ -128,25 +125,27 @@ class PassingBytes:
                 if self.run.overlap_gather and following[at] is not None:
                     self._open_params.add(following[at])
                 self._note()
-            if written is None or written[at]:
-                now[i] += 1
-                self._write(i, is_last=now[i] == self._writes[i])
+            is_written = written is None or written[at]
+            if is_written:
+                self._open(i)
+            passed[i] += 1
+            writes[i] += is_written
+            if passed[i] == uses[i]:
+                self._open_params.discard(i)
+            if is_written and writes[i] == uses[i]:
+                self._sum(i)
         self._note()
         return self._peak
 
-    def _write(self, bucket: int, *, is_last: bool) -> None:
-        """A gradient is added; after the last of a backward the parameters go, after as many as that the sum begins."""
+    def _open(self, bucket: int) -> None:
+        """Room for a gradient."""
         if self._travelling == bucket:
             self._finish()  # its own last sum is waited for
-        if bucket not in self._open_grads:
-            self._open_grads.add(bucket)
-            self._note()
-        self._written[bucket] += 1
-        if is_last:
-            self._open_params.discard(bucket)
-        if self._written[bucket] < self._writes[bucket]:
-            return
-        self._written[bucket] = 0
+        self._open_grads.add(bucket)
+        self._note()
+
+    def _sum(self, bucket: int) -> None:
+        """The last gradient of a microbatch is there, and the parameters are gone."""
         self._finish()
         self._travelling = bucket
         self._note()
