@@ -136,6 +136,10 @@ class SilentGroup:
         out.view(-1).copy_(x.view(self.size, -1)[0])
         return _Done()
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> _Done:
+        out.copy_(x)
+        return _Done()
+
     def broadcast(self, x: Tensor, source: int) -> _Done:
         return _Done() if source == self.rank else self.recv(x, source)
 

@@ -137,7 +137,10 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     else:
         segments += [*layer_segments(sizes)] * layers
     if last:
-        return (*segments, Segment(head_steps(sizes)))
+        head = head_steps(sizes)
+        if first and sizes.tied:  # a table that is looked up in too, whose gradient is not put off
+            head = tuple(step._replace(deferred=0, deferred_beside=0) for step in head)
+        return (*segments, Segment(head))
     return (*segments[:-1], _with_received_gradient(sizes, segments[-1])) if layers else tuple(segments)
 
 
@@ -185,11 +188,11 @@ def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     rows = (
         sizes.words if sizes.accelerator else min(tokens, sizes.words)
     )  # of the table's gradient, made before it is added
-    widened = whole * sizes.grad_bytes if sizes.is_half else 0
+    widened = whole * sizes.main_grad_bytes if sizes.param_bytes < sizes.main_grad_bytes else 0
     spread = whole * e * (2 if sizes.sequence_parallel else 1) if sizes.t > 1 else 0
     ids = batch if sizes.t == 1 or sizes.positions else 0
     return (
-        Step("words", ids + apart, stream, 0, widened + spread + rows * sizes.h * sizes.grad_bytes),
+        Step("words", ids + apart, stream, 0, widened + spread + rows * sizes.h * sizes.main_grad_bytes),
         *_dropout(sizes),
     )
 
@@ -236,13 +239,13 @@ def _linear(sizes: LayerSizes, name: str, inputs: int, outputs: int, *, column: 
 
 def _weight_gradient_bytes(sizes: LayerSizes, inputs: int, outputs: int) -> int:
     """Room for a product that is wider than its factors: the product itself, or, on a CPU, factors that are widened."""
-    if not sizes.is_half:
+    if sizes.param_bytes == sizes.main_grad_bytes:
         return 0
     if sizes.accelerator:
-        return inputs * outputs * sizes.grad_bytes
+        return inputs * outputs * sizes.main_grad_bytes
     tokens = sizes.s * sizes.b
     block = min(tokens, _TOKENS_AT_ONCE) * min(outputs, _FEATURES_AT_ONCE)
-    return (tokens * inputs + block) * sizes.grad_bytes
+    return (tokens * inputs + block) * sizes.main_grad_bytes
 
 
 def _dropout(sizes: LayerSizes) -> tuple[Step, ...]:

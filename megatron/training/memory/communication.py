@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from megatron.core.distributed.plan import BufferPlan
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.memory.parameters import owned_numel, plans_of_stage
-from megatron.training.memory.passing import PassingBytes
+from megatron.training.memory.passing import PassingBytes, sum_of_bucket
 from megatron.training.memory.sizes import RunSizes
-
-_BF16 = 2
 
 
 def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
@@ -45,12 +43,14 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
         elif op in (Op.SENT_F, Op.SENT_B):
             moving -= whole
         elif op is Op.REDUCE:
-            summing += _under_way(run, plans[stage])
+            begun, at_end = _under_way(run, plans[stage])
+            peak = max(peak, moving + summing + at_end)
+            summing += begun
             overlaps = (
                 run.overlap_reduce and not splits
             )  # sums begin in the last backward, which holds the gradient it began with
-            begun = whole if overlaps and stage == 0 < len(run.layers) - 1 else 0
-            peak = max(peak, moving + begun + summing)
+            first = whole if overlaps and stage == 0 < len(run.layers) - 1 else 0
+            peak = max(peak, moving + first + summing)
         elif passing:
             others = before - passing[stage].held
             peak = max(peak, others + passing[stage].act(op))
@@ -62,18 +62,15 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
     return peak
 
 
-def _under_way(run: RunSizes, plans: Sequence[BufferPlan]) -> int:
-    """What the sums of a stage's gradients take beside them, at the end of a step."""
-    ranks, grad_bytes = run.replicas * run.shards, run.layer.grad_bytes
-    if run.fixed_order:  # which has its own, counted with the gradients
-        return 0
-    if run.zero_stage > 1:
-        return 0
-    rounds = run.reduce_in_bf16 and ranks > 1
-    copies = sum(plan.numel for plan in plans) * _BF16 if rounds else 0
-    if run.zero_stage == 0 or run.shards == 1:
-        return copies
-    return copies + sum(map(owned_numel, plans)) * (_BF16 if rounds else grad_bytes)
+def _under_way(run: RunSizes, plans: Sequence[BufferPlan]) -> tuple[int, int]:
+    """What the sums of a stage's gradients take beside them, at the end of a step: (all under way, and the first at its end)."""
+    if (
+        run.fixed_order or run.zero_stage > 1
+    ):  # which has its own, counted with the gradients; which are summed as they come
+        return 0, 0
+    sums = [sum_of_bucket(run, bucket.stop - bucket.start) for plan in plans for bucket in plan.buckets]
+    total = sum(one.under_way for one in sums)
+    return total, total - sums[0].under_way + sums[0].at_its_end
 
 
 def _gathered(run: RunSizes, plans: Sequence[BufferPlan]) -> int:

@@ -73,14 +73,18 @@ def _bytes_of_rank(run: RunSizes, rank: int, lowered: Schedule) -> dict[str, int
     sizes, stages = run.layer, run.stages_of(rank)
     plans = [plan for stage in stages for plan in plans_of_stage(run, stage)]
     whole, owned = sum(plan.numel for plan in plans), sum(map(owned_numel, plans))
-    grads = owned if run.zero_stage > 1 else whole
+    held = sum(plan.numel // (run.shards if run.zero_stage > 0 else 1) for plan in plans)
+    grads = held * sizes.grad_bytes if run.zero_stage > 1 else whole * sizes.main_grad_bytes
+    if run.zero_stage < 2 and sizes.main_grad_bytes != sizes.grad_bytes:
+        grads += held * sizes.grad_bytes  # its sums
     if run.fixed_order:  # those of each microbatch, and of two from all ranks
         ranks = run.replicas * run.shards
-        grads += run.m * whole + (min(2, run.m) * ranks * max(plan.numel for plan in plans) if ranks > 1 else 0)
+        among = min(2, run.m) * ranks * max(plan.numel for plan in plans) if ranks > 1 else 0
+        grads += (run.m * whole + among) * sizes.grad_bytes
     of_stage = {stage: activations.stage_bytes(run, stage) for stage in stages}
     values = (
-        (owned if run.zero_stage == 3 else whole) * sizes.param_bytes,
-        grads * sizes.grad_bytes,
+        (held if run.zero_stage == 3 else whole) * sizes.param_bytes,
+        grads,
         owned * sizes.grad_bytes * (run.moments + sizes.is_half),
         activations.peak_of_rank(lowered[rank], of_stage),
         communication.peak_of_rank(run, rank, lowered[rank]),

@@ -14,7 +14,7 @@ WORDS, OUTPUT = "embedding.word_embeddings", "output_layer"  # units
 
 def plans_of_stage(run: RunSizes, stage: int) -> list[BufferPlan]:
     """The buffers of a stage on one rank."""
-    shards = run.shards if run.zero_stage > 0 else 1
+    shards = (run.shards if run.zero_stage > 0 else 1) * (run.replicas if run.divides_outer else 1)
     cut = Cut(run.bucket_numel, shards, by_unit=run.zero_stage == 3)
     return lay_out(items_of_stage(run, stage), cut_of=lambda key: cut)
 
@@ -73,8 +73,8 @@ def is_small(name: str) -> bool:
 
 
 def owned_numel(plan: BufferPlan) -> int:
-    """Elements of a buffer that one rank owns."""
-    return sum(stop - start for start, stop in plan.owned(0))
+    """Elements of a buffer that one rank owns: updates."""
+    return plan.numel // plan.shards
 
 
 def parameter_count(run: RunSizes) -> int:

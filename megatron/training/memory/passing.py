@@ -8,13 +8,31 @@ What `distributed/bucket.py`, `fetch.py` and `distributed_data_parallel.py` do w
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron.core.distributed.plan import BucketPlan
 from megatron.core.pipeline_parallel.schedule import Op
 from megatron.training.memory.parameters import WORDS, items_of_stage, plans_of_stage
 from megatron.training.memory.sizes import RunSizes
 
-_BF16 = 2
+
+class SumBytes(NamedTuple):
+    """What the sum of a bucket takes beside its gradients."""
+
+    under_way: int
+    at_its_end: int
+
+
+def sum_of_bucket(run: RunSizes, numel: int) -> SumBytes:
+    """This rank's part, and a copy where what travels is rounded; or all that the others send, and then their sum."""
+    copy = numel * run.sent_bytes if run.rounds else 0
+    if run.shards == 1 or run.zero_stage == 0:
+        return SumBytes(copy, copy)
+    part = numel // run.shards
+    if run.sums_wide:
+        received = numel * run.sent_bytes
+        return SumBytes(copy + received, received + part * run.layer.grad_bytes)
+    return SumBytes(copy + part * run.sent_bytes, part * run.sent_bytes)
 
 
 class PassingBytes:
@@ -26,8 +44,8 @@ class PassingBytes:
         self._bucket_of = {name: i for i, bucket in enumerate(buckets) for name in bucket.names}
         numels = [bucket.stop - bucket.start for bucket in buckets]
         self._params = [numel * run.layer.param_bytes if run.zero_stage == 3 else 0 for numel in numels]
-        self._grads = [numel * run.layer.grad_bytes for numel in numels]
-        self._sums = [self._bytes_of_sum(numel) for numel in numels]
+        self._grads = [numel * run.layer.main_grad_bytes for numel in numels]
+        self._sums = [sum_of_bucket(run, numel) for numel in numels]
         self._lends_table = stage == len(run.layers) - 1 and run.layer.tied  # to the output layer
         self._uses = self._order_of_uses(stage)
         self._together = self._recomputed_together(stage)
@@ -36,13 +54,6 @@ class PassingBytes:
         self._travelling: int | None = None
         self._peak = 0
         self._known: dict[tuple, tuple] = {}
-
-    def _bytes_of_sum(self, numel: int) -> int:
-        """What the sum of a bucket takes beside its gradients: this rank's part of it, and a copy where that is rounded."""
-        run = self.run
-        rounds = run.reduce_in_bf16 and run.replicas * run.shards > 1
-        part = numel // run.shards * (_BF16 if rounds else run.layer.grad_bytes) if run.shards > 1 else 0
-        return part + (numel * _BF16 if rounds else 0)
 
     def _order_of_uses(self, stage: int) -> list[str]:
         """The parameters as a forward uses them. A tied output layer takes the table that the embedding holds."""
@@ -65,12 +76,14 @@ class PassingBytes:
 
     @property
     def held(self) -> int:
+        if self.run.poison:
+            return sum(self._params) + sum(self._grads) + self._under_way
         params = sum(self._params[i] for i in self._open_params)
         return params + sum(self._grads[i] for i in self._open_grads) + self._under_way
 
     @property
     def _under_way(self) -> int:
-        return 0 if self._travelling is None else self._sums[self._travelling]
+        return 0 if self._travelling is None else self._sums[self._travelling].under_way
 
     # ---------------------------------------------------------------- actions
 
@@ -86,6 +99,8 @@ class PassingBytes:
         return peak
 
     def forward(self) -> int:
+        if self.run.poison:
+            return self.held
         before, order = self.held, _without_repeats([self._bucket_of[name] for name in self._uses])
         ahead = [*order[1:], None] if self.run.overlap_gather else [None] * len(order)
         return before + max(
@@ -106,8 +121,9 @@ class PassingBytes:
         return self._run([name for at, name in enumerate(order) if self._waits(at, name)], fetches=False)
 
     def _waits(self, at: int, name: str) -> bool:
-        """Whether the gradient of this use, counted from the back, is put off where a schedule asks for that."""
-        return not name.startswith("embedding.") or (at == 0 and self._lends_table)
+        """Whether the gradient of this use, counted from the back, is put off where a schedule asks for that. That of a table is where
+        its stage multiplies by it and does not look up in it."""
+        return not name.startswith("embedding.") or (at == 0 and self._lends_table and self._uses.count(name) == 1)
 
     def _begin(self) -> None:
         self._open_params.clear()
@@ -153,6 +169,9 @@ class PassingBytes:
             self._finish()
 
     def _finish(self) -> None:
+        if self._travelling is not None:
+            more = self._sums[self._travelling]
+            self._peak = max(self._peak, self.held + more.at_its_end - more.under_way)
         self._open_grads.discard(self._travelling)
         self._travelling = None
 

@@ -41,6 +41,7 @@ class LayerSizes:
     param_bytes: int = 4  # of an activation too
     residual_bytes: int = 4
     grad_bytes: int = 4  # of sums of gradients, masters and moments
+    main_grad_bytes: int = 4  # of the gradients that a rank adds up itself
     accelerator: bool = True  # whose kernels run: an accelerator's, or the CPU's
     cached_elements: int = 2**18  # of a loss' widened rows at once, on a CPU
 
@@ -118,6 +119,9 @@ class LayerSizes:
             param_bytes=model.params_dtype.itemsize,
             residual_bytes=model.residual_dtype.itemsize,
             grad_bytes=max(4, model.params_dtype.itemsize),
+            main_grad_bytes=2
+            if config.data_parallel.main_grads_dtype == "bf16"
+            else max(4, model.params_dtype.itemsize),
             accelerator=accelerator,
             cached_elements=2**18 * threads,
         )
@@ -140,6 +144,9 @@ class RunSizes:
     overlap_reduce: bool = False
     overlap_gather: bool = False
     reduce_in_bf16: bool = False
+    sums_wide: bool = False  # what travels in bfloat16 is summed in float32
+    divides_outer: bool = False  # masters and moments are divided over the replicas too
+    poison: bool = False  # what passes stays
     fixed_order: bool = False
     moments: int = 2
 
@@ -151,6 +158,16 @@ class RunSizes:
     @property
     def world_size(self) -> int:
         return self.p * self.layer.t * self.replicas * self.shards
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a rounded copy of the gradients is made, to travel."""
+        return self.reduce_in_bf16 and self.replicas * self.shards > 1 and self.layer.main_grad_bytes > 2
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of a gradient that travels."""
+        return 2 if self.rounds else self.layer.main_grad_bytes
 
     def stages_of(self, rank: int) -> range:
         """The stages on a pipeline rank."""
@@ -175,6 +192,9 @@ class RunSizes:
             overlap_reduce=data_parallel.overlap_grad_reduce,
             overlap_gather=data_parallel.overlap_param_gather,
             reduce_in_bf16=data_parallel.grad_reduce_in_bf16,
+            sums_wide=data_parallel.reduce_scatter_with_fp32_accumulation,
+            divides_outer=data_parallel.divides_over_outer,
+            poison=data_parallel.poison_released_buffers,
             fixed_order=data_parallel.fixed_order_grad_reduce,
             moments=len(config.optimizer.moments),
         )

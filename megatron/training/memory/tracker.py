@@ -84,7 +84,8 @@ class MemoryTracker(TorchDispatchMode):
         for chunk in chunks:
             for buffer in chunk.buffers:
                 self.assign("parameters", [buffer.params.data] if buffer.params else buffer.owned_params.tensors)
-                self.assign("gradients", [buffer.grads.data] if buffer.grads else buffer.sums.tensors)
+                self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
+                self.assign("gradients", buffer.held_sums.tensors)
                 for passing in (*buffer.params_of, *buffer.grads_of):
                     self._watch(passing.data.untyped_storage())
         for buffer, master in zip(optimizer.buffers, optimizer.masters):
