@@ -44,6 +44,7 @@ class Segment(NamedTuple):
 
     steps: tuple[Step, ...]
     kept_input: int | None = None
+    part: int = 0  # of it, that stays beside the whole while the backward runs
 
     @property
     def keeps(self) -> int:
@@ -107,7 +108,7 @@ def _backward_peak(tape: Tape, *, defers: bool) -> int:
     before, peak, deferred = sum(segment.keeps for segment in tape), 0, 0
     for segment in reversed(tape):
         before -= segment.keeps
-        kept = before + sum(step.keeps for step in segment.steps)
+        kept = before + segment.part + sum(step.keeps for step in segment.steps)
         for step in reversed(segment.steps):
             beside = 0 if defers and step.deferred else step.beside
             peak = max(peak, kept + deferred + step.grad_out + step.grad_in + beside + step.waiting)
@@ -125,15 +126,17 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     layers = len(run.layers[stage])
     own = layer_steps(sizes)
     stream = sizes.stream * sizes.residual_bytes
+    part = stream // sizes.t if sizes.saves_parts else 0
+    saved = part or stream
     segments = [Segment(embedding_steps(sizes))] if first else []
-    if not first and sizes.norm_widens and sizes.recompute not in ("uniform", "block"):
-        segments.append(Segment((Step("input", stream, 0, 0),)))  # which the norm does not keep, but the executor
+    if not first and (sizes.saves_parts or (sizes.norm_widens and sizes.recompute not in ("uniform", "block"))):
+        segments.append(Segment((Step("input", stream, 0, 0),)))  # which the layers do not keep, but the executor
     if sizes.recompute == "uniform":
         groups = [min(sizes.recompute_layers, layers - i) for i in range(0, layers, sizes.recompute_layers)]
-        segments += [Segment(own * group, stream) for group in groups]
+        segments += [Segment(own * group, saved, part) for group in groups]
     elif sizes.recompute == "block":
         again = min(sizes.recompute_layers, layers)
-        segments += [Segment(own, stream)] * again + [Segment(own)] * (layers - again)
+        segments += [Segment(own, saved, part)] * again + [Segment(own)] * (layers - again)
     else:
         segments += [*layer_segments(sizes)] * layers
     if last:
@@ -141,26 +144,59 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
         if first and sizes.tied:  # a table that is looked up in too, whose gradient is not put off
             head = tuple(step._replace(deferred=0, deferred_beside=0) for step in head)
         return (*segments, Segment(head))
-    return (*segments[:-1], _with_received_gradient(sizes, segments[-1])) if layers else tuple(segments)
+    return _with_received_gradient(sizes, tuple(segments)) if layers else tuple(segments)
 
 
-def _with_received_gradient(sizes: LayerSizes, segment: Segment) -> Segment:
-    """The end of a stage whose gradient came from the next one, and is counted where it was received."""
-    branch = max(i for i, step in enumerate(segment.steps) if step.name == "norm")
-    own = [step._replace(waiting=0) for step in segment.steps[branch:]]
-    if sizes.hands_on_gradient:
-        own[-1] = own[-1]._replace(deferred=own[-1].deferred - sizes.stream * sizes.param_bytes)
-    return segment._replace(steps=segment.steps[:branch] + tuple(own))
+def _with_received_gradient(sizes: LayerSizes, tape: Tape) -> Tape:
+    """The tape of a stage whose gradient came from the next one, and is counted where it was received: none of its own waits for the
+    last branch."""
+    stream, result, in_branch = sizes.stream * sizes.residual_bytes, [], True
+    for segment in reversed(tape):
+        steps = []
+        for step in reversed(segment.steps):
+            steps.insert(0, step._replace(waiting=step.waiting - stream) if in_branch else step)
+            in_branch = in_branch and step.name != "norm"
+        if not result and sizes.hands_on_gradient:
+            steps[-1] = steps[-1]._replace(deferred=steps[-1].deferred - sizes.stream * sizes.param_bytes)
+        result.insert(0, segment._replace(steps=tuple(steps)))
+    return tuple(result)
 
 
 def layer_segments(sizes: LayerSizes) -> Tape:
-    """A layer that is kept, but for its attention where that is computed again."""
-    steps = layer_steps(sizes)
-    if sizes.recompute != "selective":
-        return (Segment(steps),)
-    at = next(i for i, step in enumerate(steps) if step.name == "attention")
-    kept = _qkv_bytes(sizes) + steps[at].grad_out  # what attention takes, and what it gives to proj
-    return Segment(steps[:at]), Segment(steps[at : at + 1], kept), Segment(steps[at + 1 :])
+    """A layer that is kept, but for what is computed again."""
+    steps, segments, kept = layer_steps(sizes), [], []
+    for run in _runs_of(
+        steps, by_name=dict.fromkeys(("fc1", "gelu", "swiglu", "fc2"), "mlp") if sizes.recomputes("mlp") else {}
+    ):
+        saved = _saved_of(sizes, run)
+        if saved is None:
+            kept += run
+            continue
+        segments += [Segment(tuple(kept))] if kept else []
+        segments.append(Segment(tuple(run), saved))
+        kept = []
+    return (*segments, Segment(tuple(kept))) if kept else tuple(segments)
+
+
+def _runs_of(steps: Sequence[Step], by_name: dict[str, str]) -> list[list[Step]]:
+    """Each step alone, but neighbours of one name in `by_name` together."""
+    runs: list[list[Step]] = []
+    for step in steps:
+        if runs and step.name in by_name and runs[-1][-1].name in by_name:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return runs
+
+
+def _saved_of(sizes: LayerSizes, run: Sequence[Step]) -> int | None:
+    """Of steps that are computed again, or whose input is, the bytes that are kept nevertheless; None for others."""
+    first, normed = run[0].name, 0 if sizes.recomputes("layernorm") else sizes.stream * sizes.param_bytes
+    if first == "attention" and sizes.recomputes("core_attn"):
+        return _qkv_bytes(sizes) + run[0].grad_out  # what attention takes, and what it gives to proj
+    if first == "fc1" and sizes.recomputes("mlp"):
+        return normed
+    return 0 if first in ("qkv", "fc1") and sizes.recomputes("layernorm") else None
 
 
 def layer_steps(sizes: LayerSizes) -> tuple[Step, ...]:
@@ -168,10 +204,26 @@ def layer_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     attention = (_linear(sizes, "qkv", sizes.h, _fused_width(sizes), column=True), *_attention(sizes))
     mlp = (_linear(sizes, "fc1", sizes.h, (2 if sizes.gated else 1) * sizes.f, column=True), *_mlp(sizes))
     return tuple(
-        step._replace(waiting=stream)
-        for block in (attention, mlp)
-        for step in (_norm(sizes), *block[:-1], _row_linear(sizes, block[-1]), *_dropout(sizes))
+        step._replace(waiting=step.waiting + stream)
+        for block, again in ((attention, False), (mlp, sizes.recomputes("mlp")))
+        for step in (
+            _norm(sizes),
+            *_after_norm(sizes, (*block[:-1], _row_linear(sizes, block[-1])), again),
+            *_dropout(sizes),
+        )
     )
+
+
+def _after_norm(sizes: LayerSizes, block: tuple[Step, ...], again: bool) -> tuple[Step, ...]:
+    """Where the norm's output is computed again, it is there from the start of the block's backward on. `again`: so is the block, as a
+    whole, which then keeps it."""
+    if not sizes.recomputes("layernorm"):
+        return block
+    normed, last = sizes.stream * sizes.param_bytes, block[-1]
+    refill = Step("norm again", 0, last.grad_out, 0, normed + _norm_rows(sizes), waiting=normed)
+    if again:
+        return (*block, refill)
+    return (block[0], *(step._replace(waiting=normed) for step in block[1:]), refill)
 
 
 def _row_linear(sizes: LayerSizes, step: Step) -> Step:
@@ -214,13 +266,17 @@ def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
 
 def _norm(sizes: LayerSizes) -> Step:
     """Of the residual stream: its input is kept, and two numbers a row."""
-    elements, rows = sizes.stream, sizes.tokens
+    elements = sizes.stream
     e, r, g = sizes.param_bytes, sizes.residual_bytes, sizes.grad_bytes
-    keeps, beside = elements * r + 2 * rows * (g if sizes.accelerator else r), 0
+    keeps, beside = elements * r + _norm_rows(sizes), 0
     if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
         keeps += elements * (2 * g - r)
         beside = 3 * elements * g
     return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0))
+
+
+def _norm_rows(sizes: LayerSizes) -> int:
+    return 2 * sizes.tokens * (sizes.grad_bytes if sizes.accelerator else sizes.residual_bytes)
 
 
 def _linear(sizes: LayerSizes, name: str, inputs: int, outputs: int, *, column: bool) -> Step:

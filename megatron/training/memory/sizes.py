@@ -37,6 +37,8 @@ class LayerSizes:
     by_document: bool = False  # documents of a sample do not see each other
     recompute: str | None = None  # "selective", "uniform" or "block"
     recompute_layers: int = 1
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # of "selective"
+    saves_parts: bool = False  # of the inputs of recomputed layers each tensor-parallel rank keeps a part
     z_loss: bool = False
     param_bytes: int = 4  # of an activation too
     residual_bytes: int = 4
@@ -58,6 +60,10 @@ class LayerSizes:
     @property
     def is_half(self) -> bool:
         return self.param_bytes < self.grad_bytes
+
+    def recomputes(self, module: str) -> bool:
+        """Whether this part of a layer is computed again in its backward."""
+        return self.recompute == "selective" and module in self.recompute_modules
 
     @property
     def hands_on_gradient(self) -> bool:
@@ -115,6 +121,8 @@ class LayerSizes:
             by_document=config.data.reset_attention_mask,
             recompute=model.recompute_method if full else model.recompute_granularity,
             recompute_layers=model.recompute_num_layers or 1,
+            recompute_modules=tuple(model.recompute_modules),
+            saves_parts=model.distribute_saved_activations and t > 1,
             z_loss=model.z_loss_coeff > 0,
             param_bytes=model.params_dtype.itemsize,
             residual_bytes=model.residual_dtype.itemsize,

@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 _ROOT = str(Path(__file__).resolve().parents[2])
+_GIVES_UP = "core/transformer/norm.py"  # whose outputs may lose their memory, and get it back, without an operator
 # By the file, or by file and function, that asks for memory; None: whoever called it says.
 _KIND_OF = {
     "core/comm.py": None,
@@ -48,6 +49,7 @@ class MemoryTracker(TorchDispatchMode):
         self._kind: dict[int, str] = {}  # of a storage, by its identity
         self._bytes: dict[int, int] = {}
         self._ends: dict[int, weakref.ref] = {}
+        self._given_up: dict[int, weakref.ref] = {}  # storages that may be
         self._passing: list[torch.UntypedStorage] = []  # kept alive, as their owners do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -65,6 +67,8 @@ class MemoryTracker(TorchDispatchMode):
                     self._watch(storage)
                 else:
                     self._add(storage, _kind_from(frame))
+                    if frame is not None and frame.f_code.co_filename.endswith(_GIVES_UP):
+                        self._given_up[id(storage)] = self._ends[id(storage)]
         if func is torch.ops.aten.detach.default:
             self._hand_over(args[0], sys._getframe(1))
         self._note_peak()
@@ -116,6 +120,7 @@ class MemoryTracker(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         kind = self._kind.pop(key, None)
         self._ends.pop(key, None)
+        self._given_up.pop(key, None)
         if kind is not None:
             self.live[kind] -= self._bytes.pop(key)
 
@@ -136,7 +141,15 @@ class MemoryTracker(TorchDispatchMode):
         if kind is not None and id(x.untyped_storage()) in self._kind:
             self._change(x.untyped_storage(), kind)
 
+    def _measure_again(self) -> None:
+        """What may have been given up, or come back."""
+        for key, storage in self._given_up.items():
+            if (there := storage()) is not None:
+                self.live[self._kind[key]] += there.nbytes() - self._bytes[key]
+                self._bytes[key] = there.nbytes()
+
     def _note_peak(self) -> None:
+        self._measure_again()
         now = dict(self.live)
         if self._passing:
             now["communication"] = now.get("communication", 0) + sum(storage.nbytes() for storage in self._passing)
