@@ -9,7 +9,7 @@ The other ranks are not there: their answers are made up, since how much memory 
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh, build_mesh
+from megatron.core.offload.offload_config import make_tier
+from megatron.core.offload.tier import FileTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_state import grid_for, use_mesh
@@ -33,7 +35,7 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config, check
-from megatron.training.memory.estimate import KINDS, RankMemory, estimate
+from megatron.training.memory.estimate import IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.report import amount, table
 from megatron.training.memory.sizes import RunSizes
 from megatron.training.memory.tracker import MemoryTracker
@@ -67,6 +69,7 @@ class Case(NamedTuple):
 _T2, _P2, _P4 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 _FUSED, _BATCH = "--attention-dropout 0", "--global-batch-size 16"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+_PARTS = "--recompute-granularity selective --recompute-modules"
 _UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 CASES = [
     Case(""),
@@ -100,6 +103,19 @@ CASES = [
          "--bf16 --grad-reduce-in-bf16", 16, 8),
     Case(f"{_FUSED} {_BATCH} --optimizer sgd --zero-stage 1", 4, 0),
     Case(f"{_FUSED} {_BATCH} --fixed-order-grad-reduce", 4, 0),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 3 --pipeline-schedule zb-h1 --overlap-grad-reduce", 4, 2),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16", 4, 3),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 1 --bf16 --main-grads-dtype bf16", 4, 1),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --main-grads-dtype bf16 --reduce-scatter-with-fp32-accumulation", 4, 2),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation "
+         "--overlap-grad-reduce --ddp-bucket-size 30000", 4, 0),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --poison-released-buffers --overlap-param-gather", 4, 1),
+    Case(f"{_FUSED} --bf16 {_PARTS} mlp layernorm"),
+    Case(f"{_FUSED} {_BATCH} {_P2} {_T2} --sequence-parallel {_PARTS} core_attn layernorm", 4, 0),
+    Case(f"{_FUSED} {_BATCH} {_P2} {_T2} {_UNIFORM} 1 --distribute-saved-activations", 4, 2),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 1 --bf16 --optimizer-cpu-offload", 4, 0),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 --offload-dir state --optimizer-offload-fraction 0.5", 4, 0),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --offload-dir state --offload-params --overlap-param-gather", 4, 1),
 ]  # fmt: skip
 # Too long for a test: GPT-2 with half of its layers (82 M parameters), and deeper ones on many ranks.
 LARGE = [
@@ -188,10 +204,16 @@ class Measured:
     bytes: dict[str, int]  # the peak of each kind in a step
     total: int  # the peak of all together in a step
     ever: int  # and that of the whole time, while the model was built too
+    in_file: int  # state that takes none of it
 
     @property
     def predicted(self) -> RankMemory:
         return estimate(self.run)[self.stage]
+
+    @property
+    def expected(self) -> dict[str, int]:
+        """By kind, what is predicted for the memory of this machine."""
+        return self.predicted.within(*IN_MEMORY)
 
 
 def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) -> Measured:
@@ -202,7 +224,8 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
         raise ConfigError(f"--rank is {rank}; there are ranks 0 to {world_size - 1}")
     mesh = mesh_of(config, world_size, rank)
     tokenizer = build_tokenizer(config.tokenizer)
-    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, DropoutKeys(1), WeightGradStore())
+    tier = make_tier(config.offload, rank, torch.device("cpu"))
+    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, DropoutKeys(1), WeightGradStore(), tier=tier)
     use_mesh(mesh)
     set_runtime(runtime, this_thread_only=True)
     try:
@@ -213,10 +236,12 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
                 config.optimizer,
                 mesh,
                 scaler=make_grad_scaler(config.loss_scaling, fp16=config.transformer.fp16),
+                tier=tier,
+                offload_fraction=config.offload.optimizer_offload_fraction,
             )
             pipeline = pipeline_of(runtime, chunks)
             tracker.assign_state(chunks.values(), optimizer)
-            ever = tracker.peak["total"]
+            ever, in_file = tracker.peak["total"], bytes_in_file(chunks.values(), optimizer)
             data = batches_of(config, tokenizer.vocab_size)
             for _ in range(steps):
                 tracker.restart()
@@ -225,11 +250,22 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
                     first_sample=0, lr=0.0, check_finite=False,
                 )  # fmt: skip
     finally:
+        if tier is not None:
+            tier.close()
         use_mesh(None)
         set_runtime(None, this_thread_only=True)
     run = RunSizes.of(config, tokenizer.vocab_size, world_size, accelerator=False, threads=torch.get_num_threads())
     kinds, total = {kind: tracker.peak[kind] for kind in KINDS}, tracker.peak["total"]
-    return Measured(run, mesh["pp"].rank, kinds, total, max(ever, total))
+    return Measured(run, mesh["pp"].rank, kinds, total, max(ever, total), in_file)
+
+
+def bytes_in_file(chunks: Iterable[DistributedDataParallel], optimizer: FlatOptimizer) -> int:
+    """Of the state of a rank."""
+    held = [tensor for chunk in chunks for buffer in chunk.buffers for tensor in buffer.held_params.tensors]
+    wide = [master for buffer, master in zip(optimizer.buffers, optimizer.masters) if buffer.is_half_precision]
+    for shard in (*wide, *(shard for shards in optimizer.moments.values() for shard in shards)):
+        held += shard.tensors
+    return sum(tensor.nbytes for tensor in held if isinstance(tensor, FileTensor))
 
 
 def _chunks_of(runtime: Runtime) -> Iterator[tuple[int, DistributedDataParallel]]:
@@ -240,7 +276,8 @@ def _chunks_of(runtime: Runtime) -> Iterator[tuple[int, DistributedDataParallel]
         model = pretrain_gpt.model_provider(stage == 0, stage == last, number)
         for parameter in model.parameters():
             parameter.data.zero_()  # no weight matters, but a chance one may be no number
-        yield stage, DistributedDataParallel(model, mesh, config.data_parallel, runtime.weight_grads)
+        tier = runtime.tier if config.offload.offload_params else None
+        yield stage, DistributedDataParallel(model, mesh, config.data_parallel, runtime.weight_grads, tier=tier)
 
 
 def pipeline_of(runtime: Runtime, chunks: dict[int, DistributedDataParallel]) -> Pipeline:
@@ -274,14 +311,14 @@ def rows_of(cases: Sequence[Case]) -> Iterator[list[str]]:
     """A row of a Markdown table for each case."""
     for case in cases:
         got = measure(case.arguments, case.world_size, case.rank)
-        expected = got.predicted
+        expected = got.expected
         print(f"measured {case.words}", file=sys.stderr, flush=True)
-        cells = [beside(got.bytes[kind], expected.bytes[kind]) for kind in KINDS]
+        cells = [beside(got.bytes[kind], expected[kind]) for kind in KINDS]
         yield [
             f"`{case.words or 'no more flags'}`",
             f"{case.rank} of {case.world_size}",
             *cells,
-            beside(got.total, expected.total),
+            beside(got.total, sum(expected.values())),
         ]
 
 
@@ -324,10 +361,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = "\n".join(f"  - {problem}" for problem in error.problems)
         print(f"cannot measure, {len(error.problems)} problem(s):\n{lines}", file=sys.stderr)
         return 2
-    expected = got.predicted
+    expected = got.expected
     rows = [["", "measured", "predicted"]]
-    rows += [[kind, amount(got.bytes[kind]), amount(expected.bytes[kind])] for kind in KINDS]
-    rows += [["all", amount(got.total), amount(expected.total)], ["while built too", amount(got.ever), ""]]
+    rows += [[kind, amount(got.bytes[kind]), amount(expected[kind])] for kind in KINDS]
+    rows += [["all", amount(got.total), amount(sum(expected.values()))], ["while built too", amount(got.ever), ""]]
+    if got.in_file:
+        rows.append(["in a file", amount(got.in_file), amount(got.predicted.tiers["file"])])
     print("\n".join([f"stage {got.stage}", *table(rows)]))
     return 0
 

@@ -25,7 +25,7 @@ from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
-from megatron.training.offload import announce_and_check
+from megatron.training.offload import check_room
 from megatron.training.runtime import Runtime, get_runtime
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
@@ -53,7 +53,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         made[stage] = chunk
     if problems := name_problems(made, mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
-    announce_and_check(runtime, made.values())
+    check_room(runtime, made.values())
     params_tier = runtime.tier if runtime.config.offload.offload_params else None
     for stage, chunk in made.items():
         initialize_parameters(chunk, runtime.config.training.seed, mesh)

@@ -1,4 +1,4 @@
-"""What offloading makes of a run's memory: said at the start, and refused where it does not fit."""
+"""What offloading asks of disks and machines, refused where it does not fit. `memory/` says at the start how much that is."""
 
 import json
 import socket
@@ -11,9 +11,9 @@ from torch import nn
 from megatron.core import comm
 from megatron.core.config import ConfigError
 from megatron.core.offload.host_memory import free_on_machine, free_to_process
-from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, show_bytes
+from megatron.core.offload.plan import Element, bytes_by_tier, show_bytes
 from megatron.core.offload.tier import FileTier
-from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.runtime import Runtime
 
 Bytes = dict[str, dict[str, int]]  # by tier and kind
 
@@ -32,6 +32,7 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
                 parameter.element_size(),
                 len(config.optimizer.moments),
                 splits_masters=config.optimizer.reuse_fp32_param,
+                gradient=2 if config.data_parallel.main_grads_dtype == "bf16" else None,
             ),
             stage=config.data_parallel.stage,
             shards=shards,
@@ -46,8 +47,8 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
     return {tier: dict(kinds) for tier, kinds in total.items()}
 
 
-def announce_and_check(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
-    """Say how many bytes will live in which tier; raise ConfigError, on all ranks, where a disk or a host has no room for them.
+def check_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError, on all ranks, where a disk or a host has no room for the bytes that will live there.
 
     Does nothing where nothing is offloaded. Every rank must call, before it makes the buffers.
     """
@@ -59,10 +60,13 @@ def announce_and_check(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
     texts = comm.all_gather_texts(json.dumps(need), world, runtime.device.torch_device)
     if problems := problems_of_needs([json.loads(text) for text in texts]):
         raise ConfigError(problems)
-    room = (
-        f"; {show_bytes(need['disk_free'])} are free below {runtime.config.offload.offload_dir}" if need["disk"] else ""
-    )
-    print_rank_0(f"state of a rank, without what passes: {bytes_line(found)}{room}")
+
+
+def room_left(runtime: Runtime) -> list[str]:
+    """A line about the disk, once the state of this rank has its room there."""
+    if not isinstance(runtime.tier, FileTier):
+        return []
+    return [f"{show_bytes(runtime.tier.folder.free_bytes)} are still free below {runtime.config.offload.offload_dir}"]
 
 
 def _need_of(runtime: Runtime, found: Bytes, present: int) -> dict[str, Any]:

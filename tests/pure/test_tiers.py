@@ -286,6 +286,9 @@ def test_bytes_by_tier_are_the_published_sums():
     assert away["device"] == {"gradients": 4 * n // 8} and away["host"] == {"slices": 3 * (n // 8) * 12}
     hybrid = bytes_by_tier(n, bf16, stage=3, shards=4, outer=2)["device"]  # (2 + 4) / 4 + 12 / (4 x 2)
     assert sum(hybrid.values()) == 6 * n // 4 + 12 * n // 8
+    narrow = Element.of(2, moments=2, gradient=2)  # summed in float32, of which a rank has its shard
+    for stage, device in ((1, (2 + 2) * n + 16 * n // 8), (2, 2 * n + 16 * n // 8)):
+        assert sum(bytes_by_tier(n, narrow, stage=stage, shards=8)["device"].values()) == device, stage
     half = bytes_by_tier(n, Element.of(4, moments=1), tier="host", fraction=0.5)
     assert half == {"device": {"parameters": 4 * n, "gradients": 4 * n, "moments": 2 * n}, "host": {"moments": 2 * n}}
     assert (

@@ -40,17 +40,20 @@ class Element:
     """Bytes that one trained element takes of each kind."""
 
     parameter: int
-    gradient: int
+    gradient: int  # as a rank adds it up
+    summed: int  # as it is summed over ranks: the same memory, where it is as wide
     master: int  # 0 where the parameter is its own
     moments: int
 
     @classmethod
-    def of(cls, parameter: int, moments: int, *, splits_masters: bool = False) -> "Element":
-        """parameter: bytes of one in the model's precision; moments: how many the optimizer keeps; splits_masters: of a master only
-        what the parameter lacks is kept."""
+    def of(
+        cls, parameter: int, moments: int, *, gradient: int | None = None, splits_masters: bool = False
+    ) -> "Element":
+        """parameter: bytes of one in the model's precision; moments: how many the optimizer keeps; gradient: bytes of one that a rank
+        adds up, those of its sum when None; splits_masters: of a master only what the parameter lacks is kept."""
         wide = max(parameter, 4)
         master = wide - parameter if splits_masters else wide
-        return cls(parameter, wide, master if parameter < wide else 0, wide * moments)
+        return cls(parameter, gradient or wide, wide, master if parameter < wide else 0, wide * moments)
 
 
 def bytes_by_tier(
@@ -76,7 +79,9 @@ def bytes_by_tier(
     updated = -(-part // outer)
     away = 0 if tier == "device" else round(updated * fraction)
     params = part if stage == 3 else numel
-    grads = part if stage > 1 else numel
+    grads = 0 if stage > 1 else numel * element.gradient
+    if stage > 1 or element.gradient != element.summed:
+        grads += part * element.summed
     found: dict[str, dict[str, int]] = {"device": {}, "host": {}, "file": {}}
 
     def add(where: str, kind: str, nbytes: int) -> None:
@@ -84,7 +89,7 @@ def bytes_by_tier(
             found[where][kind] = found[where].get(kind, 0) + nbytes
 
     add(tier if offload_params else "device", "parameters", params * element.parameter)
-    add("device", "gradients", grads * element.gradient)
+    add("device", "gradients", grads)
     for where, count in ((tier, away), ("device", updated - away)):
         add(where, "masters", count * element.master)
         add(where, "moments", count * element.moments)

@@ -270,7 +270,7 @@ def _norm(sizes: LayerSizes) -> Step:
     e, r, g = sizes.param_bytes, sizes.residual_bytes, sizes.grad_bytes
     keeps, beside = elements * r + _norm_rows(sizes), 0
     if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
-        keeps += elements * (2 * g - r)
+        keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") else r))
         beside = 3 * elements * g
     return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0))
 

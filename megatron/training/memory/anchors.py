@@ -54,7 +54,7 @@ def layer_activations(sizes: LayerSizes) -> float:
     """Bytes of a layer of GPT-2 in half precision, without what core attention keeps of its scores."""
     sbh, t = sizes.s * sizes.b * sizes.h, sizes.t
     if sizes.recompute in ("uniform", "block"):
-        return 2 * sbh / (t if sizes.sequence_parallel else 1)
+        return 2 * sbh / (t if sizes.sequence_parallel or sizes.saves_parts else 1)
     return sbh * (34 / t if sizes.sequence_parallel else 10 + 24 / t)
 
 
@@ -73,7 +73,7 @@ def _parameters(run: RunSizes) -> list[Anchor]:
 
 def _state(run: RunSizes, ranks: list[RankMemory]) -> list[Anchor]:
     sizes, shards = run.layer, run.shards
-    if run.fixed_order or run.moments != 2:
+    if run.fixed_order or run.moments != 2 or run.divides_outer or sizes.main_grad_bytes != sizes.grad_bytes:
         return []
     rest = sizes.grad_bytes * (run.moments + sizes.is_half)
     each = zero_bytes_per_parameter(
@@ -91,9 +91,11 @@ def _activations(run: RunSizes) -> list[Anchor]:
         return []
     if not sizes.fused_attention and sizes.recompute is None:
         return []  # the plain kernel keeps more of the scores than Megatron's did: docs/memory.md
+    if sizes.recomputes("mlp") or sizes.recomputes("layernorm"):
+        return []
     kept = sum(segment.keeps for segment in layer_segments(sizes))
     if sizes.recompute in ("uniform", "block"):
-        kept = sizes.stream * sizes.residual_bytes
+        kept = sizes.stream * sizes.residual_bytes // (sizes.t if sizes.saves_parts else 1)
     return [Anchor("arXiv:2205.05198 table 2, activations of a layer", layer_activations(sizes), kept)]
 
 

@@ -5,91 +5,100 @@
 Ranks of one pipeline stage hold equally much: tensor-parallel ranks have equal parts, data-parallel ones equal shards.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.training.memory import activations, communication
-from megatron.training.memory.parameters import owned_numel, plans_of_stage
+from megatron.training.memory.parameters import plans_of_stage, state_of
 from megatron.training.memory.sizes import RunSizes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 DEVICE = "device"  # the tier of what is computed with
-
-# kind of memory -> the tier that it lives on; what offloads says of its kinds where they are
-TierOf = Callable[[str], str]
+IN_MEMORY = (DEVICE, "host")  # the tiers that are one on a CPU
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank of a pipeline stage needs, by kind: what stays, and the peaks of what comes and goes."""
+    """Bytes that a rank of a pipeline stage needs, by tier and kind: what stays, and the peaks of what comes and goes."""
 
     rank: int  # of the pipeline
     layers: int
-    bytes: dict[str, int] = field(default_factory=dict)
-    tier_of: TierOf = lambda kind: DEVICE
+    on: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """By kind, wherever it lives."""
+        return self.within(*self.on)
 
     @property
     def total(self) -> int:
-        """Of all kinds and tiers. The peaks need not come at one moment, so it may be a little less."""
-        return sum(self.bytes.values())
+        """Of all kinds on the device. The peaks need not come at one moment, so it may be a little less."""
+        return self.tiers[DEVICE]
 
     @property
     def state(self) -> int:
-        """What stays between the steps: parameters, gradients, optimizer."""
-        return sum(self.bytes[kind] for kind in KINDS[:3])
+        """What stays between the steps, wherever it lives: parameters, gradients, optimizer."""
+        return self.state_within(*self.on)
 
     @property
     def tiers(self) -> dict[str, int]:
         """Bytes on each tier."""
-        of: dict[str, int] = {}
-        for kind, size in self.bytes.items():
-            of[self.tier_of(kind)] = of.get(self.tier_of(kind), 0) + size
-        return of
+        return {tier: sum(kinds.values()) for tier, kinds in self.on.items()}
+
+    def within(self, *tiers: str) -> dict[str, int]:
+        """Bytes by kind, of what lives on these tiers."""
+        return {kind: sum(self.on.get(tier, {}).get(kind, 0) for tier in tiers) for kind in KINDS}
+
+    def state_within(self, *tiers: str) -> int:
+        """What stays between the steps, of what lives on these tiers."""
+        held = self.within(*tiers)
+        return sum(held[kind] for kind in KINDS[:3])
 
 
-def estimate(run: RunSizes, tier_of: TierOf = lambda kind: DEVICE) -> list[RankMemory]:
+def estimate(run: RunSizes) -> list[RankMemory]:
     """One entry a pipeline rank."""
     lowered = _lowered(run)
     return [
         RankMemory(
-            rank,
-            sum(len(run.layers[stage]) for stage in run.stages_of(rank)),
-            _bytes_of_rank(run, rank, lowered),
-            tier_of,
+            rank, sum(len(run.layers[stage]) for stage in run.stages_of(rank)), _bytes_of_rank(run, rank, lowered)
         )
         for rank in range(run.p)
     ]
 
 
 def worst(ranks: list[RankMemory]) -> RankMemory:
-    """The one that needs most."""
+    """The one whose device needs most."""
     return max(ranks, key=lambda one: one.total)
 
 
-def _bytes_of_rank(run: RunSizes, rank: int, lowered: Schedule) -> dict[str, int]:
-    sizes, stages = run.layer, run.stages_of(rank)
+def _bytes_of_rank(run: RunSizes, rank: int, lowered: Schedule) -> dict[str, dict[str, int]]:
+    stages = run.stages_of(rank)
     plans = [plan for stage in stages for plan in plans_of_stage(run, stage)]
-    whole, owned = sum(plan.numel for plan in plans), sum(map(owned_numel, plans))
-    held = sum(plan.numel // (run.shards if run.zero_stage > 0 else 1) for plan in plans)
-    grads = held * sizes.grad_bytes if run.zero_stage > 1 else whole * sizes.main_grad_bytes
-    if run.zero_stage < 2 and sizes.main_grad_bytes != sizes.grad_bytes:
-        grads += held * sizes.grad_bytes  # its sums
-    if run.fixed_order:  # those of each microbatch, and of two from all ranks
+    on = _joined([state_of(run, plan) for plan in plans])
+    if run.fixed_order:  # gradients of each microbatch, and of two from all ranks
         ranks = run.replicas * run.shards
         among = min(2, run.m) * ranks * max(plan.numel for plan in plans) if ranks > 1 else 0
-        grads += (run.m * whole + among) * sizes.grad_bytes
+        on[DEVICE]["gradients"] += (run.m * sum(plan.numel for plan in plans) + among) * run.layer.grad_bytes
     of_stage = {stage: activations.stage_bytes(run, stage) for stage in stages}
-    values = (
-        (held if run.zero_stage == 3 else whole) * sizes.param_bytes,
-        grads,
-        owned * sizes.grad_bytes * (run.moments + sizes.is_half),
-        activations.peak_of_rank(lowered[rank], of_stage),
-        communication.peak_of_rank(run, rank, lowered[rank]),
-    )
-    return dict(zip(KINDS, values))
+    on[DEVICE]["activations"] = activations.peak_of_rank(lowered[rank], of_stage)
+    on[DEVICE]["communication"] = communication.peak_of_rank(run, rank, lowered[rank])
+    return on
+
+
+_KIND_OF = {"masters": "optimizer", "moments": "optimizer"}  # here, of a kind of core/offload/plan.py
+
+
+def _joined(found: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """The sum of several buffers, which pass through the same slices."""
+    on: dict[str, dict[str, int]] = {DEVICE: {}}
+    for tiers in found:
+        for tier, kinds in tiers.items():
+            for kind, size in kinds.items():
+                name, held = _KIND_OF.get(kind, kind), on.setdefault(tier, {})
+                held[name] = max(held.get(name, 0), size) if name == "slices" else held.get(name, 0) + size
+    return on
 
 
 def _lowered(run: RunSizes) -> Schedule:

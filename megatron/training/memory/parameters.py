@@ -7,6 +7,7 @@ what is predicted is what will be allocated, to the byte.
 from dataclasses import replace
 
 from megatron.core.distributed.plan import BufferPlan, Cut, Item, lay_out
+from megatron.core.offload.plan import Element, bytes_by_tier, cut_by_fraction
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 
 WORDS, OUTPUT = "embedding.word_embeddings", "output_layer"  # units
@@ -70,6 +71,23 @@ def _norm(sizes: LayerSizes, width: int) -> dict[str, int]:
 def is_small(name: str) -> bool:
     """Whether a parameter is that of a norm, or a bias: neither a table nor the matrix of a linear layer."""
     return name.startswith("decoder.") and not (name.endswith(".weight") and ".linear_" in name)
+
+
+def state_of(run: RunSizes, plan: BufferPlan) -> dict[str, dict[str, int]]:
+    """Bytes by tier and kind that last of a buffer on one rank. The share that is offloaded is that of the first rank: it is rounded up to
+    whole parameters, of which other ranks own other parts."""
+    owned, starts = plan.owned(0), [slot.start for slot in plan.slots]
+    away, _ = cut_by_fraction(owned, starts, run.offload_fraction)
+    return bytes_by_tier(
+        plan.numel,
+        Element.of(run.layer.param_bytes, run.moments, gradient=run.layer.main_grad_bytes),
+        stage=run.zero_stage,
+        shards=run.shards if run.zero_stage > 0 else 1,
+        outer=run.replicas if run.divides_outer else 1,
+        tier=run.tier,
+        fraction=sum(stop - start for start, stop in away) / owned_numel(plan),
+        offload_params=run.offload_params,
+    )
 
 
 def owned_numel(plan: BufferPlan) -> int:

@@ -9,6 +9,9 @@ from megatron.training.memory.parameters import parameter_count
 from megatron.training.memory.sizes import RunSizes
 
 GIB = 2**30
+TIERS = (DEVICE, "host", "file")
+_PLACE = {"host": "host memory", "file": "a file"}
+_NAME = {"optimizer": "masters and moments", "slices": "slices on their way"}
 
 
 def amount(size: float) -> str:
@@ -33,13 +36,25 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 def stage_table(ranks: Sequence[RankMemory], shown: Sequence[int] | None = None) -> list[str]:
     """A line for each pipeline rank (of those `shown`), the worst marked."""
     most = worst(list(ranks)).rank
-    rows = [["stage", "layers", *KINDS, "total", ""]]
+    tiers = [tier for tier in TIERS if any(tier in one.on for one in ranks)]
+    rows = [["stage", "layers", *KINDS, *(["total"] if tiers == [DEVICE] else tiers), ""]]
     for one in ranks:
         if shown is None or one.rank in shown:
             mark = "<- most" if one.rank == most and len(ranks) > 1 else ""
             cells = [amount(one.bytes[kind]) for kind in KINDS]
-            rows.append([str(one.rank), str(one.layers), *cells, amount(one.total), mark])
-    return table(rows)
+            sums = [amount(one.tiers.get(tier, 0)) for tier in tiers]
+            rows.append([str(one.rank), str(one.layers), *cells, *sums, mark])
+    return [*table(rows), *_elsewhere(worst(list(ranks)))]
+
+
+def _elsewhere(one: RankMemory) -> list[str]:
+    """What does not live on the device."""
+    held = {tier: {kind: size for kind, size in one.on.get(tier, {}).items() if size} for tier in TIERS[1:]}
+    return [
+        f"in {_PLACE[tier]}: " + ", ".join(f"{_NAME.get(kind, kind)} {amount(size)}" for kind, size in kinds.items())
+        for tier, kinds in held.items()
+        if kinds
+    ]
 
 
 def full_report(run: RunSizes, ranks: list[RankMemory]) -> list[str]:
@@ -49,10 +64,8 @@ def full_report(run: RunSizes, ranks: list[RankMemory]) -> list[str]:
         f"{parameter_count(run):,} parameters; {run.world_size:,} rank(s): tp {sizes.t}, pp {run.p}, dp {run.replicas * run.shards}; {run.m} microbatch(es) of {sizes.b} x {sizes.s} tokens, {run.schedule}, "
         f"ZeRO stage {run.zero_stage}; kernels of {'an accelerator' if sizes.accelerator else 'a CPU'}",
         *stage_table(ranks),
-        f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which {most.state:,} stay between steps",
+        f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which {most.state_within(DEVICE):,} stay between steps",
     ]
-    if set(most.tiers) != {DEVICE}:
-        lines.append("by tier: " + ", ".join(f"{tier} {amount(size)}" for tier, size in most.tiers.items()))
     everyone = sum(one.total for one in ranks) * run.world_size // run.p
     lines.append(f"all ranks: {everyone:,} bytes = {everyone / GIB:.3f} GiB")
     return lines + sentence(anchors_of(run, ranks))
@@ -72,8 +85,7 @@ def as_json(run: RunSizes, ranks: list[RankMemory]) -> dict[str, Any]:
         "worst_stage": most.rank,
         "worst_total_bytes": most.total,
         "stages": [
-            {"stage": one.rank, "layers": one.layers, **one.bytes, "total": one.total, "tiers": one.tiers}
-            for one in ranks
+            {"stage": one.rank, "layers": one.layers, **one.bytes, "total": one.total, "tiers": one.on} for one in ranks
         ],
         "anchors": [
             {"what": a.what, "published": a.published, "ours": a.ours, "difference": a.difference}

@@ -157,6 +157,9 @@ class RunSizes:
     poison: bool = False  # what passes stays
     fixed_order: bool = False
     moments: int = 2
+    tier: str = "device"  # where masters and moments live, or this share of them
+    offload_fraction: float = 1.0
+    offload_params: bool = False  # the shards of stage 3 too
 
     @property
     def chunks(self) -> int:
@@ -205,4 +208,7 @@ class RunSizes:
             poison=data_parallel.poison_released_buffers,
             fixed_order=data_parallel.fixed_order_grad_reduce,
             moments=len(config.optimizer.moments),
+            tier=config.offload.tier,
+            offload_fraction=config.offload.optimizer_offload_fraction,
+            offload_params=config.offload.offload_params,
         )

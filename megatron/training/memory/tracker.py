@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.memory_buffer import Transient
+from megatron.core.offload.tier import Stored
 from megatron.core.optimizer.optimizer import FlatOptimizer
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
@@ -74,10 +75,9 @@ class MemoryTracker(TorchDispatchMode):
         self._note_peak()
         return result
 
-    def assign(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors, made before or while it counts, are of this kind."""
-        for x in tensors:
-            storage = x.untyped_storage()
+    def assign(self, kind: str, tensors: Iterable[Stored]) -> None:
+        """These tensors, made before or while it counts, are of this kind. What lies in a file takes no memory."""
+        for storage in (x.untyped_storage() for x in tensors if isinstance(x, Tensor)):
             if id(storage) in self._kind:
                 self._change(storage, kind)
             else:

@@ -11,12 +11,14 @@ import torch
 
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.offload.plan import bytes_line
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.training.memory.estimate import KINDS, RankMemory, estimate
+from megatron.training.memory.estimate import DEVICE, IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.parameters import plans_of_stage
 from megatron.training.memory.report import amount, short_report, table
 from megatron.training.memory.sizes import RunSizes
 from megatron.training.memory.tracker import MemoryTracker
+from megatron.training.offload import room_left, state_bytes
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
 
 _STEADY = 2  # the step of a run, counted from 1, from which on all that it will need is there
@@ -31,8 +33,16 @@ class MemoryWatch:
         self._tracker: MemoryTracker | None = None
         self._steps = 0
         self.predicted = self._predict()
+        for line in (*self._said_at_start(), *room_left(runtime)):
+            print_rank_0(line)
+
+    def _said_at_start(self) -> list[str]:
+        """What is predicted; of a script's own model, where something is offloaded, what can be said of it too: its state."""
         if self.predicted:
-            print_rank_0("\n".join(short_report(self.predicted)))
+            return short_report(self.predicted)
+        if self.runtime.tier is None:
+            return []
+        return [f"state of a rank, without what passes: {bytes_line(state_bytes(self.runtime, self.chunks))}"]
 
     def _predict(self) -> list[RankMemory]:
         """Nothing on any rank unless this rank's buffers are those of a GPT."""
@@ -95,6 +105,7 @@ class MemoryWatch:
     def _beside(self, name: str, size: int, stage: int) -> str:
         if not self.predicted:
             return amount(size)
-        one = self.predicted[stage]
-        expected = {**one.bytes, "state": one.state, "total": one.total}[name]
+        tiers = IN_MEMORY if self._counts else (DEVICE,)
+        held, state = self.predicted[stage].within(*tiers), self.predicted[stage].state_within(*tiers)
+        expected = {**held, "state": state, "total": sum(held.values())}[name]
         return f"{amount(size)} / {amount(expected)}"
