@@ -23,6 +23,7 @@ from megatron.training.memory.parameters import is_small, items_of_stage
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 
 _INT, _BOOL, _FLOAT = 8, 1, 4  # bytes
+_MLP = ("fc1", "gelu", "swiglu", "fc2")  # steps
 _FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512  # of `tensor_parallel/linear.py`, whose factors are widened in blocks
 
 
@@ -165,9 +166,7 @@ def _with_received_gradient(sizes: LayerSizes, tape: Tape) -> Tape:
 def layer_segments(sizes: LayerSizes) -> Tape:
     """A layer that is kept, but for what is computed again."""
     steps, segments, kept = layer_steps(sizes), [], []
-    for run in _runs_of(
-        steps, by_name=dict.fromkeys(("fc1", "gelu", "swiglu", "fc2"), "mlp") if sizes.recomputes("mlp") else {}
-    ):
+    for run in _runs_of(steps, together=_MLP if sizes.recomputes("mlp") else ()):
         saved = _saved_of(sizes, run)
         if saved is None:
             kept += run
@@ -178,11 +177,11 @@ def layer_segments(sizes: LayerSizes) -> Tape:
     return (*segments, Segment(tuple(kept))) if kept else tuple(segments)
 
 
-def _runs_of(steps: Sequence[Step], by_name: dict[str, str]) -> list[list[Step]]:
-    """Each step alone, but neighbours of one name in `by_name` together."""
+def _runs_of(steps: Sequence[Step], together: tuple[str, ...]) -> list[list[Step]]:
+    """Each step alone, but neighbours with names in `together` as one run."""
     runs: list[list[Step]] = []
     for step in steps:
-        if runs and step.name in by_name and runs[-1][-1].name in by_name:
+        if runs and step.name in together and runs[-1][-1].name in together:
             runs[-1].append(step)
         else:
             runs.append([step])

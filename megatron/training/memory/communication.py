@@ -46,9 +46,8 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
             begun, at_end = _under_way(run, plans[stage])
             peak = max(peak, moving + summing + at_end)
             summing += begun
-            overlaps = (
-                run.overlap_reduce and not splits
-            )  # sums begin in the last backward, which holds the gradient it began with
+            # Sums begin in the last backward, which holds the gradient it began with.
+            overlaps = run.overlap_reduce and not splits
             first = whole if overlaps and stage == 0 < len(run.layers) - 1 else 0
             peak = max(peak, moving + first + summing)
         elif passing:
@@ -64,9 +63,7 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
 
 def _under_way(run: RunSizes, plans: Sequence[BufferPlan]) -> tuple[int, int]:
     """What the sums of a stage's gradients take beside them, at the end of a step: (all under way, and the first at its end)."""
-    if (
-        run.fixed_order or run.zero_stage > 1
-    ):  # which has its own, counted with the gradients; which are summed as they come
+    if run.fixed_order or run.zero_stage > 1:  # counted with the gradients, or as they come
         return 0, 0
     sums = [sum_of_bucket(run, bucket.stop - bucket.start) for plan in plans for bucket in plan.buckets]
     total = sum(one.under_way for one in sums)
