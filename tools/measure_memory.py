@@ -34,11 +34,12 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
-from megatron.training.config import Config, check
+from megatron.training.config import Config
 from megatron.training.memory.estimate import IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.report import amount, table
 from megatron.training.memory.sizes import RunSizes
-from megatron.training.memory.tracker import MemoryTracker
+from megatron.training.memory.tracker import MemoryTracker, kept_apart
+from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.train_step import BatchShape, Pipeline, train_step
 
@@ -113,6 +114,7 @@ CASES = [
     Case(f"{_FUSED} --bf16 {_PARTS} mlp layernorm"),
     Case(f"{_FUSED} {_BATCH} {_P2} {_T2} --sequence-parallel {_PARTS} core_attn layernorm", 4, 0),
     Case(f"{_FUSED} {_BATCH} {_P2} {_T2} {_UNIFORM} 1 --distribute-saved-activations", 4, 2),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 1 --bf16 --reuse-fp32-param", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 1 --bf16 --optimizer-cpu-offload", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 --offload-dir state --optimizer-offload-fraction 0.5", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --offload-dir state --offload-params --overlap-param-gather", 4, 1),
@@ -262,9 +264,9 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
 def bytes_in_file(chunks: Iterable[DistributedDataParallel], optimizer: FlatOptimizer) -> int:
     """Of the state of a rank."""
     held = [tensor for chunk in chunks for buffer in chunk.buffers for tensor in buffer.held_params.tensors]
-    wide = [master for buffer, master in zip(optimizer.buffers, optimizer.masters) if buffer.is_half_precision]
-    for shard in (*wide, *(shard for shards in optimizer.moments.values() for shard in shards)):
-        held += shard.tensors
+    held += [tensor for shards in optimizer.moments.values() for shard in shards for tensor in shard.tensors]
+    for buffer, master in zip(optimizer.buffers, optimizer.masters):
+        held += map(kept_apart, master.tensors) if buffer.is_half_precision else ()
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, FileTensor))
 
 

@@ -73,7 +73,13 @@ def _parameters(run: RunSizes) -> list[Anchor]:
 
 def _state(run: RunSizes, ranks: list[RankMemory]) -> list[Anchor]:
     sizes, shards = run.layer, run.shards
-    if run.fixed_order or run.moments != 2 or run.divides_outer or sizes.main_grad_bytes != sizes.grad_bytes:
+    if (
+        run.fixed_order
+        or run.moments != 2
+        or run.divides_outer
+        or run.splits_masters
+        or sizes.main_grad_bytes != sizes.grad_bytes
+    ):
         return []
     rest = sizes.grad_bytes * (run.moments + sizes.is_half)
     each = zero_bytes_per_parameter(

@@ -80,7 +80,9 @@ def state_of(run: RunSizes, plan: BufferPlan) -> dict[str, dict[str, int]]:
     away, _ = cut_by_fraction(owned, starts, run.offload_fraction)
     return bytes_by_tier(
         plan.numel,
-        Element.of(run.layer.param_bytes, run.moments, gradient=run.layer.main_grad_bytes),
+        Element.of(
+            run.layer.param_bytes, run.moments, gradient=run.layer.main_grad_bytes, splits_masters=run.splits_masters
+        ),
         stage=run.zero_stage,
         shards=run.shards if run.zero_stage > 0 else 1,
         outer=run.replicas if run.divides_outer else 1,

@@ -157,6 +157,7 @@ class RunSizes:
     poison: bool = False  # what passes stays
     fixed_order: bool = False
     moments: int = 2
+    splits_masters: bool = False  # of a master only what the parameter lacks is kept
     tier: str = "device"  # where masters and moments live, or this share of them
     offload_fraction: float = 1.0
     offload_params: bool = False  # the shards of stage 3 too
@@ -208,6 +209,7 @@ class RunSizes:
             poison=data_parallel.poison_released_buffers,
             fixed_order=data_parallel.fixed_order_grad_reduce,
             moments=len(config.optimizer.moments),
+            splits_masters=config.optimizer.reuse_fp32_param,
             tier=config.offload.tier,
             offload_fraction=config.offload.optimizer_offload_fraction,
             offload_params=config.offload.offload_params,

@@ -22,6 +22,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.memory_buffer import Transient
 from megatron.core.offload.tier import Stored
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.split_master import SplitMaster
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -94,7 +95,7 @@ class MemoryTracker(TorchDispatchMode):
                     self._watch(passing.data.untyped_storage())
         for buffer, master in zip(optimizer.buffers, optimizer.masters):
             if buffer.is_half_precision:
-                self.assign("optimizer", master.tensors)
+                self.assign("optimizer", [kept_apart(tensor) for tensor in master.tensors])
         for shards in optimizer.moments.values():
             self.assign("optimizer", [tensor for shard in shards for tensor in shard.tensors])
 
@@ -159,6 +160,11 @@ class MemoryTracker(TorchDispatchMode):
             if size > self.peak[kind]:
                 self.peak[kind] = size
         self.peak["total"] = max(self.peak["total"], total)
+
+
+def kept_apart(master: Stored) -> Stored:
+    """What is kept of a master beside the parameters."""
+    return master.residual if isinstance(master, SplitMaster) else master
 
 
 def _own_frame(frame: FrameType | None) -> FrameType | None:
