@@ -130,8 +130,6 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     part = stream // sizes.t if sizes.saves_parts else 0
     saved = part or stream
     segments = [Segment(embedding_steps(sizes))] if first else []
-    if not first and (sizes.saves_parts or (sizes.norm_widens and sizes.recompute not in ("uniform", "block"))):
-        segments.append(Segment((Step("input", stream, 0, 0),)))  # which the layers do not keep, but the executor
     if sizes.recompute == "uniform":
         groups = [min(sizes.recompute_layers, layers - i) for i in range(0, layers, sizes.recompute_layers)]
         segments += [Segment(own * group, saved, part) for group in groups]

@@ -79,11 +79,6 @@ class LayerSizes:
         )  # fmt: skip
 
     @property
-    def norm_widens(self) -> bool:
-        """Whether a norm keeps a wider copy of the stream, and not the stream."""
-        return self.rms and not self.accelerator and self.residual_bytes < self.grad_bytes
-
-    @property
     def ranks_per_kv_head(self) -> int:
         """Ranks that hold the same key and value head."""
         return self.t * self.kv_heads // self.all_kv_heads

@@ -61,6 +61,7 @@ class MemoryTracker(TorchDispatchMode):
         for x in tree_leaves(result):
             if (
                 isinstance(x, Tensor)
+                and x.device.type != "meta"  # of which there is a shape only
                 and id(storage := x.untyped_storage()) not in given
                 and id(storage) not in self._kind
             ):
