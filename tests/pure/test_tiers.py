@@ -21,7 +21,8 @@ from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, cut_by_fraction, show_bytes, slices
 from megatron.core.offload.tier import FileTensor, FileTier, HostTier, copy_stored, loaded, start_reading, start_writing
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.sliced import Segment, SlicedUpdater, adam_update
+from megatron.core.optimizer.sliced import Segment, SlicedUpdater
+from megatron.core.optimizer.update import adam_update
 from megatron.training.offload import problems_of_needs
 
 ROOT = Path(__file__).parents[2]
