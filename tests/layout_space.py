@@ -223,8 +223,9 @@ def covering_cases(strength: int) -> tuple[Case, ...]:
 def _best_case(missing: np.ndarray, inside: np.ndarray, seed: tuple[int, ...], random: Random) -> Case:
     """The best of some cases with the choices `seed`."""
     fixed = {_DIMENSION_OF[number]: number for number in seed}
-    fits = [row for row in inside if all(row[dim] == number for dim, number in fixed.items() if dim < len(LAYOUT))]
-    rows = np.array(random.sample(fits, min(_CANDIDATES, len(fits))))
+    layout = {dim: number for dim, number in fixed.items() if dim < len(LAYOUT)}
+    fits = np.flatnonzero((inside[:, list(layout)] == list(layout.values())).all(axis=1)).tolist()
+    rows = inside[random.sample(fits, min(_CANDIDATES, len(fits)))]
     for dim, (name, choices) in list(enumerate(DIMENSIONS.items()))[len(LAYOUT) :]:
         options = [fixed[dim]] if dim in fixed else [_NUMBER[name, choice] for choice in choices]
         added = np.stack([_gain_of_next(missing, rows, option) for option in options])

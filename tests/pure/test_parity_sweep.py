@@ -55,6 +55,7 @@ def test_the_report_says_how_many_of_how_many(small: list[Case], tmp_path: Path)
     assert "worst relative difference: 1.0e-14, losses of step 0" in text
 
 
+@pytest.mark.full
 def test_a_smaller_limit_keeps_the_order():
     few = list(ordered_cases(1))
     assert len(few) == len(set(few)) == count_cases(1)

@@ -64,7 +64,7 @@ def test_combinations_that_can_be_are_those_of_the_product():
     assert {name for name, _ in DIMENSIONS.items()} == set(Case.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("model", ["gpt2-tied", "llama-untied"])
+@pytest.mark.parametrize("model", ["gpt2-tied", pytest.param("llama-untied", marks=pytest.mark.full)])
 def test_no_wait_is_missing(model: str):
     """Groups that complete a call only at its wait, and poison its result until then, change nothing."""
     layout = Layout(tp=2, sp=True, pp=2, dp=2, m=3, delayed=True)

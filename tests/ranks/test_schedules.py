@@ -140,11 +140,7 @@ def whole_ramp(name: str) -> Rank:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.full] * (name != "interleaved"))
-        for name in LAYOUTS
-        if name != "one process"
-    ],
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "1f1b")) for name in LAYOUTS if name != "one process"],
 )
 def test_a_ramp_is_the_same_in_any_layout(name: str):
     """Also with dropout, whose masks depend on the numbers of the samples."""
