@@ -4,6 +4,7 @@
 handed the `Axis` objects that it uses.
 """
 
+import atexit
 import datetime
 import gc
 import inspect
@@ -119,6 +120,7 @@ def start_distributed(backend: str, timeout_minutes: int) -> None:
     """
     global _joined
     if dist.is_initialized():
+        atexit.register(_leave_what_the_caller_joined)
         return
     launch = discover(os.environ)
     if not _has_others_to_meet(launch):
@@ -156,6 +158,13 @@ def stop_distributed() -> None:
         gc.collect()  # graphs of the last step hold axes in circles
         dist.destroy_process_group()
         _joined = False
+
+
+def _leave_what_the_caller_joined() -> None:
+    """At the end of the interpreter, for a caller who made a process group and did not destroy it: for the same reason."""
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def available_backends() -> list[str]:
