@@ -30,7 +30,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, lines, reading
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.found_cache import FoundCaches, shape_problem
-from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
+from megatron.core.datasets.index_cache import DataFiles, IndexCache
 from megatron.core.datasets.index_map import (
     SPLIT_NAMES,
     IndexRequest,
@@ -274,20 +274,13 @@ def _note_small_ids(indexed: IndexedDataset, rules: TokenRules, say: Callable[[s
         )
 
 
-class _Files:
-    """The token files of a run, each opened once, and the hash that tells each from others."""
+class _Files(DataFiles):
+    """With the settings by which they are read. rules: for a note of ids too small for them; none when only planning."""
 
     def __init__(self, config: DataConfig, rules: TokenRules | None, say: Callable[[str], None]):
-        self.config, self.rules, self.say = config, rules, say
-        self.opened: dict[str, tuple[IndexedDataset, dict[str, Any]]] = {}
-
-    def open(self, prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
-        if prefix not in self.opened:
-            indexed = IndexedDataset(prefix, mmap=self.config.mmap_bin_files)
-            if self.rules is not None:
-                _note_small_ids(indexed, self.rules, self.say)
-            self.opened[prefix] = (indexed, content_fingerprint(indexed))
-        return self.opened[prefix]
+        note = (lambda indexed: None) if rules is None else lambda indexed: _note_small_ids(indexed, rules, say)
+        super().__init__(config.mmap_bin_files, note)
+        self.config, self.say = config, say
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megatron.core.datasets.blend import (
     weighted_indices,
 )
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
+from megatron.core.datasets.index_cache import DataFiles, IndexCache
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.indexed import IndexedDataset, remove_abandoned
 from megatron.core.datasets.masked import SampleRequest, build_sample_map
@@ -59,7 +59,7 @@ def build_masked_datasets(
     The arguments, who calls, and what is raised are those of `build_gpt_datasets`.
     """
     try:
-        files = _Files(config.mmap_bin_files)
+        files = DataFiles(config.mmap_bin_files)
         plans = [
             _plan_split(config, kind, files, blend, split, count, say)
             for split, (blend, count) in enumerate(zip(config.blends(), num_samples))
@@ -72,20 +72,6 @@ def build_masked_datasets(
     finally:
         wait()  # also after an error: nobody may wait for a process that is gone
     return tuple(plan and plan.load() for plan in plans)
-
-
-class _Files:
-    """The token files of a run, each opened once, and what tells each from others."""
-
-    def __init__(self, mmap: bool):
-        self.mmap = mmap
-        self.opened: dict[str, tuple[IndexedDataset, dict[str, Any]]] = {}
-
-    def open(self, prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
-        if prefix not in self.opened:
-            indexed = IndexedDataset(prefix, mmap=self.mmap)
-            self.opened[prefix] = (indexed, content_fingerprint(indexed))
-        return self.opened[prefix]
 
 
 @dataclass(frozen=True)
@@ -164,7 +150,7 @@ class _SplitPlan:
 
 
 def _plan_split(
-    config: DataConfig, kind: MaskedKind, files: _Files, blend: Blend | None, split: int, count: int | None, say: Say
+    config: DataConfig, kind: MaskedKind, files: DataFiles, blend: Blend | None, split: int, count: int | None, say: Say
 ) -> _SplitPlan | None:
     """What to build for one split; None if it is left out. Raises ValueError if it cannot give its samples."""
     name = SPLIT_NAMES[split]
@@ -195,7 +181,7 @@ def _plan_split(
 
 
 def _plan_part(
-    config: DataConfig, kind: MaskedKind, files: _Files, prefix: str, split: int, count: int | None
+    config: DataConfig, kind: MaskedKind, files: DataFiles, prefix: str, split: int, count: int | None
 ) -> _Part | None:
     """A file's share in a split; None if it has no document there."""
     indexed, fingerprint = files.open(prefix)
