@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.distributed import released
+from megatron.core.distributed.first_grads import FirstGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.offload.tier import start_reading, start_writing
 
@@ -30,32 +31,61 @@ class Bucket:
         self._holders = [buffer.parameters[name] for name in self.plan.names] if buffer.params_of else []
         released.release(self._holders)
         self._span = slice(start, stop)
+        self._first = FirstGrads(
+            {s.name: (s.start - start, s.stop - start) for s in buffer.plan.slots if s.name in self.missing},
+            stop - start,
+        )
         self._reducing: comm.Pending | None = None
         self._gathering: comm.Pending | None = None
         self._reading: Callable[[], Tensor] | None = None
 
     # ---------------------------------------------------------------- gradients
 
-    def open_grads(self) -> None:
-        """Make room for gradients that are about to be added (stages 2 and 3)."""
-        self.finish_reduce()
-        if not self._grads.is_open:
-            self._grads.open().zero_()
+    def open_grad(self, name: str, *, overwrites: bool = False) -> bool:
+        """Make ready for a gradient of `name`: room in stages 2 and 3, and zeros to add to. True if the caller, who can overwrite, finds
+        no zeros and must put the gradient in their place."""
+        if self._grads is not None:
+            self.finish_reduce()
+            if not self._grads.is_open:
+                self._grads.open()
+                self._clear()
+        needs_zeros, must_overwrite = self._first.open(name, overwrites=overwrites)
+        if needs_zeros:
+            self.buffer.parameters[name].main_grad.zero_()
+        return must_overwrite
 
-    def forget_grads(self) -> None:
-        """Before a step: nothing is written or under way, unless an error ended the step before."""
+    def _clear(self) -> None:
+        """Set gradients to zero, but those that will be overwritten."""
+        self._first.begin()
+        gradients = self.gradients
+        for start, stop in self._first.zeroed:
+            gradients[start:stop].zero_()
+        for start, stop in self._first.left if self.buffer.poison else ():
+            gradients[start:stop].fill_(float("nan"))
+
+    @property
+    def gradients(self) -> Tensor:
+        """Those of its parameters, whole, where there are any."""
+        return self.buffer.grads.data[self._span] if self._grads is None else self._grads.data
+
+    def begin_step(self) -> None:
+        """Nothing is written or under way, unless an error ended the step before, and then it is forgotten."""
         if self._reducing is not None:
             self._reducing.wait()
         self._reducing, self.is_written = None, False
-        if self._grads is not None:
+        if self._grads is None:
+            self._clear()
+        else:
             self._grads.release()
+            self.sum.zero_()
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the ranks, once."""
         if self._reducing is not None:
             return
-        gradients = self.buffer.grads.data[self._span] if self._grads is None else self._grads.data
-        gradients = gradients.bfloat16() if self._rounds else gradients
+        for name in tuple(self._first.unset):
+            self.open_grad(name)
+        gradients = self.gradients.bfloat16() if self._rounds else self.gradients
         if self.buffer.stage == 0:
             self._reducing = comm.start_all_reduce(gradients, self.buffer.reduce_axis)
         elif self._sums_wide:

@@ -100,10 +100,11 @@ class DistributedDataParallel(nn.Module):
         self._travelling: Bucket | None = None  # the one whose gradients are being summed, in stages 2 and 3
         self._weight_grads = weight_grads or WeightGradStore()
         self._fetcher, self._uses = None, self._count_uses()
-        if self.config.stage > 1:
+        if not self._microbatches:  # each of which has gradients of its own
             for name, parameter in trained.items():
-                parameter.open_grad = self._bucket_of[name].open_grads
-                parameter.grad_put_off = partial(self._pass, self._bucket_of[name])
+                bucket = self._bucket_of[name]
+                parameter.open_grad = partial(bucket.open_grad, name)
+                parameter.grad_put_off = partial(self._pass, bucket) if self.config.stage > 1 else parameter.open_grad
         if self.config.stage == 3:
             ahead = self.config.overlap_param_gather
             self._fetcher = ParamFetcher(module, self._bucket_of, self._uses, ahead=ahead)
@@ -172,13 +173,10 @@ class DistributedDataParallel(nn.Module):
         self._uses.forget()
         if self._fetcher is not None:
             self._fetcher.release()
-        for buffer in self.buffers:
-            for tensor in buffer.held_sums.tensors if buffer.grads is None else [buffer.grads.data]:
-                tensor.zero_()
         for grads in self._microbatches:
             grads.forget()
         for bucket in self._buckets:
-            bucket.forget_grads()
+            bucket.begin_step()
             bucket.missing = {name for name in bucket.plan.names if self._expected is None or self._expected[name] > 0}
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
@@ -207,7 +205,7 @@ class DistributedDataParallel(nn.Module):
         for grads in self._microbatches:
             grads.sum_in_order(self.mesh[ACROSS_STAGES] if _is_tied(grads.buffer) else None)
         for name in self.mesh:
-            if name != ACROSS_STAGES:
+            if name != ACROSS_STAGES and self.mesh[name].size > 1:
                 self._sum_partial(name)
         if not self._microbatches:
             for buffer in filter(_is_tied, self.buffers):
@@ -316,7 +314,7 @@ class DistributedDataParallel(nn.Module):
                 for first, last in _partial_runs(buffer.parameters[slot.name], axis_name)
                 for start, stop in overlaps(buffer.sums.held, slot.start + first, slot.start + last)
             ]
-            if not parts or self.mesh[axis_name].size == 1:
+            if not parts:
                 continue
             flat = comm.all_reduce(torch.cat(parts), self.mesh[axis_name])
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):

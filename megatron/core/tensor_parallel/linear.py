@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
-from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
+from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -27,31 +27,32 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     grad: [..., out], x: [..., in], weight: [out, in].
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    main_grad = open_main_grad(weight)
+    main_grad, beta = main_grad_and_beta(weight)
     if main_grad is None:
         return grad.t() @ x
-    _accumulate_for(grad.device, main_grad.dtype, grad.dtype)(main_grad, grad, x)
+    _accumulate_for(grad.device, main_grad.dtype, grad.dtype)(main_grad, grad, x, beta)
     grad_was_added(weight)
     return None
 
 
-def _in_place(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    total.addmm_(grad.t(), x)
+def _in_place(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+    total.addmm_(grad.t(), x, beta=beta)
 
 
-def _mixed(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    total.add_(torch.mm(grad.t(), x, out_dtype=total.dtype))
+def _mixed(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+    product = torch.mm(grad.t(), x, out_dtype=total.dtype)
+    total.add_(product) if beta else total.copy_(product)
 
 
-def _widened(total: Tensor, grad: Tensor, x: Tensor) -> None:
+def _widened(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     """In blocks of output features and tokens, else the factors of a vocabulary's gradient would be hundreds of megabytes.
 
     Blocks of 512 tokens are also faster on the CPU, by a tenth (1024 or 2048 tokens, 768 to 16384 features).
     """
     x_blocks = x.to(total.dtype).split(_TOKENS_AT_ONCE)
     for part, grad_part in zip(total.split(_FEATURES_AT_ONCE), grad.split(_FEATURES_AT_ONCE, dim=1)):
-        for grad_block, x_block in zip(grad_part.split(_TOKENS_AT_ONCE), x_blocks):
-            part.addmm_(grad_block.t().to(total.dtype), x_block)
+        for i, (grad_block, x_block) in enumerate(zip(grad_part.split(_TOKENS_AT_ONCE), x_blocks)):
+            part.addmm_(grad_block.t().to(total.dtype), x_block, beta=beta if i == 0 else 1)
 
 
 _FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512
@@ -78,7 +79,7 @@ def _accumulate_for(device: torch.device, total: torch.dtype, factor: torch.dtyp
         return _in_place
     one = torch.ones((8, 8), dtype=factor, device=device)
     try:
-        _mixed(one.to(total), one, one)
+        _mixed(one.to(total), one, one, 1)
     except (RuntimeError, TypeError):  # no such kernel, or a torch without the argument
         return _widened
     return _mixed
