@@ -241,7 +241,7 @@ def my_pieces(
     shards: in which attribute of a buffer a rank has its part of the values, for buffers where it has no more.
     """
     held = {
-        slot.name: (slot, getattr(buffer, attribute), buffer.replica_axis)
+        slot.name: (slot, getattr(buffer, attribute), buffer)
         for attribute, buffers in (shards or {}).items()
         for buffer in buffers
         if buffer.stage
@@ -255,10 +255,8 @@ def my_pieces(
             if mesh["dp"].is_first:
                 result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
             continue
-        slot, shard, replicas = held[name]
-        is_whole = shard.held == [(0, shard.held[-1][1])]  # in fixed order, every rank has all sums
-        speaks = mesh["dp"].is_first if is_whole else replicas.is_first
-        for start, stop in overlaps(shard.held, slot.start, slot.stop) if speaks else ():
+        slot, shard, buffer = held[name]
+        for start, stop in overlaps(buffer.owned, slot.start, slot.stop) if buffer.replica_axis.is_first else ():
             values, run = start_reading(shard.at(start, stop))(), (start - slot.start, stop - slot.start)
             for box, ((first, last),) in pieces_of_run(owned, run, shape):
                 result.append((name, placement.shape, box, values[first:last].reshape(size_of(box)).clone()))

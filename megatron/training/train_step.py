@@ -214,7 +214,7 @@ def train_step(
         for chunk in chunks:
             chunk.finish_grad_reduce()
     with timers("optimizer-clip-main-grad"):
-        norm = optimizer.clip_grad_norm((tokens or 1.0) * loss_scale)
+        norm, factor = optimizer.clip_factor((tokens or 1.0) * loss_scale)
     overflow = not math.isfinite(norm)
     if overflow and check_finite and not (scaler is not None and scaler.adapts):
         raise NotFiniteError(
@@ -225,7 +225,7 @@ def train_step(
         scaler.update(overflow)
     if scaler is None or not overflow:
         with timers("optimizer"):
-            optimizer.step(lr, decoupled_lr, weight_decay=weight_decay)
+            optimizer.step(lr, decoupled_lr, weight_decay=weight_decay, factor=factor)
         with timers("params-all-gather"):
             for chunk in chunks:
                 chunk.gather_params()

@@ -94,7 +94,7 @@ class Ours:
         trainer.pipeline.forward_step = wrap("forward", trainer.pipeline.forward_step)
         trainer.pipeline.train = wrap("forward and backward", trainer.pipeline.train)
         trainer.optimizer.step = wrap("optimizer", trainer.optimizer.step)
-        trainer.optimizer.clip_grad_norm = wrap("clipping", trainer.optimizer.clip_grad_norm)
+        trainer.optimizer.clip_factor = wrap("clipping", trainer.optimizer.clip_factor)
 
     def step(self) -> dict[str, float]:
         train_step(self.trainer.pipeline, self.trainer.optimizer, self.batches, first_sample=0, lr=LR)

@@ -120,15 +120,16 @@ class FlatOptimizer:
                 for start, stop in overlaps(buffer.sums.held, first, last):
                     yield weight, buffer.sums.at(start, stop)
 
-    def clip_grad_norm(self, divisor: float = 1.0) -> float:
-        """Divide the gradient by `divisor`, then scale it down to `clip_grad` if it is longer; returns its norm between the two.
-
-        The divisor may be negative. One pass over the gradient beside that for the norm, since memory is what both cost. Every
-        rank must call.
-        """
+    def clip_factor(self, divisor: float = 1.0) -> tuple[float, float]:
+        """The norm of gradient / `divisor`, and by what `step` must multiply the gradient so that this, and no longer than `clip_grad`, is
+        what it updates with. The divisor may be negative. Every rank must call."""
         norm = self.grad_norm() / abs(divisor)
         limit = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad > 0 else 1.0
-        factor = (limit if limit < 1 else 1.0) / divisor  # a norm that is no number limits nothing
+        return norm, (limit if limit < 1 else 1.0) / divisor  # a norm that is no number limits nothing
+
+    def clip_grad_norm(self, divisor: float = 1.0) -> float:
+        """Do that multiplication now, and return the norm: one more pass over the gradient, for who wants to see it. Every rank must call."""
+        norm, factor = self.clip_factor(divisor)
         if factor != 1:
             for buffer in self.buffers:
                 for gradients in buffer.sums.tensors:
@@ -136,9 +137,11 @@ class FlatOptimizer:
         return norm
 
     @torch.no_grad()
-    def step(self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None) -> None:
-        """Update masters and parameters with the gradients in the buffers, decoupled groups at their own rate if given, and
-        with another weight decay than the settings' if given."""
+    def step(
+        self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None, factor: float = 1.0
+    ) -> None:
+        """Update masters and parameters with `factor` x the gradients in the buffers, decoupled groups at their own rate if given, and
+        with another weight decay than the settings' if given. The gradients are multiplied on the way."""
         weight_decay = self.config.weight_decay if weight_decay is None else weight_decay
 
         def rates(rule: ParamGroup) -> tuple[float, float]:
@@ -148,8 +151,8 @@ class FlatOptimizer:
         for group, held in self._whole.items():
             moments = {kind: [segment.moments[kind] for segment in held] for kind in self.moments}
             masters, gradients = [segment.master for segment in held], [segment.gradients for segment in held]
-            self._update(masters, gradients, moments, *rates(group), self.step_count)
-        self._sliced.step(rates, self.step_count)
+            self._update(masters, gradients, moments, *rates(group), self.step_count, factor)
+        self._sliced.step(rates, self.step_count, factor)
         self.step_count += 1
         self._publish([kept.here for kept in self._kept])
 
@@ -245,7 +248,7 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     each piece and its square. A piece gives each thread what torch gives a thread at least."""
     if x.device.type != "cpu":
         return torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
-    pieces = x.split(2**15 * torch.get_num_threads())
+    pieces = x.split(2**16 * torch.get_num_threads())
     wide = torch.empty(pieces[0].numel() if pieces else 0, dtype=torch.float64)
     sums = [torch.dot(part, part) for part in (wide[: piece.numel()].copy_(piece) for piece in pieces)]
     return torch.stack(sums).sum() if sums else x.new_zeros((), dtype=torch.float64)

@@ -63,15 +63,16 @@ class SlicedUpdater:
         ]
 
     @torch.no_grad()
-    def step(self, rates: Callable[[ParamGroup], tuple[float, float]], updates: int) -> None:
-        """rates: group -> (learning rate, weight decay). updates: those before this one. All is written when it returns."""
+    def step(self, rates: Callable[[ParamGroup], tuple[float, float]], updates: int, factor: float = 1.0) -> None:
+        """rates: group -> (learning rate, weight decay). updates: those before this one. factor: of the gradients. All is written when it
+        returns."""
         reading = _Reading(self._slices[0]) if self._slices else None
         writing: list[Callable[[], None]] = []
         for current, following in zip(self._slices, [*self._slices[1:], None]):
             master, moments, gradients = reading.result()
             reading = _Reading(following) if following is not None else None
             states = {kind: [values] for kind, values in moments.items()}
-            self._update([master], [gradients], states, *rates(current.group), updates)
+            self._update([master], [gradients], states, *rates(current.group), updates, factor)
             for written in writing:
                 written()
             writing = _start_writing(current, master, moments)
