@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.grid import grid_of
 from megatron.core.mesh import Mesh, build_mesh
-from megatron.core.parallel_state import ORDER
+from megatron.core.parallel_config import ORDER
 
 TIMEOUT = 30.0
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.config import ConfigError
+from megatron.core.current_mesh import use_mesh
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -29,7 +30,7 @@ from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.tier import FileTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.parallel_state import grid_for, use_mesh
+from megatron.core.parallel_config import grid_for
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer

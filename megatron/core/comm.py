@@ -1,6 +1,6 @@
 """Every collective and every transfer of the code base, each over an `Axis`, each noted in a ledger.
 
-This is the only file that calls torch.distributed communication (`parallel_state.py` creates the groups). A function here
+This is the only file that calls torch.distributed communication (`model_parallel.py` creates the groups). A function here
 does nothing when its axis has one rank, so callers never ask. `start_*` returns a `Pending` whose `wait()` gives the result;
 the tensors of a call may not be touched before that.
 

@@ -1,6 +1,6 @@
 """Which ranks work together: the ranks of a job as the points of a grid whose axes have names.
 
-Pure integers. `parallel_state.py` turns the groups into communicators; a layer only ever sees an `Axis`.
+Pure integers. `model_parallel.py` turns the groups into communicators; a layer only ever sees an `Axis`.
 """
 
 from dataclasses import dataclass, field

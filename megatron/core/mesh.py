@@ -14,7 +14,7 @@
     pos_embd      the first stage, likewise                 a position table that stages share
     world         anything                                  agreement
 
-`parallel_state.py` makes the communicators of a job; a test makes its own. Code below the composition root is handed the
+`model_parallel.py` makes the communicators of a job; a test makes its own. Code below the composition root is handed the
 `Axis` objects that it uses.
 """
 

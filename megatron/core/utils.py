@@ -1,10 +1,13 @@
 """Small helpers that Megatron's forks import from here."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from megatron.core.current_mesh import get_mesh
 from megatron.core.placement import Normal
 
 
@@ -63,3 +66,18 @@ def get_attr_wrapped_model(model: Any, attr: str) -> Any:
 
 def get_model_config(model: Any) -> Any:
     return get_attr_wrapped_model(model, "config")
+
+
+class GlobalMemoryBuffer:
+    """Tensors that are handed out again under the same name, so that a transient of every layer is allocated once."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """Uninitialised; the one handed out under this name before must be done with."""
+        numel = torch.Size(tensor_shape).numel()
+        kept = self.buffer.get((name, dtype))
+        if kept is None or kept.numel() < numel:
+            kept = self.buffer[name, dtype] = torch.empty(numel, dtype=dtype, device=get_mesh().device)
+        return kept[:numel].view(tuple(tensor_shape))

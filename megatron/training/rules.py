@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
-from megatron.core.parallel_state import grid_for
+from megatron.core.parallel_config import grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.core.transformer.transformer_config import tensor_parallel_problems
 from megatron.training.config import COMPONENTS, Config

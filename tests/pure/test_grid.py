@@ -7,7 +7,7 @@ import pytest
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis, Grid, grid_of
 from megatron.core.mesh import build_mesh
-from megatron.core.parallel_state import ORDER, ParallelConfig, grid_for
+from megatron.core.parallel_config import ORDER, ParallelConfig, grid_for
 
 PP_BEFORE_DP = "tp-cp-ep-pp-dp"
 

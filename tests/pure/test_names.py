@@ -9,6 +9,7 @@ from megatron.core import mpu, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.grid import Grid
 from megatron.core.mesh import build_mesh
+from megatron.core.model_parallel import stage_ranks
 
 NAMES = {
     "megatron": "get_args get_tokenizer is_last_rank mpu print_rank_0 print_rank_last",
@@ -134,9 +135,9 @@ def test_the_embedding_group_is_first_and_last_stage_or_what_a_script_says(at):
     assert mpu.get_embedding_group() is None, "a stage between has no table, and nobody to share it with"
     at(13)
     assert mpu.get_embedding_group().ranks == [1, 13]
-    at(5, embedding_ranks=parallel_state._stage_ranks(lambda pipeline: pipeline[:2]))
+    at(5, embedding_ranks=stage_ranks(lambda pipeline: pipeline[:2]))
     assert mpu.get_embedding_group().ranks == [1, 5] and mpu.is_rank_in_embedding_group()
-    at(13, embedding_ranks=parallel_state._stage_ranks(lambda pipeline, split: pipeline[:2]))
+    at(13, embedding_ranks=stage_ranks(lambda pipeline, split: pipeline[:2]))
     assert not mpu.is_rank_in_embedding_group()
     at(13, position_embedding_ranks=lambda pipeline: (pipeline[0], pipeline[-1]))
     assert mpu.get_position_embedding_group().ranks == [1, 13]
@@ -230,10 +231,10 @@ def one_of_16(monkeypatch):
         made.append((ranks, options))
         return object()
 
-    monkeypatch.setattr(parallel_state.dist, "new_group", new_group)
-    monkeypatch.setattr(parallel_state.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(parallel_state.dist, "get_rank", lambda: 6)
-    monkeypatch.setattr(parallel_state.dist, "get_world_size", lambda: 16)
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 6)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 16)
     yield made
     parallel_state.destroy_model_parallel()
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from processes import free_port
 from refusals import BASE, MOCK, REAL, REFUSALS
 
@@ -95,9 +96,9 @@ def test_a_back_end_of_another_device_is_refused_where_a_group_will_be_made(laun
         ConfigError, match=r"^--distributed-backend nccl does not connect.* --device cpu; leave it out \(gloo"
     ):
         read_settings(None, None, words)
-    monkeypatch.setattr(parallel_state.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(parallel_state.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(parallel_state.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     assert read_settings(None, None, words).config.device.distributed_backend == "nccl"
     monkeypatch.undo()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

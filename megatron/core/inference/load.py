@@ -6,7 +6,7 @@ from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel_state import grid_for
+from megatron.core.parallel_config import grid_for
 from megatron.core.placement import pieces
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from megatron.core import comm
+from megatron.core.current_mesh import get_mesh
 from megatron.core.mesh import Mesh
-from megatron.core.parallel_state import get_mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, interleaved, one_f_one_b

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.parallel_state import get_mesh
+from megatron.core.current_mesh import get_mesh
 from megatron.core.placement import Constant, Normal
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.tensor_parallel.data import broadcast_data as broadcast_equal_shapes

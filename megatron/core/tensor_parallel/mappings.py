@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.current_mesh import get_mesh
 from megatron.core.grid import Axis
-from megatron.core.parallel_state import get_mesh
 
 Move = Callable[[Tensor, Axis], Tensor]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from megatron.core.current_mesh import get_mesh
 from megatron.core.mesh import Mesh
-from megatron.core.parallel_state import get_mesh
 from megatron.core.tensor_parallel.in_parts import InParts
 
 MODEL_PARALLEL, DATA_PARALLEL, EXPERT_PARALLEL = "model-parallel-rng", "data-parallel-rng", "expert-parallel-rng"

@@ -1,0 +1,127 @@
+"""Making the mesh of a job: a communicator for each axis, from the sizes that the layout has.
+
+`initialize_model_parallel` is called once by every rank.
+"""
+
+import datetime
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.comm import Group, TorchGroup
+from megatron.core.config import ConfigError
+from megatron.core.current_mesh import get_mesh, has_mesh, mesh_of_process, set_mesh_of_process
+from megatron.core.job import launched, launched_rank, launched_world_size
+from megatron.core.mesh import Mesh, StageRanks, build_mesh
+from megatron.core.parallel_config import ORDER, grid_for
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    num_distributed_optimizer_instances: int = 1,
+    ranks_per_kv_head: int = 1,
+    distributed_timeout_minutes: int = 30,
+    order: str = ORDER,
+    get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    **of_back_ends: Any,
+) -> Mesh:
+    """Create the groups of this job. Every rank must call, once, after torch.distributed is initialised (or without it,
+    as a job of one rank).
+
+    16 ranks with tensor size 2 and pipeline size 4 (hence data-parallel size 2), in the default order:
+        tp   [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]
+        dp   [0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]
+        pp   [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]
+    Neighbouring ranks share a node, so the chattiest axis varies fastest.
+
+    get_embedding_ranks(ranks of a pipeline) -> those of them that share the word table, if not the first and the last;
+    get_position_embedding_ranks likewise, if not the first. `of_back_ends`: Megatron's settings of communicators (use_sharp, ...);
+    those that ask for nothing are passed over, others raise ConfigError.
+    """
+    if mesh_of_process() is not None:
+        raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")
+    _refuse_unbuilt(context_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size, of_back_ends)
+    if not dist.is_initialized() and launched_world_size() > 1:
+        raise RuntimeError(
+            f"{launched().launcher} started {launched_world_size()} processes, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() first, or initialize_megatron(), which does both"
+        )
+    grid = grid_for(
+        launched_world_size(),
+        tensor=tensor_model_parallel_size,
+        pipeline=pipeline_model_parallel_size,
+        replicas=num_distributed_optimizer_instances,
+        order=order,
+    )
+    timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
+
+    def make_group(name: str, ranks: tuple[int, ...]) -> Group:
+        # Only the members meet, so start-up does not cost a collective of everyone for every group of the job.
+        return TorchGroup(dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name))
+
+    chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
+    chosen = {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
+    mesh = build_mesh(grid, launched_rank(), make_group, ranks_per_kv_head, **chosen)
+    mesh.virtual_size = virtual_pipeline_model_parallel_size
+    set_mesh_of_process(mesh)
+    return mesh
+
+
+def model_parallel_is_initialized() -> bool:
+    return has_mesh()
+
+
+def destroy_model_parallel() -> None:
+    """Forget the mesh. The torch.distributed groups go when torch.distributed does."""
+    set_mesh_of_process(None)
+
+
+def torch_group(name: str) -> Any:
+    """The torch.distributed group of an axis. One of a single rank is made when first asked for, by that rank alone: None, which
+    an axis of one rank has inside, would mean all ranks of the job to torch."""
+    mesh = get_mesh()
+    axis = mesh[name]
+    if axis.group is None and dist.is_initialized():
+        if "group of one" not in mesh.kept:
+            mesh.kept["group of one"] = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
+        return mesh.kept["group of one"]
+    return axis.group.process_group if isinstance(axis.group, TorchGroup) else axis.group
+
+
+_OF_BACK_ENDS = {  # Megatron's arguments about communicators, and the values that change nothing here
+    "pipeline_model_parallel_split_rank": (None,),
+    "pipeline_model_parallel_comm_backend": (None,),
+    "hierarchical_context_parallel_sizes": (None,),
+    "nccl_communicator_config_path": (None,),
+    "high_priority_stream_groups": (None, []),
+    "use_sharp": (False,),
+    "create_gloo_process_groups": (True, False),
+}
+
+
+def _refuse_unbuilt(context: int, expert: int, expert_tensor: int | None, of_back_ends: Mapping[str, Any]) -> None:
+    sizes = {"context": context, "expert": expert}
+    problems = [f"{name} parallelism of size {n} is not built yet; use 1" for name, n in sizes.items() if n != 1]
+    if expert_tensor is not None:
+        problems.append(f"an expert tensor-parallel size ({expert_tensor}) is not built yet; leave it out")
+    if strange := of_back_ends.keys() - _OF_BACK_ENDS.keys():
+        raise TypeError(f"initialize_model_parallel() has no arguments {sorted(strange)}")
+    asked = {name: value for name, value in of_back_ends.items() if value not in _OF_BACK_ENDS[name]}
+    problems += [f"{name}={value!r} is not built yet; leave it out" for name, value in asked.items()]
+    if problems:
+        raise ConfigError(problems)
+
+
+def stage_ranks(choose: Callable[..., Sequence[int]]) -> StageRanks:
+    """A script's choice of pipeline ranks; up to Megatron core 0.12 it is also told the split of an encoder and a decoder."""
+    takes_split = len(inspect.signature(choose).parameters) > 1
+    return lambda stages: tuple(choose(list(stages), None) if takes_split else choose(list(stages)))

@@ -1,0 +1,89 @@
+"""How a job is divided: the settings of parallelism, and the grid of ranks that they make. Pure integers."""
+
+from dataclasses import dataclass
+
+from megatron.core.config import ConfigError, knob
+from megatron.core.grid import Grid, grid_of
+
+ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallelism."""
+
+    tensor_model_parallel_size: int = knob(1, "ranks that share each layer")
+    pipeline_model_parallel_size: int = knob(1, "stages that the layers are divided into")
+    sequence_parallel: bool = knob(False, "divide norms and dropout along the sequence over the tensor-parallel ranks")
+    context_parallel_size: int = knob(1, "ranks that share each sequence")
+    expert_model_parallel_size: int = knob(1, "ranks that share the experts")
+    num_layers_per_virtual_pipeline_stage: int | None = knob(None, "layers of each chunk of the interleaved schedule")
+    num_virtual_stages_per_pipeline_rank: int | None = knob(
+        None, "chunks of each pipeline rank, the other way to say it"
+    )
+    pipeline_schedule: str | None = knob(
+        None,
+        "order of forwards and backwards: 1f1b, interleaved, gpipe, zb-h1, or a fork's own; 1f1b, or interleaved with "
+        "several chunks per rank, when unset",
+    )
+    decoder_first_pipeline_num_layers: int | None = knob(
+        None, "layers of the first pipeline rank, if not its equal share"
+    )
+    decoder_last_pipeline_num_layers: int | None = knob(
+        None, "layers of the last pipeline rank, if not its equal share"
+    )
+    account_for_embedding_in_pipeline_split: bool = knob(False, "count the embedding as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = knob(
+        False, "count the output layer and loss as a layer of the last stage"
+    )
+    scatter_gather_tensors_in_pipeline: bool = knob(
+        True, "send a boundary tensor that all tensor-parallel ranks hold in parts"
+    )
+    use_tp_pp_dp_mapping: bool = knob(False, "place pipeline ranks next to tensor ranks: order tp-cp-ep-pp-dp")
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
+            for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+            if getattr(self, name) < 1
+        ]
+        for name, what in (("context_parallel_size", "context"), ("expert_model_parallel_size", "expert")):
+            if getattr(self, name) != 1:
+                flag = f"--{name.replace('_', '-')}"
+                problems.append(f"{flag} is {getattr(self, name)}, but {what} parallelism is not built yet; use 1")
+        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
+            problems.append(
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def sequence_parallel_on(self) -> bool:
+        """Sequence parallelism divides over tensor-parallel ranks, so with one of them there is nothing to divide."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    @property
+    def order(self) -> str:
+        return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else ORDER
+
+
+def grid_for(world_size: int, *, tensor: int, pipeline: int, replicas: int = 1, order: str = ORDER) -> Grid:
+    """The grid of a job; its data-parallel size is what the other axes leave. Raises ConfigError when they do not fit."""
+    model = tensor * pipeline
+    if world_size % (model * replicas):
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of {model * replicas} = tensor-model-parallel-size ({tensor}) x "
+            f"pipeline-model-parallel-size ({pipeline})" + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
+            + "; start another number of processes or change the sizes"
+        )  # fmt: skip
+    inner = world_size // (model * replicas)
+    return grid_of(order, {"tp": tensor, "pp": pipeline, "dp_outer": replicas, "dp_inner": inner})
