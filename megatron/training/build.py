@@ -21,12 +21,15 @@ from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.pipeline_parallel.executor import ForwardStep
+from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
 from megatron.training.offload import check_room
 from megatron.training.runtime import Runtime, get_runtime
+from megatron.training.train_step import BatchShape, Pipeline
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 ModelProvider = Callable[..., nn.Module]
@@ -159,6 +162,28 @@ def build_model_and_optimizer(
         offload_fraction=runtime.config.offload.optimizer_offload_fraction,
     )
     return chunks, optimizer
+
+
+def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
+    """What runs the chunks, and the others' by way of the ranks before and after this one."""
+    config, tp = runtime.config, runtime.mesh["tp"]
+    divided, micro_batch = config.parallel.sequence_parallel_on, config.training.micro_batch_size
+    length = config.data.seq_length // (tp.size if divided else 1)
+    hidden = TensorSpec((length, micro_batch, config.transformer.hidden_size), config.transformer.residual_dtype)
+    sends_parts = config.parallel.scatter_gather_tensors_in_pipeline and not divided
+    return Pipeline(
+        chunks,
+        runtime.mesh,
+        BatchShape(micro_batch, runtime.num_microbatches, config.data.seq_length),
+        boundary=(hidden,),
+        forward_step=forward_step,
+        keys=runtime.dropout_keys,
+        weight_grads=runtime.weight_grads,
+        schedule_name=config.schedule_name,
+        copies_over=tp if sends_parts else None,
+        device=runtime.device.torch_device,
+        poison=config.data_parallel.poison_released_buffers,
+    )
 
 
 def build_train_valid_test_data_iterators(

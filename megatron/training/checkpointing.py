@@ -12,6 +12,7 @@ There is no state of random generators to save: draws follow from the seed and f
 import contextlib
 import fcntl
 import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
-from megatron.core.boxes import pieces_of_run
+from megatron.core.boxes import pieces_of_run, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.format import iteration_of
 from megatron.core.config import ConfigError, default_of, knobs
@@ -73,6 +74,17 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
         for kind, tensors in optimizer.tensors().items()
         for name, tensor in tensors.items()
     }
+
+
+def count_parameters(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> int:
+    """Elements of the whole model, each counted once. One all-reduce of a number; every rank must call."""
+    mine = sum(
+        math.prod(size_of(box))
+        for tensor in model_tensors(chunks, mesh).values()
+        if tensor.is_writer
+        for box, _ in tensor.pieces
+    )
+    return int(comm.all_reduce(torch.tensor([mine], dtype=torch.int64, device=device), mesh["world"]).item())
 
 
 def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:

@@ -24,7 +24,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.evaluate import window
 from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.training import Trainer
+from megatron.training.trainer import Trainer
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --fp64 --micro-batch-size 2 --lr 1e-2 "

@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.core.device import Device
 from megatron.training.initialize import initialize_megatron
 from megatron.training.train_step import train_step
-from megatron.training.training import Trainer
+from megatron.training.trainer import Trainer
 from tools.benchmarking.work import Work
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0

@@ -1,0 +1,322 @@
+"""The loop: a `Trainer` holds the parts of one run and takes its steps.
+
+Trainer(...)    model and optimizer, pipeline, where to go on, schedules, log, data, what watches
+run()           each step: pipeline -> gradients -> update -> log -> maybe validate, stop, save
+                at the end: validation and test losses
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core import comm
+from megatron.core.datasets.batches import loader
+from megatron.core.distributed.traffic import traffic_line
+from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule, schedule_in_force
+from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.pipeline_parallel.executor import ForwardStep
+from megatron.core.pipeline_parallel.schedules import keep_reports
+from megatron.training import checkpointing
+from megatron.training.build import DatasetsProvider, ModelProvider, build_model_and_optimizer, build_pipeline
+from megatron.training.evaluate import evaluate, window
+from megatron.training.exits import Exits
+from megatron.training.initialize import as_settings_problem
+from megatron.training.log import TrainingLog, validation_line
+from megatron.training.memory.watch import MemoryWatch
+from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
+from megatron.training.samples import check_datasets, samples_to_request
+from megatron.training.state import TrainState
+from megatron.training.train_step import StepResult, train_step
+from megatron.training.watch import Watch
+
+
+@dataclass(frozen=True)
+class NonLossData:
+    """What a script wants to see of its model beside losses, after each validation."""
+
+    process: Callable[[Any, int, Any], None] | None = None
+    collect: Callable[[list[nn.Module]], Any] | None = None
+
+
+class Trainer:
+    """The parts of one run and the loop over its steps."""
+
+    # ---------------------------------------------------------------- the parts, in the order in which they are built
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        datasets_provider: DatasetsProvider,
+        model_provider: ModelProvider,
+        forward_step: ForwardStep,
+        group_of: GroupRule = default_group,
+        began: float | None = None,
+        non_loss: NonLossData = NonLossData(),
+    ):
+        """began: `time.monotonic()` of the start of the run; now when unset."""
+        self.runtime, self.config, self.mesh = runtime, runtime.config, runtime.mesh
+        self.device, self.non_loss = runtime.device.torch_device, non_loss
+        self.batch_sizes = runtime.batch_sizes
+        self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
+        began = time.monotonic() if began is None else began
+        self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
+        self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of)  # chunks by stage
+        self.model = list(self.chunks.values())
+        self.memory = MemoryWatch(runtime, self.model, self.optimizer)
+        self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
+        with as_settings_problem():
+            self.state, log_state = self._load()
+            self.train_iters = self.config.training.train_iters or self._iters_of_samples()
+            self._set_schedules()
+        self.log = self._build_log(log_state)
+        self.datasets = self._build_datasets(datasets_provider)
+        with comm.together(self.mesh["world"], self.device), as_settings_problem():
+            self.watch = Watch(runtime, self.pipeline, self.model, self.state)
+
+    def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
+        """Where the run goes on, and its log of the interval it was stopped in."""
+        save, world = self.config.checkpoint.save, self.mesh["world"]
+        checkpointing.prepare_folder(save, world, self.device, self.runtime.held)
+        state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
+        checkpointing.note_other_checkpoints(save, state.iteration, world)
+        return state, log_state
+
+    def _iters_of_samples(self) -> int:
+        state = self.state
+        return state.iteration + self.batch_sizes.steps(
+            state.consumed_train_samples, self.config.training.train_samples
+        )
+
+    def _set_schedules(self) -> None:
+        """Learning rate and weight decay by this run's settings, or by the checkpoint's where a flag asks for that."""
+        config, length, state = self.config, self.runtime.run_length, self.state
+        if length.unit == "iters":
+            state.samples_per_iter = state.samples_per_iter or length.samples_per_iter
+            length = replace(length, samples_per_iter=state.samples_per_iter)
+        else:
+            state.samples_per_iter = 0
+        compared = config.checkpoint.load_optim and self._steps_left > 0
+        saved = self.state.schedules if compared else {}
+
+        def in_force(mine: AnySchedule, name: str) -> AnySchedule:
+            plan = schedule_in_force(mine, saved.get(name), config.learning_rate, what=name.replace("_", " "))
+            if saved.get(name, asdict(plan)) != asdict(plan):
+                print_rank_0(f"the {name.replace('_', ' ')} follows this run's settings, not those of the checkpoint")
+            return plan
+
+        self.schedule = in_force(learning_rate_schedule(config.learning_rate, length), "learning_rate")
+        self.weight_decay = in_force(config.optimizer.weight_decay_schedule(length.samples), "weight_decay")
+        self.state.schedules = {"learning_rate": asdict(self.schedule), "weight_decay": asdict(self.weight_decay)}
+
+    def _build_log(self, state: dict[str, Any] | None) -> TrainingLog:
+        flops, config = None, self.config.log
+        if config.log_throughput:
+            flops = self.runtime.model_shape.flops_per_sample / self.runtime.world_size
+        log = TrainingLog(self.train_iters, self.batch_size, config.log_interval, flops)
+        if state is not None:
+            log.load_state(state)
+        return log
+
+    def _build_datasets(self, provider: DatasetsProvider) -> dict[str, Any]:
+        """By split; None for one that is not there, or has no whole batch to validate on."""
+        state, before = self.state, self.state.requested_train_samples
+        sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
+        if before and sizes[0] > before:
+            print_rank_0(
+                f"asking for {sizes[0]} training samples, and before for {before}: their order may not be the same"
+            )
+        state.requested_train_samples = sizes[0]
+        steps = self._steps_left
+        needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
+        with comm.together(self.mesh["world"], self.device), as_settings_problem():
+            train, valid, test = check_datasets(provider(sizes), steps, needed, state)
+        datasets = {"train": train, "valid": valid, "test": test}
+        for split in ("valid", "test"):
+            if datasets[split] is not None and (size := len(datasets[split])) < self.batch_size:
+                print_rank_0(f"{split} set of {size} samples is left out: a global batch has {self.batch_size}")
+                datasets[split] = None
+        return datasets
+
+    @property
+    def _steps_left(self) -> int:
+        """Steps that this run is to train."""
+        return 0 if self.config.training.skip_train else max(self.train_iters - self.state.iteration, 0)
+
+    # ---------------------------------------------------------------- the run
+
+    def run(self) -> None:
+        """Train to the last step, then validate and test; or to where an exit flag says."""
+        self._announce()
+        if self.config.training.skip_train:
+            print_rank_0("not training, as --skip-train asks")
+        elif reason := self._train():
+            print_rank_0(f"exiting at iteration {self.state.iteration}, {reason}")
+            return
+        for split in ("valid", "test"):
+            self._validate(split, at_end=True)
+
+    def _train(self) -> str | None:
+        """Why it stopped, if it did before the last step or on a signal; what it did is saved then, as at the end."""
+        state, reason = self.state, None
+        if state.iteration >= self.train_iters:
+            print_rank_0(f"nothing left to train: iteration {state.iteration} of {self.train_iters} is done")
+            return None
+        data = self._iterators("train", state.consumed_train_samples)
+        with self.exits.listening():
+            while state.iteration < self.train_iters and reason is None:
+                self._step(data)
+                self._validate_if_due()
+                last = state.iteration == self.train_iters
+                reason = self.exits.reason(state.iteration, last=last)
+                self._save_if_due(last=last or reason is not None)
+        for chunk in self.model:
+            chunk.finish_param_gather()
+        return reason
+
+    def _step(self, data: Mapping[int, Iterator | None]) -> None:
+        state = self.state
+        batch_size = self.batch_sizes.at(state.consumed_train_samples)
+        with self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
+            result = train_step(
+                self.pipeline,
+                self.optimizer,
+                data,
+                first_sample=state.consumed_train_samples,
+                lr=self.schedule.at(state.scheduled_train_samples),
+                decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
+                weight_decay=self.weight_decay.at(state.scheduled_train_samples),
+                num_microbatches=batch_size // self.runtime.samples_at_once,
+                check_finite=self.config.training.check_for_nan_in_loss_and_grad,
+                timers=self.runtime.timers,
+            )
+        state.iteration += 1
+        state.consumed_train_samples += batch_size
+        state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
+        self._report(result, batch_size)
+
+    def _scheduled(self, batch_size: int) -> int:
+        """What a step of this size counts in the schedules: an iteration is always as long as the run's first ones."""
+        length = self.runtime.run_length
+        return (
+            batch_size * self.state.samples_per_iter // length.samples_per_iter
+            if length.unit == "iters"
+            else batch_size
+        )
+
+    def _report(self, result: StepResult, batch_size: int) -> None:
+        """Log the step that was done. What is measured for it is not counted in its time."""
+        state = self.state
+        lr = self.schedule.at(state.scheduled_train_samples)
+        decoupled_lr = self.schedule.decoupled_at(state.scheduled_train_samples)
+        self.log.add(result.losses, result.is_nan, skipped=result.skipped)
+        self.log.pause()
+        self.memory.report(state.iteration)
+        measured = self.watch.measure()
+        self.log.resume()
+        interval = self.log.line_if_due(
+            state.iteration,
+            state.consumed_train_samples,
+            lr,
+            None if result.skipped else result.grad_norm,
+            decoupled_lr=decoupled_lr,
+            loss_scale=result.loss_scale,
+            global_batch_size=batch_size,
+            num_zeros=measured.num_zeros,
+            params_norm=measured.params_norm,
+        )
+        self.log.pause()
+        self.watch.report(result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size)
+        self.log.resume()
+
+    # ---------------------------------------------------------------- once in a while
+
+    def _validate_if_due(self) -> None:
+        """After the last step there is one validation, that of the end of the run."""
+        interval = self.config.training.eval_interval
+        if self.state.iteration < self.train_iters and interval and self.state.iteration % interval == 0:
+            self._validate("valid", at_end=False)
+
+    def _validate(self, split: str, *, at_end: bool) -> None:
+        dataset, eval_iters = self.datasets[split], self.config.training.eval_iters
+        if dataset is None or eval_iters == 0:
+            return
+        self.log.pause()
+        first_sample, num_batches = window(self._validations_before(split), eval_iters, self.batch_size, len(dataset))
+        losses = evaluate(
+            self.pipeline,
+            lambda first: self._iterators(split, first),
+            num_batches=num_batches,
+            first_sample=first_sample,
+            global_batch_size=self.batch_size,
+        )
+        on_set = f" on {'validation' if split == 'valid' else split} set" if at_end else ""
+        print_rank_last(validation_line(f"iteration {self.state.iteration}{on_set}", losses))
+        self.watch.report_validation(split, losses, at_end=at_end)
+        if self.non_loss.process is not None:
+            self._show_non_loss_data(split, first_sample)
+        self.log.resume()
+
+    def _validations_before(self, split: str) -> int:
+        """By the step alone, so that a resumed run validates on the same samples."""
+        interval = self.config.training.eval_interval
+        if split != "valid" or not self.state.iteration or not interval:
+            return 0
+        return (self.state.iteration - 1) // interval
+
+    def _show_non_loss_data(self, split: str, first_sample: int) -> None:
+        """Hand the script what it wants to see, on the last rank. All ranks take part in one more batch for it."""
+        data = []
+        with torch.no_grad():
+            if self.non_loss.collect is not None:
+                data = self.non_loss.collect(self.model)
+            else:
+                step = keep_reports(self.pipeline.forward_step, data, non_loss=True)
+                self.pipeline.evaluate(self._iterators(split, first_sample), first_sample, step)
+        if is_last_rank():
+            self.non_loss.process(data, self.state.iteration, None)
+
+    def _save_if_due(self, *, last: bool) -> None:
+        config = self.config.checkpoint
+        due = config.save_interval is not None and self.state.iteration % config.save_interval == 0
+        if config.save is None or not (due or last):
+            return
+        self.log.pause()
+        checkpointing.save(self.runtime, self.model, self.optimizer, self.state, self.log.state())
+        self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")
+        self.log.resume()
+
+    def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
+        """Batches for each chunk, on the ranks that may read: the first of each tensor-parallel group. A stage between the ends
+        has them too, for scripts that ask before they look where they are; nothing is read before it is asked for."""
+        dp, kind = self.mesh["dp"], self.config.data.dataloader_type
+        where = {
+            "consumed_samples": first_sample,
+            "micro_batch_size": self.config.training.micro_batch_size,
+            "data_parallel_rank": dp.rank,
+            "data_parallel_size": dp.size,
+            "num_workers": self.config.data.num_workers,
+        }
+        return {
+            stage: loader(kind, self.datasets[split], split, **where) if self.mesh["tp"].is_first else None
+            for stage in self.chunks
+        }
+
+    def _announce(self) -> None:
+        """Count the model's parameters over all its ranks, and say what is to be done with them. Every rank must call."""
+        total = checkpointing.count_parameters(self.model, self.mesh, self.device)
+        print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
+        chosen, dp = self.config.data_parallel, self.mesh["dp"]
+        if dp.size > 1:
+            flats = [flat for chunk in self.model for flat in chunk.flats()]
+            inner, m = self.mesh["dp_inner"].size, self.pipeline.batch.num_microbatches
+            sizes = {"inner": inner, "outer": dp.size // inner, "microbatches": m}
+            print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
+        interval = self.config.log.log_interval
+        if self._steps_left and self.state.iteration // interval == self.train_iters // interval:
+            print_rank_0(f"no training line will come: none of the steps is a multiple of --log-interval {interval}")
+        if self.state.iteration:
+            print_rank_0(f"going on from iteration {self.state.iteration}")
