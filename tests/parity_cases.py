@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from layout_space import Case
-from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, assert_equal, differences, run
+from tiny_run import SEQ, TINY_GPT2, TINY_LLAMA, Layout, Outcome, Texts, assert_equal, differences, run
 from traffic import Setting, calls_of_step
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
@@ -15,8 +15,8 @@ TOLERANCE = 1e-10
 BUCKET = 1500  # elements: several buckets on every rank, with layers of 1000 to 3000
 
 _STYLES = {
-    "gpt2": replace(GPT2, hidden_size=16, num_attention_heads=4),
-    "llama": replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24),
+    "gpt2": TINY_GPT2,
+    "llama": replace(TINY_LLAMA, num_query_groups=4),
 }
 _CORNERS: dict[str, dict] = {
     "plain": {},

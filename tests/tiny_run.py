@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from local_ranks import run_ranks
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.boxes import pieces_of_run, size_of, slices
 from megatron.core.deferred import WeightGradStore
+from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import overlaps
@@ -18,6 +21,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.offload.offload_config import OffloadConfig, make_tier
 from megatron.core.offload.tier import Tier, start_reading
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
@@ -27,7 +31,10 @@ from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.core_attention import Documents
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.train_step import BatchShape, Pipeline, train_step
+from megatron.training import checkpointing
+from megatron.training.arguments import parse_args
+from megatron.training.state import TrainState
+from megatron.training.train_step import BatchShape, Pipeline, StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
 
@@ -39,6 +46,9 @@ LLAMA = replace(
     position_embedding_type="rope", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
     untie_embeddings_and_output_weights=True,
 )  # fmt: skip
+# The same styles where many steps are taken.
+TINY_GPT2 = replace(GPT2, hidden_size=16, num_attention_heads=4)
+TINY_LLAMA = replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,12 @@ class Layout:
         parts += [self.recompute.replace(" ", "")] * (self.recompute != "none") + ["delayed"] * self.delayed
         parts += ["whole"] * (not self.scatter) + ["overlap"] * self.data_parallel.overlap_grad_reduce
         return "-".join([*parts, *["fixed"] * self.data_parallel.fixed_order_grad_reduce])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the axes, as `run_ranks` takes them."""
+        replicas = self.data_parallel.num_distributed_optimizer_instances
+        return {"tp": self.tp, "pp": self.pp, "dp_outer": replicas, "dp_inner": self.dp // replicas}
 
     def applied_to(self, config: TransformerConfig) -> TransformerConfig:
         """The model with this layout's recomputation."""
@@ -181,6 +197,89 @@ def build(
     return chunks[mesh["pp"].rank], keys
 
 
+def build_pipeline(
+    mesh: Mesh,
+    config: TransformerConfig,
+    layout: Layout,
+    batch: BatchShape,
+    parts: tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore],
+    forward_step: Callable = forward_step,
+) -> Pipeline:
+    """What runs this rank's stages, from the parts that `build_chunks` gives."""
+    chunks, keys, store = parts
+    length = SEQ // layout.tp if layout.sp else SEQ
+    spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
+    return Pipeline(
+        chunks, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
+        schedule_name=layout.schedule, copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
+        poison=layout.poison,
+    )  # fmt: skip
+
+
+class TinyTrainer:
+    """This rank's part of a small model, with its pipeline and its optimizer; a step takes the next `global_batch` samples."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: TransformerConfig,
+        layout: Layout,
+        *,
+        global_batch: int = 24,
+        optimizer: OptimizerConfig | None = None,
+        texts: Texts = Texts(),
+        subject: Subject = GPT,
+        frozen: str = "",
+        scaler: DynamicGradScaler | None = None,
+        kind: Callable[..., FlatOptimizer] | None = None,
+    ):
+        """kind: of the optimizer, in place of FlatOptimizer. frozen: as `build_chunks` is given."""
+        self.mesh, self.config, self.global_batch, self.texts, self.subject = mesh, config, global_batch, texts, subject
+        self.batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
+        self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
+        parts = build_chunks(mesh, config, layout, texts.vocab, subject, self.tier, frozen)
+        self.chunks = parts[0]
+        self.model = list(self.chunks.values())
+        self.buffers = [buffer for chunk in self.model for buffer in chunk.buffers]
+        self.adam = (kind or FlatOptimizer)(
+            self.buffers, optimizer or OptimizerConfig(), mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce, tier=self.tier,
+            offload_fraction=layout.offload.optimizer_offload_fraction, scaler=scaler,
+        )  # fmt: skip
+        self.pipeline = build_pipeline(mesh, config, layout, self.batch, parts, subject.forward_step)
+
+    def step(self, number: int, *, lr: float = 1e-2, **options) -> StepResult:
+        """Step `number` of a run. options: of `train_step`."""
+        first = number * self.global_batch
+        data = {
+            stage: microbatches(self.batch, first, self.mesh, self.texts, self.subject.sample) for stage in self.chunks
+        }
+        return train_step(self.pipeline, self.adam, data, first_sample=first, lr=lr, **options)
+
+    def finish_param_gather(self) -> None:
+        for chunk in self.model:
+            chunk.finish_param_gather()
+
+    def save(self, folder: Path, iteration: int) -> None:
+        runtime = runtime_for(self.mesh, self.config, folder, self.global_batch)
+        checkpointing.save(runtime, self.model, self.adam, TrainState(iteration), {})
+
+    def load(self, folder: Path) -> None:
+        checkpointing.load(runtime_for(self.mesh, self.config, folder, self.global_batch), self.model, self.adam)
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+
+
+def runtime_for(mesh: Mesh, config: TransformerConfig, folder: Path, global_batch: int) -> SimpleNamespace:
+    """What `checkpointing` asks of a run that saves to, and loads from, `folder`."""
+    settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
+    return SimpleNamespace(
+        mesh=mesh, config=replace(settings, transformer=config), device=Device("cpu"),
+        tokenizer=SimpleNamespace(vocab_size=VOCAB), global_batch_size=global_batch,
+    )  # fmt: skip
+
+
 def train_rank(
     mesh: Mesh,
     config: TransformerConfig,
@@ -193,37 +292,21 @@ def train_rank(
     subject: Subject = GPT,
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
-    tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
-    chunks, keys, store = build_chunks(mesh, config, layout, texts.vocab, subject, tier)
-    buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
-    adam = FlatOptimizer(
-        buffers, optimizer, mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce, tier=tier,
-        offload_fraction=layout.offload.optimizer_offload_fraction,
-    )  # fmt: skip
-    batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
-    length = SEQ // layout.tp if layout.sp else SEQ
-    spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
-    pipeline = Pipeline(
-        chunks, mesh, batch, boundary=(spec,), forward_step=subject.forward_step, keys=keys, weight_grads=store,
-        schedule_name=layout.schedule, copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
-        poison=layout.poison,
-    )  # fmt: skip
+    tiny = TinyTrainer(
+        mesh, config, layout, global_batch=global_batch, optimizer=optimizer, texts=texts, subject=subject
+    )
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
-        first = step * global_batch
-        data = {stage: microbatches(batch, first, mesh, texts, subject.sample) for stage in chunks}
         with mesh.ledger.record() as calls:
-            result = train_step(pipeline, adam, data, first_sample=first, lr=1e-2)
+            result = tiny.step(step)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
-        known["grads"].append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers}))
-    for chunk in chunks.values():
-        chunk.finish_param_gather()
-    passing = [buffer for buffer in buffers if buffer.stage == 3]
-    known["weights"] = pieces_of_chunks(chunks, mesh, lambda p: p.data, {"owned_params": passing})
+        known["grads"].append(pieces_of_chunks(tiny.chunks, mesh, lambda p: p.main_grad, {"sums": tiny.buffers}))
+    tiny.finish_param_gather()
+    passing = [buffer for buffer in tiny.buffers if buffer.stage == 3]
+    known["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": passing})
     known["calls"] = mesh["pp"].rank, Counter((call.op, call.axis, call.bytes) for call in calls)
-    if tier is not None:
-        tier.close()
+    tiny.close()
     return known
 
 
@@ -297,10 +380,8 @@ def run(
         texts=texts,
         subject=subject,
     )
-    replicas = layout.data_parallel.num_distributed_optimizer_instances
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp_outer": replicas, "dp_inner": layout.dp // replicas}
     sharing = config.ranks_per_kv_head(layout.tp)
-    ranks = run_ranks(sizes, work, delayed=layout.delayed, ranks_per_kv_head=sharing)
+    ranks = run_ranks(layout.sizes, work, delayed=layout.delayed, ranks_per_kv_head=sharing)
     assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), "ranks disagree on the gradient norm"
     return Outcome(
         losses=ranks[-1]["losses"],

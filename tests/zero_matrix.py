@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import local_ranks
 from parity_cases import TOLERANCE, worst_of
 from parity_sweep import PATIENCE, read_results, run_case, sweep
-from tiny_run import GPT2, Layout, Outcome, run
+from tiny_run import TINY_GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
@@ -89,7 +89,7 @@ class ZeroCase:
 
     @property
     def model(self) -> TransformerConfig:
-        return replace(GPT2, hidden_size=16, num_attention_heads=4, untie_embeddings_and_output_weights=not self.tied)
+        return replace(TINY_GPT2, untie_embeddings_and_output_weights=not self.tied)
 
     @property
     def run_layout(self) -> Layout:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tiny_run import GPT2, SEED, SEQ, VOCAB, Layout, forward_step, microbatches, put_together, train_rank
+from tiny_run import SEED, SEQ, TINY_GPT2, VOCAB, Layout, forward_step, microbatches, put_together, train_rank
 from zero_matrix import STAGES, cover, several_slices
 
 from megatron.core import parallel_state
@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape
 
-MODEL = replace(GPT2, hidden_size=16, num_attention_heads=4, fp64=False)
+MODEL = replace(TINY_GPT2, fp64=False)
 DP = 2  # data-parallel ranks of a stage; a hybrid has as many groups of them: gloo adds three parts and more in orders of its own
 BITS = {
     "stage": tuple(STAGES),

@@ -11,14 +11,15 @@ import pytest
 import torch
 from local_ranks import run_ranks
 from tiny_run import (
-    GPT2,
-    LLAMA,
     SEQ,
+    TINY_GPT2,
+    TINY_LLAMA,
     Layout,
     Outcome,
     assert_equal,
     assert_same_bits,
     build_chunks,
+    build_pipeline,
     forward_step,
     microbatches,
     run,
@@ -34,17 +35,13 @@ from megatron.core.offload.activations import StageActivations, TierRoom
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.slots import SlotBuffer
 from megatron.core.offload.tier import FileTier
-from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape, Pipeline
 
-MODELS = {
-    "dropout": replace(GPT2, hidden_size=16, num_attention_heads=4),
-    "gated": replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2),
-}
+MODELS = {"dropout": TINY_GPT2, "gated": TINY_LLAMA}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 ZERO3 = DataParallelConfig(zero_stage=3, overlap_param_gather=True, overlap_grad_reduce=True)
 
@@ -296,12 +293,7 @@ def test_a_slot_is_free_when_nothing_looks_into_it():
 
 
 def pipeline_of(mesh: Mesh, config: TransformerConfig, layout: Layout, step=forward_step) -> Pipeline:
-    chunks, keys, store = build_chunks(mesh, config, layout)
-    batch = BatchShape(2, layout.m)
-    spec = TensorSpec((SEQ, 2, config.hidden_size), config.residual_dtype)
-    return Pipeline(
-        chunks, mesh, batch, boundary=(spec,), forward_step=step, keys=keys, weight_grads=store, schedule_name=layout.schedule
-    )  # fmt: skip
+    return build_pipeline(mesh, config, layout, BatchShape(2, layout.m), build_chunks(mesh, config, layout), step)
 
 
 def train_once(pipeline: Pipeline, mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ from functools import cache, partial
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, Outcome, Subject, Texts, assert_equal, run
+from tiny_run import SEQ, TINY_GPT2, TINY_LLAMA, VOCAB, Layout, Outcome, Subject, Texts, assert_equal, run
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,11 +15,12 @@ from megatron.core.models.bert import BertModel
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.layers import TensorParallel
 
-TINY = replace(GPT2, hidden_size=16, num_attention_heads=4)
 CONFIGS = {
-    "bert": TINY,
-    "bert-untied": replace(TINY, untie_embeddings_and_output_weights=True, hidden_dropout=0.0, attention_dropout=0.0),
-    "swiglu-rope": replace(LLAMA, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24),
+    "bert": TINY_GPT2,
+    "bert-untied": replace(
+        TINY_GPT2, untie_embeddings_and_output_weights=True, hidden_dropout=0.0, attention_dropout=0.0
+    ),
+    "swiglu-rope": TINY_LLAMA,
 }
 
 
@@ -119,12 +120,12 @@ def whole_model(config, **more) -> BertModel:
 
 def test_scores_and_gradients_equal_transformers_megatron_bert():
     transformers = pytest.importorskip("transformers")
-    h, config = TINY.hidden_size, transformers.MegatronBertConfig(
-        vocab_size=VOCAB, hidden_size=TINY.hidden_size, num_hidden_layers=TINY.num_layers, num_attention_heads=4,
-        intermediate_size=4 * TINY.hidden_size, hidden_act="gelu_new", max_position_embeddings=SEQ, layer_norm_eps=TINY.norm_epsilon,
+    h, config = TINY_GPT2.hidden_size, transformers.MegatronBertConfig(
+        vocab_size=VOCAB, hidden_size=TINY_GPT2.hidden_size, num_hidden_layers=TINY_GPT2.num_layers, num_attention_heads=4,
+        intermediate_size=4 * TINY_GPT2.hidden_size, hidden_act="gelu_new", max_position_embeddings=SEQ, layer_norm_eps=TINY_GPT2.norm_epsilon,
     )  # fmt: skip
     theirs = transformers.MegatronBertForPreTraining(config).double().eval()
-    mine, own = whole_model(TINY), {}
+    mine, own = whole_model(TINY_GPT2), {}
     for name, p in mine.named_parameters():
         with torch.no_grad():  # biases and norms that are not zero and one
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)), dtype=p.dtype) * 0.05)
@@ -177,7 +178,7 @@ def own_tensor(name: str, of, h: int) -> Tensor:
 
 def test_padding_changes_nothing():
     """A sample alone, and the same with words behind it that are padding."""
-    model = whole_model(TINY)
+    model = whole_model(TINY_GPT2)
     row = {key: value[None] for key, value in sample(3, Texts()).items() if value.dim()}
     length = int(row["padding_mask"].sum())
     assert length < SEQ
@@ -191,7 +192,7 @@ def test_padding_changes_nothing():
 
 def test_both_sides_are_looked_at():
     """A word changes the scores before it and behind it: this is no causal model."""
-    model = whole_model(TINY)
+    model = whole_model(TINY_GPT2)
     row = {key: value[None] for key, value in sample(3, Texts()).items() if value.dim()}
     everything = torch.ones_like(row["text"])
     before, _ = model(row["text"], everything, row["types"])
@@ -201,6 +202,6 @@ def test_both_sides_are_looked_at():
 
 
 def test_without_a_binary_head_there_is_no_second_answer():
-    model = whole_model(TINY, add_binary_head=False)
+    model = whole_model(TINY_GPT2, add_binary_head=False)
     _, order = model(torch.zeros(1, SEQ, dtype=torch.long), torch.ones(1, SEQ), torch.zeros(1, SEQ, dtype=torch.long))
     assert order is None and model.pooler is None

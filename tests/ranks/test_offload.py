@@ -3,48 +3,26 @@
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import (
-    GPT2,
-    LLAMA,
-    SEQ,
-    VOCAB,
-    Layout,
-    Outcome,
-    assert_equal,
-    assert_same_bits,
-    build_chunks,
-    forward_step,
-    microbatches,
-    run,
-)
+from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, TinyTrainer, assert_equal, assert_same_bits, run
 from torch import Tensor
 
-from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.offload.offload_config import OffloadConfig, make_tier
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.plan import Element, bytes_by_tier
 from megatron.core.offload.tier import FileTensor, FileTier, start_reading, start_writing
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
-from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
-from megatron.training.arguments import parse_args
-from megatron.training.state import TrainState
 from megatron.training.statistics import params_norm
-from megatron.training.train_step import BatchShape, Pipeline, train_step
 
-MODELS = {
-    "tied": replace(GPT2, hidden_size=16, num_attention_heads=4),
-    "untied": replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2),
-}
+MODELS = {"tied": TINY_GPT2, "untied": TINY_LLAMA}
 TIERS = ("host", "file", "half", "params")  # half: of the optimizer's state, in files; params: parameters too
 STAGES = {
     "0": {},
@@ -136,50 +114,24 @@ def test_offload_has_the_bits_of_none(stage: str, precision: str, tmp_path):
 # ---------------------------------------------------------------- what else a step does
 
 
-class Tiny:
-    """A small model with its optimizer on this rank."""
-
-    def __init__(self, mesh: Mesh, model: TransformerConfig, layout: Layout, freeze: str = "", **options):
-        self.mesh, self.batch = mesh, BatchShape(8 // layout.dp, 1)
-        self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
-        self.chunks, keys, _ = build_chunks(mesh, model, layout, tier=self.tier, frozen=freeze)
-        self.adam = options.pop("kind", FlatOptimizer)(
-            [buffer for chunk in self.chunks.values() for buffer in chunk.buffers], options.pop("optimizer", OptimizerConfig()), mesh,
-            tier=self.tier, offload_fraction=layout.offload.optimizer_offload_fraction, scaler=options.pop("scaler", None),
-        )  # fmt: skip
-        spec = TensorSpec((SEQ, self.batch.micro_batch_size, model.hidden_size), model.residual_dtype)
-        self.pipeline = Pipeline(self.chunks, mesh, self.batch, boundary=(spec,), forward_step=forward_step, keys=keys)
-        self.rates, self.model = options, model
-
-    def step(self, number: int) -> float:
-        data = {stage: microbatches(self.batch, 8 * number, self.mesh) for stage in self.chunks}
-        return train_step(self.pipeline, self.adam, data, first_sample=8 * number, lr=1e-2, **self.rates).grad_norm
-
-    def state(self) -> list[Tensor]:
-        """Every bit of what is kept, in an order of its own."""
-        chunks = list(self.chunks.values())
-        for chunk in chunks:
-            chunk.finish_param_gather()
-        kept = checkpointing.model_tensors(chunks, self.mesh) | checkpointing.optimizer_tensors(self.adam, self.mesh)
-        whole = [local.tensor for _, local in sorted(kept.items())]
-        return [start_reading(x)().detach().flatten().clone() for x in whole]
-
-    def runtime(self, folder) -> SimpleNamespace:
-        config, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
-        return SimpleNamespace(
-            mesh=self.mesh, config=replace(config, transformer=self.model), device=Device("cpu"),
-            tokenizer=SimpleNamespace(vocab_size=VOCAB), global_batch_size=8,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        if self.tier is not None:
-            self.tier.close()
+def tiny_trainer(mesh: Mesh, model: TransformerConfig, layout: Layout, **options) -> TinyTrainer:
+    return TinyTrainer(mesh, model, layout, global_batch=8, **options)
 
 
-def trained(mesh: Mesh, model, layout: Layout, steps: int = 3, **options) -> tuple[list[Tensor], list[float], float]:
-    tiny = Tiny(mesh, model, layout, **options)
-    norms = [tiny.step(number) for number in range(steps)]
-    state = tiny.state(), norms, params_norm(list(tiny.chunks.values()), mesh, "cpu")
+def state_of(tiny: TinyTrainer) -> list[Tensor]:
+    """Every bit of what is kept, in an order of its own."""
+    tiny.finish_param_gather()
+    kept = checkpointing.model_tensors(tiny.model, tiny.mesh) | checkpointing.optimizer_tensors(tiny.adam, tiny.mesh)
+    whole = [local.tensor for _, local in sorted(kept.items())]
+    return [start_reading(x)().detach().flatten().clone() for x in whole]
+
+
+def trained(
+    mesh: Mesh, model: TransformerConfig, layout: Layout, steps: int = 3, of_step: dict | None = None, **options
+) -> tuple[list[Tensor], list[float], float]:
+    tiny = tiny_trainer(mesh, model, layout, **options)
+    norms = [tiny.step(number, **(of_step or {})).grad_norm for number in range(steps)]
+    state = state_of(tiny), norms, params_norm(tiny.model, mesh, "cpu")
     tiny.close()
     return state
 
@@ -188,11 +140,11 @@ CORNERS = {
     "sgd": lambda: {"optimizer": OptimizerConfig(optimizer="sgd")},
     "sgd without momentum": lambda: {"optimizer": OptimizerConfig(optimizer="sgd", sgd_momentum=0.0)},
     "clip": lambda: {"optimizer": OptimizerConfig(clip_grad=0.1)},
-    "groups": lambda: {"decoupled_lr": 3e-3, "weight_decay": 0.3},
-    "frozen": lambda: {"freeze": "mlp"},
+    "groups": lambda: {"of_step": {"decoupled_lr": 3e-3, "weight_decay": 0.3}},
+    "frozen": lambda: {"frozen": "mlp"},
     "scaler": lambda: {
         "scaler": DynamicGradScaler(2.0**40, minimum=1.0, window=1, hysteresis=1),
-        "check_finite": False,
+        "of_step": {"check_finite": False},
     },
 }
 
@@ -217,7 +169,7 @@ def test_what_was_read_ahead_is_forgotten_before_an_update(tmp_path):
     layout = Layout(data_parallel=DataParallelConfig(zero_stage=3), offload=offload("params", tmp_path))
 
     def work(mesh: Mesh) -> None:
-        tiny = Tiny(mesh, MODELS["untied"], layout)
+        tiny = tiny_trainer(mesh, MODELS["untied"], layout)
         chunk = tiny.chunks[0]
         bucket = chunk._buckets[0]
         bucket.read_ahead()
@@ -257,18 +209,18 @@ def test_a_checkpoint_does_not_know_of_tiers(before: str, after: str, stage: str
         )
 
     def first(mesh: Mesh) -> None:
-        tiny = Tiny(mesh, model, layout_of(before, stage), optimizer=plain)
+        tiny = tiny_trainer(mesh, model, layout_of(before, stage), optimizer=plain)
         for number in range(2):
             tiny.step(number)
-        checkpointing.save(tiny.runtime(tmp_path / "save"), list(tiny.chunks.values()), tiny.adam, TrainState(2), {})
+        tiny.save(tmp_path / "save", 2)
         tiny.close()
 
     def second(mesh: Mesh) -> list[Tensor]:
-        tiny = Tiny(mesh, model, layout_of(after, then), optimizer=plain)
-        checkpointing.load(tiny.runtime(tmp_path / "save"), list(tiny.chunks.values()), tiny.adam)
+        tiny = tiny_trainer(mesh, model, layout_of(after, then), optimizer=plain)
+        tiny.load(tmp_path / "save")
         for number in (2, 3):
             tiny.step(number)
-        state = tiny.state()
+        state = state_of(tiny)
         tiny.close()
         return state
 
@@ -289,7 +241,7 @@ def test_files_hold_what_the_plan_says(stage: int, tmp_path):
     layout = Layout(dp=2, data_parallel=DataParallelConfig(zero_stage=stage), offload=offload(kind, tmp_path))
 
     def work(mesh: Mesh) -> tuple[int, int, int]:
-        tiny = Tiny(mesh, model, layout)
+        tiny = tiny_trainer(mesh, model, layout)
         assert isinstance(tiny.tier, FileTier)
         stored = [
             x for shards in (tiny.adam.masters, *tiny.adam.moments.values()) for shard in shards for x in shard.tensors

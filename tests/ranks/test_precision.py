@@ -11,17 +11,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import GPT2, LLAMA, SEED, SEQ, VOCAB, Layout, my_pieces, put_together, sample
+from tiny_run import GPT2, LLAMA, SEED, SEQ, VOCAB, Layout, my_pieces, put_together, runtime_for, sample
 from torch import Tensor, nn
 
 from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
-from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
@@ -288,11 +286,11 @@ def test_scaler_masters_and_moments_survive_a_save(tmp_path):
     def stop(mesh: Mesh) -> None:
         rank = train(mesh, run, range(2))
         state = TrainState(2, 2 * BATCH, BATCH)
-        checkpointing.save(runtime(mesh, tmp_path), [rank.chunk], rank.optimizer, state, {})
+        checkpointing.save(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer, state, {})
 
     def go_on(mesh: Mesh) -> Rank:
         rank = start(mesh, run)
-        state, _ = checkpointing.load(runtime(mesh, tmp_path), [rank.chunk], rank.optimizer)
+        state, _ = checkpointing.load(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer)
         assert (state.iteration, state.consumed_train_samples, state.scheduled_train_samples) == (2, 2 * BATCH, BATCH)
         return train(mesh, run, range(2, 7), rank)
 
@@ -304,17 +302,9 @@ def test_scaler_masters_and_moments_survive_a_save(tmp_path):
             assert torch.equal(got, wanted), name
 
 
-def runtime(mesh: Mesh, folder):
-    """As much of a Runtime as checkpoints ask for."""
-    config, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
-    config = replace(config, transformer=FP16)
-    tokenizer = SimpleNamespace(vocab_size=VOCAB)
-    return SimpleNamespace(mesh=mesh, config=config, device=Device("cpu"), tokenizer=tokenizer, global_batch_size=BATCH)
-
-
 def test_another_optimizers_state_is_refused(tmp_path):
     (mesh,) = run_ranks({}, lambda mesh: mesh)
-    mine = runtime(mesh, tmp_path)
+    mine = runtime_for(mesh, FP16, tmp_path, BATCH)
     saved = mine.config.as_json()
     checkpointing.check_same_optimizer(mine, {"config": saved})
     for settings, message in (

@@ -9,7 +9,18 @@ from functools import cache
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, assert_equal, build_chunks, forward_step, microbatches, run
+from tiny_run import (
+    SEQ,
+    TINY_GPT2,
+    TINY_LLAMA,
+    Layout,
+    Outcome,
+    assert_equal,
+    build_chunks,
+    forward_step,
+    microbatches,
+    run,
+)
 
 from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
@@ -17,12 +28,7 @@ from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape
 
-MODELS = {
-    "gpt2": replace(GPT2, hidden_size=16, num_attention_heads=4, num_layers=2),
-    "llama": replace(
-        LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2, num_layers=2
-    ),
-}
+MODELS = {"gpt2": replace(TINY_GPT2, num_layers=2), "llama": replace(TINY_LLAMA, num_layers=2)}
 MODULES = [["mlp"], ["layernorm"], ["core_attn", "mlp", "layernorm"]]
 LAYOUTS = [Layout(), Layout(tp=2, m=2), Layout(tp=2, sp=True, m=2), Layout(pp=2, m=2, schedule="zb-h1")]
 

@@ -5,16 +5,14 @@ import json
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import GPT2, LLAMA, SEQ, Layout, build_chunks, forward_step, microbatches, my_pieces, put_together
+from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.training.profiling import StepProfiler
 from megatron.training.statistics import Inspector, Statistics, num_zeros_in_grad, params_norm, statistics_of
 from megatron.training.timers import Timers
-from megatron.training.train_step import BatchShape, Pipeline, train_step
 from megatron.training.watch_config import ProfileConfig
 
 STEPS, BATCH = 2, 8
@@ -23,38 +21,25 @@ MODELS = {"gpt2": GPT2, "llama": LLAMA}
 
 def watched_rank(mesh, config, layout: Layout) -> dict:
     """Two steps, the second of which is inspected; what this rank says of it, and its pieces of the whole tensors."""
-    chunks, keys, store = build_chunks(mesh, config, layout)
-    parts = list(chunks.values())
-    adam = FlatOptimizer([b for chunk in parts for b in chunk.buffers], OptimizerConfig(clip_grad=0.5), mesh)
-    batch = BatchShape(BATCH // layout.dp // layout.m, layout.m)
-    length = SEQ // layout.tp if layout.sp else SEQ
-    spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
-    pipeline = Pipeline(
-        chunks, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
-        schedule_name=layout.schedule, copies_over=mesh["tp"] if not layout.sp else None,
-    )  # fmt: skip
-    inspector = None
-    for step in range(STEPS):
-        if step == STEPS - 1:
-            inspector = Inspector(parts, mesh, sequence_parallel=layout.sp)
-        data = {stage: microbatches(batch, step * BATCH, mesh) for stage in chunks}
-        train_step(pipeline, adam, data, first_sample=step * BATCH, lr=1e-2)
+    tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, optimizer=OptimizerConfig(clip_grad=0.5))
+    for step in range(STEPS - 1):
+        tiny.step(step)
+    inspector = Inspector(tiny.model, mesh, sequence_parallel=layout.sp)
+    tiny.step(STEPS - 1)
     return {
-        "norm": params_norm(parts, mesh, "cpu"),
-        "zeros": num_zeros_in_grad(parts, mesh, "cpu"),
+        "norm": params_norm(tiny.model, mesh, "cpu"),
+        "zeros": num_zeros_in_grad(tiny.model, mesh, "cpu"),
         "tensors": inspector.finish("cpu"),
-        "hooks": sum(len(module._forward_hooks) for chunk in parts for module in chunk.modules()),
-        "weights": [piece for chunk in parts for piece in my_pieces(chunk.module, mesh, lambda p: p.data)],
-        "grads": [piece for chunk in parts for piece in my_pieces(chunk.module, mesh, lambda p: p.main_grad)],
+        "hooks": sum(len(module._forward_hooks) for chunk in tiny.model for module in chunk.modules()),
+        "weights": [piece for chunk in tiny.model for piece in my_pieces(chunk.module, mesh, lambda p: p.data)],
+        "grads": [piece for chunk in tiny.model for piece in my_pieces(chunk.module, mesh, lambda p: p.main_grad)],
     }
 
 
 def watched(config, layout: Layout) -> list[dict]:
-    replicas = layout.data_parallel.num_distributed_optimizer_instances
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp_outer": replicas, "dp_inner": layout.dp // replicas}
     config = layout.applied_to(config)
     sharing = config.ranks_per_kv_head(layout.tp)
-    return run_ranks(sizes, lambda mesh: watched_rank(mesh, config, layout), ranks_per_kv_head=sharing)
+    return run_ranks(layout.sizes, lambda mesh: watched_rank(mesh, config, layout), ranks_per_kv_head=sharing)
 
 
 SHARDED = DataParallelConfig(

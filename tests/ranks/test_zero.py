@@ -5,21 +5,18 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from local_ranks import run_ranks
 from tiny_run import (
-    GPT2,
-    LLAMA,
-    SEQ,
-    VOCAB,
+    TINY_GPT2,
+    TINY_LLAMA,
     Layout,
     Outcome,
+    TinyTrainer,
     assert_equal,
     assert_same_bits,
-    build_chunks,
     forward_step,
     microbatches,
     run,
@@ -27,22 +24,13 @@ from tiny_run import (
 
 from megatron.core.comm import bytes_sent
 from megatron.core.config import ConfigError
-from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.distributed.traffic import step_traffic
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
-from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import checkpointing
-from megatron.training.arguments import parse_args
-from megatron.training.state import TrainState
-from megatron.training.train_step import BatchShape, Pipeline, train_step
+from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.training.train_step import BatchShape, train_step
 
-MODELS = {
-    "gpt2-tied": replace(GPT2, hidden_size=16, num_attention_heads=4),
-    "llama-untied": replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2),
-}
+MODELS = {"gpt2-tied": TINY_GPT2, "llama-untied": TINY_LLAMA}
 BUCKET = 1500  # elements: several buckets on every rank
 SHARDED = {
     "zero3": {"zero_stage": 3},
@@ -145,7 +133,7 @@ def test_an_error_in_a_step_leaves_nothing_to_the_next(name: str):
         pass
 
     def norms(mesh: Mesh, fails: str | None) -> list[float]:
-        trainer, calls = Tiny(mesh, MODELS["gpt2-tied"], layout), iter(range(1000))
+        trainer, calls = TinyTrainer(mesh, MODELS["gpt2-tied"], layout), iter(range(1000))
 
         def stop(*_) -> None:
             raise Stop
@@ -158,15 +146,14 @@ def test_an_error_in_a_step_leaves_nothing_to_the_next(name: str):
                 output.register_hook(stop)
             return output, loss
 
-        found = [trainer.step(0)]
+        found = [trainer.step(0).grad_norm]
         if fails:
             trainer.pipeline.forward_step = step_that_fails
             with pytest.raises((Stop, RuntimeError)):
                 trainer.step(1)
             trainer.pipeline.forward_step = forward_step
-        found += [trainer.step(1), trainer.step(2)]
-        for chunk in trainer.chunks.values():
-            chunk.finish_param_gather()
+        found += [trainer.step(1).grad_norm, trainer.step(2).grad_norm]
+        trainer.finish_param_gather()
         return found
 
     (expected, *_) = run_ranks({"dp": 2}, partial(norms, fails=None))
@@ -180,15 +167,15 @@ def test_steps_may_have_other_numbers_of_microbatches(name: str):
     """As a growing batch has."""
 
     def norms(mesh: Mesh, config: DataParallelConfig) -> list[float]:
-        trainer, found = Tiny(mesh, MODELS["gpt2-tied"], Layout(dp=2, m=1, data_parallel=config)), []
-        trainer.batch = trainer.pipeline.batch = BatchShape(2, 1)
+        layout, found = Layout(dp=2, data_parallel=config), []
+        trainer = TinyTrainer(mesh, MODELS["gpt2-tied"], layout, global_batch=4)
         for number, m in enumerate((2, 4, 4, 1, 3)):
             data = {0: microbatches(BatchShape(2, m), 40 * number, mesh)}
             step = train_step(
                 trainer.pipeline, trainer.adam, data, first_sample=40 * number, lr=1e-2, num_microbatches=m
             )
             found.append(step.grad_norm)
-        trainer.chunks[0].finish_param_gather()
+        trainer.finish_param_gather()
         return found
 
     (expected, *_) = run_ranks({"dp": 2}, partial(norms, config=DataParallelConfig()))
@@ -216,7 +203,7 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
     )
 
     def work(mesh: Mesh):
-        trainer = Tiny(mesh, model, Layout(dp=4, m=2, data_parallel=config))
+        trainer = TinyTrainer(mesh, model, Layout(dp=4, m=2, data_parallel=config))
         (buffer,) = trainer.adam.buffers
         with mesh.ledger.record() as calls:
             trainer.step(0)
@@ -256,9 +243,11 @@ def test_gradients_may_be_kept_in_bfloat16(stage: int, wide: bool):
     model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)
 
     def norms(mesh: Mesh, **settings) -> list[float]:
-        trainer = Tiny(mesh, model, Layout(dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=stage, **settings)))
-        found = [trainer.step(number) for number in range(3)]
-        trainer.chunks[0].finish_param_gather()
+        trainer = TinyTrainer(
+            mesh, model, Layout(dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=stage, **settings))
+        )
+        found = [trainer.step(number).grad_norm for number in range(3)]
+        trainer.finish_param_gather()
         (buffer,) = trainer.adam.buffers
         kept = torch.bfloat16 if settings else torch.float32
         assert (buffer.grads or buffer.grads_of[0].data).dtype == kept
@@ -274,7 +263,7 @@ def test_a_rank_keeps_its_share_of_masters_and_moments(config: dict):
     model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)
 
     def work(mesh: Mesh):
-        trainer = Tiny(mesh, model, Layout(dp=4, data_parallel=DataParallelConfig(**config)))
+        trainer = TinyTrainer(mesh, model, Layout(dp=4, data_parallel=DataParallelConfig(**config)))
         kept = [trainer.adam.masters, *trainer.adam.moments.values()]
         return trainer.adam.buffers[0].plan.numel, [
             sum(tensor.numel() for shard in kind for tensor in shard.tensors) for kind in kept
@@ -286,32 +275,6 @@ def test_a_rank_keeps_its_share_of_masters_and_moments(config: dict):
 
 
 # ---------------------------------------------------------------- save and load
-
-
-class Tiny:
-    """A small model with its optimizer on this rank, as `tiny_run.train_rank` builds it."""
-
-    def __init__(self, mesh: Mesh, model: TransformerConfig, layout: Layout):
-        self.mesh, self.batch = mesh, BatchShape(24 // layout.dp // layout.m, layout.m)
-        self.chunks, keys, store = build_chunks(mesh, model, layout)
-        buffers = [buffer for chunk in self.chunks.values() for buffer in chunk.buffers]
-        self.adam = FlatOptimizer(buffers, OptimizerConfig(), mesh)
-        spec = TensorSpec((SEQ, self.batch.micro_batch_size, model.hidden_size), model.residual_dtype)
-        self.pipeline = Pipeline(
-            self.chunks, mesh, self.batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
-            schedule_name=layout.schedule,
-        )  # fmt: skip
-
-    def step(self, number: int) -> float:
-        data = {stage: microbatches(self.batch, 24 * number, self.mesh) for stage in self.chunks}
-        return train_step(self.pipeline, self.adam, data, first_sample=24 * number, lr=1e-2).grad_norm
-
-    def runtime(self, folder, model: TransformerConfig):
-        config, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
-        config = replace(config, transformer=model)
-        tokenizer = SimpleNamespace(vocab_size=VOCAB)
-        device = Device("cpu")
-        return SimpleNamespace(mesh=self.mesh, config=config, device=device, tokenizer=tokenizer, global_batch_size=24)
 
 
 ZERO = DataParallelConfig(use_distributed_optimizer=True)
@@ -351,36 +314,28 @@ def test_shards_load_into_any_layout(source: Layout, target: Layout, tmp_path):
     model = MODELS["llama-untied" if source.pp > 1 else "gpt2-tied"]
     sharing = model.ranks_per_kv_head
 
-    def first(mesh: Mesh) -> None:
-        trainer = Tiny(mesh, model, source)
-        norms = [trainer.step(number) for number in range(2)]
-        checkpointing.save(
-            trainer.runtime(tmp_path, model), list(trainer.chunks.values()), trainer.adam, TrainState(2), {}
-        )
+    def first(mesh: Mesh) -> list[float]:
+        trainer = TinyTrainer(mesh, model, source)
+        norms = [trainer.step(number).grad_norm for number in range(2)]
+        trainer.save(tmp_path, 2)
         return norms
 
-    def then(mesh: Mesh) -> float:
-        trainer = Tiny(mesh, model, target)
-        checkpointing.load(trainer.runtime(tmp_path, model), list(trainer.chunks.values()), trainer.adam)
-        norms = [trainer.step(number) for number in (2, 3)]
-        for chunk in trainer.chunks.values():
-            chunk.finish_param_gather()
+    def then(mesh: Mesh) -> list[float]:
+        trainer = TinyTrainer(mesh, model, target)
+        trainer.load(tmp_path)
+        norms = [trainer.step(number).grad_norm for number in (2, 3)]
+        trainer.finish_param_gather()
         return norms
 
     def through(mesh: Mesh) -> list[float]:
-        trainer = Tiny(mesh, model, Layout())
-        return [trainer.step(number) for number in range(4)]
+        trainer = TinyTrainer(mesh, model, Layout())
+        return [trainer.step(number).grad_norm for number in range(4)]
 
     (expected,) = run_ranks({}, through)
-    before = run_ranks(sizes_of(source), first, ranks_per_kv_head=sharing(source.tp))
-    after = run_ranks(sizes_of(target), then, ranks_per_kv_head=sharing(target.tp))
+    before = run_ranks(source.sizes, first, ranks_per_kv_head=sharing(source.tp))
+    after = run_ranks(target.sizes, then, ranks_per_kv_head=sharing(target.tp))
     for norms in (one + other for one in before for other in after):
         assert norms == pytest.approx(expected, rel=1e-10)
-
-
-def sizes_of(layout: Layout) -> dict[str, int]:
-    replicas = layout.data_parallel.num_distributed_optimizer_instances
-    return {"tp": layout.tp, "pp": layout.pp, "dp_outer": replicas, "dp_inner": layout.dp // replicas}
 
 
 # ---------------------------------------------------------------- settings

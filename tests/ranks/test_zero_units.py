@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import GPT2, Layout, run
+from tiny_run import TINY_GPT2, Layout, run
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
@@ -232,7 +232,7 @@ def test_a_unit_is_there_only_while_it_computes(schedule: str, stage: int):
     """One unit's parameters and one's gradients, and, where weight gradients are put off, those of a table that a stage holds: the
     embedding writes in the backward, the output layer after it. Four units a stage, all of them would be eight."""
     config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=500)
-    model = replace(GPT2, hidden_size=16, num_attention_heads=4, num_layers=8)
+    model = replace(TINY_GPT2, num_layers=8)
     with open_at_once() as most:
         run(model, Layout(pp=2, dp=2, m=4, schedule=schedule, data_parallel=config), steps=2)
     assert len(most) == 4 and max(most.values()) <= 2
