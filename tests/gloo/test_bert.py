@@ -2,15 +2,15 @@
 
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import split
 
 import numpy as np
 import pytest
 from processes import PRETRAIN_BERT, ROOT, Layout, pretrain
+from sentence_files import write_sentences
 from test_resume import assert_same_checkpoint
-
-from megatron.core.datasets import IndexedDatasetWriter
 
 MODEL = split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
@@ -23,23 +23,14 @@ FOUR = Layout(tp=2, pp=2, sp=True)
 def sentences(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags of 200 documents and their vocabulary."""
     folder = tmp_path_factory.mktemp("sentences")
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *(f"w{i}" for i in range(60)),
-        *(f"##{i}" for i in range(20)),
-    ]
-    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
     rng = np.random.RandomState(0)
-    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
+
+    def documents() -> Iterator[tuple[np.ndarray, list[int]]]:
         for _ in range(200):
             lengths = rng.randint(2, 12, rng.randint(1, 9)).tolist()
-            writer.add_document(rng.randint(60) // 2 + 5 + np.arange(sum(lengths)) // 2 % 50, lengths)
-    tokenizer = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
-    return ["--data-path", str(folder / "text"), *tokenizer]
+            yield rng.randint(60) // 2 + 5 + np.arange(sum(lengths)) // 2 % 50, lengths
+
+    return write_sentences(folder, documents(), words=60, pieces=20)
 
 
 def test_a_stopped_run_over_four_ranks_goes_on_as_if_it_had_not_stopped(sentences, tmp_path: Path):

@@ -3,34 +3,27 @@
 Float64, so that a layout may differ from one process by rounding alone. tests/ranks/test_bert.py compares gradients and weights.
 """
 
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from shlex import split
 from tempfile import mkdtemp
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from local_ranks import run_ranks
+from script_run import trainer_of
+from sentence_files import write_sentences
 
 import pretrain_bert
 from megatron.core.config import ConfigError
-from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.datasets.fim import FimConfig
-from megatron.core.deferred import WeightGradStore
-from megatron.core.device import Device
 from megatron.core.mesh import Mesh
-from megatron.core.random import DropoutKeys
-from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import parse_args
 from megatron.training.evaluate import evaluate
-from megatron.training.rules import check
-from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.trainer import Trainer
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --fp64 --micro-batch-size 2 --lr 1e-2 "
-    "--tokenizer-type BertWordPieceLowerCase --make-vocab-size-divisible-by 8 --device cpu --clip-grad 0.5 --num-workers 0 "
+    "--make-vocab-size-divisible-by 8 --device cpu --clip-grad 0.5 --num-workers 0 "
     "--global-batch-size 8 --train-iters 3 --mask-prob 0.3 --short-seq-prob 0.3 --split 8,2,0 --eval-iters 2 "
 )
 TP, PP, ZERO = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 ", "--use-distributed-optimizer "
@@ -54,41 +47,19 @@ HEADS = {"with the order of sentences": "", "words alone": "--bert-no-binary-hea
 @cache
 def data() -> str:
     """Flags of a file of 60 documents and its vocabulary. Words follow each other in the order of the alphabet."""
-    folder = Path(mkdtemp(prefix="bert-"))
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *(f"w{i:02}" for i in range(30)),
-        *(f"##{i}" for i in range(9)),
-    ]
-    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
-    rng = np.random.RandomState(0)
-    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
+    folder, rng = Path(mkdtemp(prefix="bert-")), np.random.RandomState(0)
+
+    def documents() -> Iterator[tuple[np.ndarray, list[int]]]:
         for _ in range(60):
             lengths = rng.randint(1, 7, rng.randint(1, 9)).tolist()
-            writer.add_document((5 + rng.randint(30) + np.arange(sum(lengths))) % 39 + 5, lengths)
-    return f"--data-path {folder}/text --data-cache-path {folder}/cache --vocab-file {folder}/vocab.txt "
+            yield (5 + rng.randint(30) + np.arange(sum(lengths))) % 39 + 5, lengths
+
+    return " ".join([*write_sentences(folder, documents(), words=30, pieces=9), f"--data-cache-path {folder}/cache "])
 
 
 def train(mesh: Mesh, flags: str) -> tuple[list, dict[str, float]]:
     """(losses and gradient norm of each step, losses of a validation) of this rank's whole run."""
-    config, args, _ = parse_args(split(MODEL + data() + flags))
-    check(config, mesh["world"].size)
-    if config.chunks_per_rank > 1:
-        mesh.virtual_size = config.chunks_per_rank
-    keys, tokenizer = DropoutKeys(config.training.seed), build_tokenizer(config.tokenizer)
-    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())
-    set_runtime(runtime, this_thread_only=True)
-    try:
-        trainer = Trainer(
-            runtime,
-            pretrain_bert.train_valid_test_datasets_provider,
-            pretrain_bert.model_provider,
-            pretrain_bert.forward_step,
-        )
+    with trainer_of(pretrain_bert, mesh, MODEL + data() + flags) as trainer:
         steps = []
         trainer.log.add = lambda losses, is_nan=False, *, skipped=False: steps.append(dict(losses))
         trainer._train()
@@ -100,8 +71,6 @@ def train(mesh: Mesh, flags: str) -> tuple[list, dict[str, float]]:
             global_batch_size=trainer.batch_size,
         )
         return steps, validation
-    finally:
-        set_runtime(None, this_thread_only=True)
 
 
 @cache

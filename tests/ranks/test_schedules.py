@@ -9,21 +9,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from shlex import split
 
 import pytest
 from local_ranks import run_ranks
+from script_run import trainer_of
 
 import pretrain_gpt
-from megatron.core.deferred import WeightGradStore
-from megatron.core.device import Device
 from megatron.core.mesh import Mesh
-from megatron.core.random import DropoutKeys
-from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import parse_args
 from megatron.training.evaluate import window
-from megatron.training.rules import check
-from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.trainer import Trainer
 
 MODEL = (
@@ -75,27 +68,11 @@ class Recorder:
 
 def train(mesh: Mesh, flags: str, prepare=lambda trainer: None) -> Rank:
     """This rank's whole run."""
-    config, args, _ = parse_args(split(MODEL + flags))
-    check(config, mesh["world"].size)
-    if config.chunks_per_rank > 1:
-        mesh.virtual_size = config.chunks_per_rank
-    keys, tokenizer = DropoutKeys(config.training.seed), build_tokenizer(config.tokenizer)
-    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())
-    set_runtime(runtime, this_thread_only=True)
-    try:
-        trainer = Trainer(
-            runtime,
-            pretrain_gpt.train_valid_test_datasets_provider,
-            pretrain_gpt.model_provider,
-            pretrain_gpt.forward_step,
-        )
+    with trainer_of(pretrain_gpt, mesh, MODEL + flags) as trainer:
         trainer.log = Recorder()
         prepare(trainer)
         trainer.run()
         return Rank(trainer.log.steps, trainer.state.as_json())
-    finally:
-        runtime.held.close()
-        set_runtime(None, this_thread_only=True)
 
 
 def run(layout: tuple[dict, str], flags: str, prepare=lambda trainer: None) -> Rank:
