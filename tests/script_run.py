@@ -27,9 +27,7 @@ def trainer_of(script: ModuleType, mesh: Mesh, flags: str) -> Iterator[Trainer]:
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())
     set_runtime(runtime, this_thread_only=True)
     try:
-        yield Trainer(
-            runtime, script.train_valid_test_datasets_provider, script.model_provider, script.forward_step
-        )  # fmt: skip
+        yield Trainer(runtime, script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
     finally:
         runtime.held.close()
         set_runtime(None, this_thread_only=True)

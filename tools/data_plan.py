@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import table
-from megatron.core.datasets.gpt import plan_reading
+from megatron.core.datasets.gpt_files import plan_reading
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
 
 
