@@ -9,6 +9,7 @@
 #   MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS      the run (2, 4 for each process, 100)
 #   DEVICE            cpu, or auto for the accelerator, if any
 #   GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT     of scripts over several processes, as torchrun names them
+#   TENSOR_MP_SIZE PIPELINE_MP_SIZE     ranks that share a layer, and stages, of scripts that divide the model (2, 2)
 #   LAUNCHER          what starts the processes; unset: torchrun. Another: LAUNCHER="python -m torch.distributed.launch"
 #   VENV              the virtual environment of examples/setup_env.sh (.venv in the repository; if there is none, the python3
 #                     of the PATH is used, should it have torch, as in a container)
@@ -65,6 +66,13 @@ LLAMA_MODEL_ARGS=(
     --untie-embeddings-and-output-weights
     --hidden-dropout 0
     --attention-dropout 0
+)
+
+# A model over several ranks: its layers divided among some, its stages among others.
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size "${TENSOR_MP_SIZE:-2}"
+    --pipeline-model-parallel-size "${PIPELINE_MP_SIZE:-2}"
+    --sequence-parallel
 )
 
 # training_args N: for N processes in all.

@@ -7,19 +7,12 @@
 #       bash examples/pretrain_gpt_distributed_with_mp.sh --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --bf16
 #
 # On each machine the same command, with its own NODE_RANK; examples/slurm and examples/kubernetes do that. Further flags come
-# last, so they win. From the environment, besides what examples/arguments.sh lists:
-#   TENSOR_MP_SIZE PIPELINE_MP_SIZE     ranks that share a layer, and stages (2, 2)
+# last, so they win. examples/arguments.sh lists what it takes from the environment, TENSOR_MP_SIZE and PIPELINE_MP_SIZE among it.
 set -euo pipefail
 
 RUN_NAME=pretrain_gpt_mp
 source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 training_args $((GPUS_PER_NODE * NNODES))
 
-PARALLEL_ARGS=(
-    --tensor-model-parallel-size "${TENSOR_MP_SIZE:-2}"
-    --pipeline-model-parallel-size "${PIPELINE_MP_SIZE:-2}"
-    --sequence-parallel
-)
-
-launch "$ROOT/pretrain_gpt.py" "${GPT_MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" \
+launch "$ROOT/pretrain_gpt.py" "${GPT_MODEL_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" \
     "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
