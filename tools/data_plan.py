@@ -18,6 +18,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import table
 from megatron.core.datasets.gpt_files import plan_reading
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
+from tools.errors import say_what_is_wrong
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = read_flags(parser, arguments)
         print(plan(build(PlanConfig, given), build(DataConfig, given)))
     except (ValueError, OSError) as error:
-        print(f"data_plan: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("data_plan", error)
     return 0
 
 

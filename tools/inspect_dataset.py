@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
+from tools.errors import say_what_is_wrong
 from tools.merge_datasets import prefixes_of
 
 _TOKENS_AT_ONCE = 1 << 24
@@ -124,8 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
             if config.verify:
                 print(verify(dataset, tokenizer))
     except (ValueError, OSError, ImportError) as error:
-        print(f"inspect_dataset: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("inspect_dataset", error)
     return 0
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
+from tools.errors import say_what_is_wrong
 
 _SEQUENCES_AT_ONCE = 1 << 20
 
@@ -85,8 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         prefixes = prefixes_of(config.input)
         merged = merge(prefixes, config.output_prefix)
     except (ValueError, OSError) as error:
-        print(f"merge_datasets: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("merge_datasets", error)
     print(
         f"wrote {config.output_prefix}: {merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from tools.errors import say_what_is_wrong
 
 # The lines of megatron/training/log.py: training_line and validation_line. An interval of skipped steps has no loss.
 _TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
@@ -177,8 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
         runs = dict(zip(labels, map(read_log, logs)))
         draw(runs, config.output)
     except (ValueError, OSError, ImportError) as error:
-        print(f"plot_run: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("plot_run", error)
     for name, curves in runs.items():
         print(summary(name, curves))
     print(f"wrote {config.output}", file=sys.stderr)

@@ -28,6 +28,7 @@ from megatron.training.initialize import collected, file_problems
 from megatron.training.rules import check
 from megatron.training.samples import samples_to_request
 from megatron.training.state import TrainState
+from tools.errors import say_what_is_wrong
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # of pretrain_gpt.py
 
@@ -88,8 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         lengths = prepare(arguments, progress, progress)
     except (ValueError, OSError, ImportError) as error:
-        print(f"prepare_cache: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("prepare_cache", error)
     progress("ready: " + ", ".join(f"{count:,} {name} samples" for name, count in lengths.items()))
     return 0
 

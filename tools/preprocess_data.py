@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDatasetWriter, token_dtype
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from tools.errors import say_what_is_wrong
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder, line_texts, without_mark
 from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_summary, settings_text, write_piece
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
@@ -297,8 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = read_flags(parser, arguments)
         progress = preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
     except (ValueError, OSError, ImportError) as error:
-        print(f"preprocess_data: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("preprocess_data", error)
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; the same command goes on from what is done", file=sys.stderr)
         return 130

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import atomic_file
+from tools.errors import say_what_is_wrong
 
 # Folders whose files are not the library's prose: test data, other people's packages, and tables that are no text.
 _SKIPPED_FOLDERS = {
@@ -113,8 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         with atomic_file(config.output) as file:
             file.writelines(json.dumps({"text": text}).encode() + b"\n" for text in found)
     except (ValueError, OSError) as error:
-        print(f"stdlib_corpus: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("stdlib_corpus", error)
     size = sum(len(text.encode()) for text in found) / 1e6
     print(
         f"wrote {config.output}: {len(found)} {'docstrings' if config.docstrings else 'files'}, {size:.1f} MB of text",

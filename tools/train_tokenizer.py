@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import atomic_file
+from tools.errors import say_what_is_wrong
 from tools.preprocess_data import input_files, line_texts, without_mark
 
 EOD = "<|endoftext|>"
@@ -157,8 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         with atomic_file(config.output) as file:
             file.write(content.encode("utf-8"))
     except (ValueError, OSError, ImportError) as error:
-        print(f"train_tokenizer: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return say_what_is_wrong("train_tokenizer", error)
     print(f"wrote {config.output}: {count} ids", file=sys.stderr)
     return 0
 
