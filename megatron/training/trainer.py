@@ -29,6 +29,7 @@ from megatron.training.log import TrainingLog, validation_line
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, samples_to_request
+from megatron.training.save_folder import note_other_checkpoints, prepare_folder
 from megatron.training.state import TrainState
 from megatron.training.train_step import StepResult, train_step
 from megatron.training.watch import Watch
@@ -80,9 +81,9 @@ class Trainer:
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Where the run goes on, and its log of the interval it was stopped in."""
         save, world = self.config.checkpoint.save, self.mesh["world"]
-        checkpointing.prepare_folder(save, world, self.device, self.runtime.held)
+        prepare_folder(save, world, self.device, self.runtime.held)
         state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
-        checkpointing.note_other_checkpoints(save, state.iteration, world)
+        note_other_checkpoints(save, state.iteration, world)
         return state, log_state
 
     def _iters_of_samples(self) -> int:

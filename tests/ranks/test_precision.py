@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.linear import weight_gradient
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
+from megatron.training.checkpoint_checks import check_same_optimizer
 from megatron.training.log import TrainingLog
 from megatron.training.state import TrainState
 from megatron.training.train_step import BatchShape, Pipeline, StepResult, train_step
@@ -306,7 +307,7 @@ def test_another_optimizers_state_is_refused(tmp_path):
     (mesh,) = run_ranks({}, lambda mesh: mesh)
     mine = runtime_for(mesh, FP16, tmp_path, BATCH)
     saved = mine.config.as_json()
-    checkpointing.check_same_optimizer(mine, {"config": saved})
+    check_same_optimizer(mine, {"config": saved})
     for settings, message in (
         ({"optimizer": "sgd"}, "holds the state of --optimizer adam, this run has sgd; --no-load-optim starts"),
         ({"optimizer": "sgd", "sgd_momentum": 0.9}, "holds no momentum (--sgd-momentum was 0); --no-load-optim starts"),
@@ -316,7 +317,7 @@ def test_another_optimizers_state_is_refused(tmp_path):
             theirs = {**saved, "optimizer": {**saved["optimizer"], "optimizer": "sgd", "sgd_momentum": 0.0}}
         mine.config = replace(mine.config, optimizer=OptimizerConfig(**settings))
         with pytest.raises(ConfigError, match=re.escape(message)):
-            checkpointing.check_same_optimizer(mine, {"config": theirs})
+            check_same_optimizer(mine, {"config": theirs})
 
 
 def test_the_log_counts_skipped_steps_and_leaves_out_their_losses():
