@@ -28,13 +28,12 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.tier import FileTensor
-from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_config import grid_for
-from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
+from megatron.training.build import build_optimizer, build_pipeline
 from megatron.training.config import Config
 from megatron.training.memory.estimate import IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.report import amount, table
@@ -42,7 +41,7 @@ from megatron.training.memory.sizes import RunSizes
 from megatron.training.memory.tracker import MemoryTracker, kept_apart
 from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.train_step import BatchShape, Pipeline, train_step
+from megatron.training.train_step import train_step
 
 _DEFAULTS = {"tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-4, "mock_data": True}
 SMALL = (
@@ -234,15 +233,8 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
     try:
         with MemoryTracker() as tracker:
             chunks = dict(_chunks_of(runtime))
-            optimizer = FlatOptimizer(
-                [buffer for chunk in chunks.values() for buffer in chunk.buffers],
-                config.optimizer,
-                mesh,
-                scaler=make_grad_scaler(config.loss_scaling, fp16=config.transformer.fp16),
-                tier=tier,
-                offload_fraction=config.offload.optimizer_offload_fraction,
-            )
-            pipeline = pipeline_of(runtime, chunks)
+            optimizer = build_optimizer(chunks, runtime)
+            pipeline = build_pipeline(chunks, runtime, pretrain_gpt.forward_step)
             tracker.assign_state(chunks.values(), optimizer)
             ever, in_file = tracker.peak["total"], bytes_in_file(chunks.values(), optimizer)
             data = batches_of(config, tokenizer.vocab_size)
@@ -281,25 +273,6 @@ def _chunks_of(runtime: Runtime) -> Iterator[tuple[int, DistributedDataParallel]
             parameter.data.zero_()  # no weight matters, but a chance one may be no number
         tier = runtime.tier if config.offload.offload_params else None
         yield stage, DistributedDataParallel(model, mesh, config.data_parallel, runtime.weight_grads, tier=tier)
-
-
-def pipeline_of(runtime: Runtime, chunks: dict[int, DistributedDataParallel]) -> Pipeline:
-    config, mesh = runtime.config, runtime.mesh
-    parallel, micro_batch = config.parallel, config.training.micro_batch_size
-    length = config.data.seq_length // (mesh["tp"].size if parallel.sequence_parallel_on else 1)
-    spec = TensorSpec((length, micro_batch, config.transformer.hidden_size), config.transformer.residual_dtype)
-    scatters = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel_on
-    return Pipeline(
-        chunks,
-        mesh,
-        BatchShape(micro_batch, runtime.num_microbatches, config.data.seq_length),
-        boundary=(spec,),
-        forward_step=pretrain_gpt.forward_step,
-        keys=runtime.dropout_keys,
-        weight_grads=runtime.weight_grads,
-        schedule_name=config.schedule_name,
-        copies_over=mesh["tp"] if scatters else None,
-    )
 
 
 # ---------------------------------------------------------------- what is printed

@@ -150,7 +150,13 @@ def build_model_and_optimizer(
 ) -> tuple[dict[int, DistributedDataParallel], FlatOptimizer]:
     """This rank's model chunks by stage, and what updates them. Every rank must call."""
     chunks = get_model(model_provider, runtime)
-    optimizer = FlatOptimizer(
+    return chunks, build_optimizer(chunks, runtime, group_of)
+
+
+def build_optimizer(
+    chunks: dict[int, DistributedDataParallel], runtime: Runtime, group_of: GroupRule = default_group
+) -> FlatOptimizer:
+    return FlatOptimizer(
         [buffer for chunk in chunks.values() for buffer in chunk.buffers],
         runtime.config.optimizer,
         runtime.mesh,
@@ -161,7 +167,6 @@ def build_model_and_optimizer(
         tier=runtime.tier,
         offload_fraction=runtime.config.offload.optimizer_offload_fraction,
     )
-    return chunks, optimizer
 
 
 def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
