@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -78,13 +79,12 @@ class TrainingLog:
         self.nan_steps += is_nan
         self.skipped_steps += skipped
 
-    def pause(self) -> "TrainingLog":
-        """Leave what happens until `resume` out of the time per iteration: validation, checkpoints."""
-        self._paused = time.perf_counter()
-        return self
-
-    def resume(self) -> None:
-        self._began += time.perf_counter() - self._paused
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is left out of the time per iteration: validation, checkpoints."""
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
 
     def line_if_due(
         self,

@@ -214,10 +214,9 @@ class Trainer:
         lr = self.schedule.at(state.scheduled_train_samples)
         decoupled_lr = self.schedule.decoupled_at(state.scheduled_train_samples)
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
-        self.log.pause()
-        self.memory.report(state.iteration)
-        measured = self.watch.measure()
-        self.log.resume()
+        with self.log.paused():
+            self.memory.report(state.iteration)
+            measured = self.watch.measure()
         interval = self.log.line_if_due(
             state.iteration,
             state.consumed_train_samples,
@@ -229,9 +228,10 @@ class Trainer:
             num_zeros=measured.num_zeros,
             params_norm=measured.params_norm,
         )
-        self.log.pause()
-        self.watch.report(result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size)
-        self.log.resume()
+        with self.log.paused():
+            self.watch.report(
+                result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size
+            )
 
     # ---------------------------------------------------------------- once in a while
 
@@ -245,21 +245,22 @@ class Trainer:
         dataset, eval_iters = self.datasets[split], self.config.training.eval_iters
         if dataset is None or eval_iters == 0:
             return
-        self.log.pause()
-        first_sample, num_batches = window(self._validations_before(split), eval_iters, self.batch_size, len(dataset))
-        losses = evaluate(
-            self.pipeline,
-            lambda first: self._iterators(split, first),
-            num_batches=num_batches,
-            first_sample=first_sample,
-            global_batch_size=self.batch_size,
-        )
-        on_set = f" on {'validation' if split == 'valid' else split} set" if at_end else ""
-        print_rank_last(validation_line(f"iteration {self.state.iteration}{on_set}", losses))
-        self.watch.report_validation(split, losses, at_end=at_end)
-        if self.non_loss.process is not None:
-            self._show_non_loss_data(split, first_sample)
-        self.log.resume()
+        with self.log.paused():
+            first_sample, num_batches = window(
+                self._validations_before(split), eval_iters, self.batch_size, len(dataset)
+            )
+            losses = evaluate(
+                self.pipeline,
+                lambda first: self._iterators(split, first),
+                num_batches=num_batches,
+                first_sample=first_sample,
+                global_batch_size=self.batch_size,
+            )
+            on_set = f" on {'validation' if split == 'valid' else split} set" if at_end else ""
+            print_rank_last(validation_line(f"iteration {self.state.iteration}{on_set}", losses))
+            self.watch.report_validation(split, losses, at_end=at_end)
+            if self.non_loss.process is not None:
+                self._show_non_loss_data(split, first_sample)
 
     def _validations_before(self, split: str) -> int:
         """By the step alone, so that a resumed run validates on the same samples."""
@@ -285,10 +286,9 @@ class Trainer:
         due = config.save_interval is not None and self.state.iteration % config.save_interval == 0
         if config.save is None or not (due or last):
             return
-        self.log.pause()
-        checkpointing.save(self.runtime, self.model, self.optimizer, self.state, self.log.state())
-        self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")
-        self.log.resume()
+        with self.log.paused():
+            checkpointing.save(self.runtime, self.model, self.optimizer, self.state, self.log.state())
+            self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")
 
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
         """Batches for each chunk, on the ranks that may read: the first of each tensor-parallel group. A stage between the ends

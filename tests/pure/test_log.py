@@ -227,13 +227,11 @@ def test_the_saved_state_does_not_follow_the_run(clock):
 def test_validation_and_saving_take_no_time_from_the_steps(clock, capsys):
     log = TrainingLog(4, 8, 2)
     clock.step(log, 1, 1.0)
-    log.pause()
-    clock.now += 50.0
-    log.resume()
+    with log.paused():
+        clock.now += 50.0
     clock.step(log, 2, 1.0)
-    log.pause()
-    clock.now += 50.0
-    log.resume()
+    with log.paused():
+        clock.now += 50.0
     clock.step(log, 3, 1.0)
     clock.step(log, 4, 1.0)
     assert [line["ms"] for line in printed(capsys)] == ["500.0", "500.0"]
