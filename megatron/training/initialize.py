@@ -33,6 +33,7 @@ from megatron.training.rules import apart_from, check, filled_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
 from megatron.training.start import mistake_in
 from megatron.training.timers import Timers
+from megatron.training.watch_config import watch_notes
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def read_settings(
     if problems:
         raise ConfigError(problems)
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
+    notes += watch_notes(config.tensorboard)
     notes += notes_of(device.name, config.offload.tier, config.transformer.cpu_offloading_num_layers > 0)
     device.prepare(bf16=config.transformer.bf16, scarce=config.offload.tier == "file")
     if config.profile.record_memory_history:

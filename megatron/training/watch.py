@@ -27,6 +27,7 @@ from megatron.training.sinks import MetricsFile, Record, Sink, TensorBoardSink, 
 from megatron.training.state import TrainState
 from megatron.training.statistics import Inspector, Key, Statistics, num_zeros_in_grad, params_norm
 from megatron.training.train_step import Pipeline, StepResult
+from megatron.training.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that an action counts for.
 _TIMER_OF = {
@@ -224,7 +225,7 @@ def make_sinks(runtime: Runtime, iteration: int) -> list[Sink]:
     curves = config.tensorboard
     if config.log.metrics_file is not None:
         sinks.append(MetricsFile(config.log.metrics_file, iteration))
-    if curves.tensorboard_dir is not None:
+    if writes_tensorboard(curves):
         sinks.append(TensorBoardSink(curves.tensorboard_dir, curves.tensorboard_queue_size))
     if curves.wandb_project is not None:
         settings = config.as_json()

@@ -125,18 +125,17 @@ class ProfileConfig:
 def watch_problems(
     log: LogConfig, curves: TensorBoardConfig, profile: ProfileConfig, *, save: str | None, world_size: int
 ) -> list[str]:
-    """What cannot be watched so, across the settings, and which package is missing."""
+    """What cannot be watched so, across the settings, and whether wandb, which a run does not do without, is missing."""
     problems = []
-    if curves.tensorboard_dir is not None and not _is_installed("tensorboard"):
-        problems.append(
-            "--tensorboard-dir needs the package tensorboard: pip install tensorboard; --metrics-file needs none"
-        )
     if curves.wandb_project is not None and not _is_installed("wandb"):
         problems.append("--wandb-project needs the package wandb: pip install wandb; --metrics-file needs none")
     if log.log_progress and save is None:
         problems.append("--log-progress needs --save, the folder that progress.txt is in")
-    if log.inspect is not None and log.metrics_file is None and not curves.is_on:
-        problems.append("--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR)")
+    writes_curves = writes_tensorboard(curves) or curves.wandb_project is not None
+    if log.inspect is not None and log.metrics_file is None and not writes_curves:
+        problems.append(
+            "--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR, with the package tensorboard)"
+        )
     if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
         problems.append("--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2")
     if profile.profile and curves.tensorboard_dir is None and save is None:
@@ -145,6 +144,21 @@ def watch_problems(
         ranks = f"0 to {world_size - 1}" if world_size > 1 else "0 alone"
         problems.append(f"--profile-ranks names {', '.join(map(str, wrong))}; there are ranks {ranks}")
     return problems
+
+
+def watch_notes(curves: TensorBoardConfig) -> list[str]:
+    """What is asked for and left undone, as the run goes on without it."""
+    if curves.tensorboard_dir is None or writes_tensorboard(curves):
+        return []
+    return [
+        "warning: nothing is written to --tensorboard-dir, since the package tensorboard is not installed (pip install tensorboard); "
+        "the log goes on as ever, and --metrics-file needs no package"
+    ]
+
+
+def writes_tensorboard(curves: TensorBoardConfig) -> bool:
+    """Whether TensorBoard's files can be written, and are asked for."""
+    return curves.tensorboard_dir is not None and _is_installed("tensorboard")
 
 
 def _is_installed(package: str) -> bool:

@@ -13,7 +13,7 @@ from megatron.core.device import Device, peak_flops_of
 from megatron.training import watch_config
 from megatron.training.profiling import MemoryHistory
 from megatron.training.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line
-from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig, watch_problems
+from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig, watch_notes, watch_problems
 
 STEP = Record("step", 7, 56, {"lm loss": 2.5, "grad-norm": 1.5})
 INTERVAL = Record("interval", 10, 80, {"lm loss": 2.0, "iteration-time": 0.5, "throughput": 3.0, "optimizer-time": 0.1})
@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 # ---------------------------------------------------------------- settings
 
 PROBLEMS = [
-    ({}, {"tensorboard_dir": "x"}, {}, "--tensorboard-dir needs the package tensorboard: pip install tensorboard"),
+    ({"inspect": 5}, {"tensorboard_dir": "x"}, {}, "--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR, with"),
     ({}, {"wandb_project": "x"}, {}, "--wandb-project needs the package wandb: pip install wandb"),
     ({"log_progress": True}, {}, {}, "--log-progress needs --save"),
     ({"inspect": 5}, {}, {}, "--inspect needs somewhere to write: give --metrics-file FILE"),
@@ -182,6 +182,17 @@ def test_what_cannot_be_watched_is_said(monkeypatch, log, curves, profile, says:
     made = LogConfig(**log), TensorBoardConfig(**curves), ProfileConfig(**profile)
     (problem,) = watch_problems(*made, save=None, world_size=2)
     assert says in problem
+
+
+def test_a_run_without_the_package_tensorboard_goes_on_and_says_so_once(monkeypatch):
+    made = LogConfig(), TensorBoardConfig(tensorboard_dir="x"), ProfileConfig()
+    monkeypatch.setattr(watch_config, "_is_installed", lambda package: False)
+    assert watch_problems(*made, save=None, world_size=2) == []
+    (note,) = watch_notes(made[1])
+    assert note.startswith("warning: nothing is written to --tensorboard-dir") and "pip install tensorboard" in note
+    assert watch_notes(TensorBoardConfig()) == []
+    monkeypatch.setattr(watch_config, "_is_installed", lambda package: True)
+    assert watch_notes(made[1]) == []
 
 
 def test_what_can_be_watched_has_no_problem(monkeypatch):
