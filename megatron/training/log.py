@@ -165,10 +165,20 @@ def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
 
 
 def validation_line(where: str, losses: Mapping[str, float]) -> str:
-    """The line of one validation; PPL is exp of the loss, capped at e^20, and a share of right answers has none."""
+    """The line of one validation."""
     parts = [f" validation loss at {where}"]
     for name, value in losses.items():
         parts.append(f"{name} value: {value:.6E}")
-        if not name.endswith("accuracy"):
-            parts.append(f"{name} PPL: {math.exp(min(20.0, value)):.6E}")
+        if has_perplexity(name):
+            parts.append(f"{name} PPL: {perplexity(value):.6E}")
     return " | ".join(parts) + " | "
+
+
+def has_perplexity(name: str) -> bool:
+    """Whether a number of a validation is a loss: a share of right answers has no perplexity."""
+    return not name.endswith("accuracy")
+
+
+def perplexity(loss: float) -> float:
+    """exp of the loss, capped at e^20."""
+    return math.exp(min(20.0, loss))

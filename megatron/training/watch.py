@@ -9,7 +9,6 @@ The loop calls it around a step:
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from typing import Any
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedule import Action, Op
-from megatron.training.log import Interval, progress_line
+from megatron.training.log import Interval, has_perplexity, perplexity, progress_line
 from megatron.training.profiling import MemoryHistory, StepProfiler
 from megatron.training.runtime import Runtime, print_rank_last
 from megatron.training.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
@@ -139,7 +138,7 @@ class Watch:
         what = "test" if split == "test" else "validation"
         values = {f"{name} {what}": value for name, value in losses.items()}
         if self.config.tensorboard.log_validation_ppl_to_tensorboard:
-            values |= {f"{name} {what} ppl": math.exp(min(value, 20.0)) for name, value in losses.items()}
+            values |= {f"{name} {what} ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)}
         self._send("validation", values, {"split": what, "at": "end" if at_end else "step"})
 
     def note_progress(self, event: str) -> None:

@@ -13,6 +13,7 @@ from megatron.core.device import Device, peak_flops_of
 from megatron.training import watch_config
 from megatron.training.profiling import MemoryHistory
 from megatron.training.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line
+from megatron.training.watch import Watch
 from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig, watch_notes, watch_problems
 
 STEP = Record("step", 7, 56, {"lm loss": 2.5, "grad-norm": 1.5})
@@ -161,6 +162,17 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--metrics-file .*/file/m.jsonl cannot be written: "):
         MetricsFile(str(tmp_path / "file" / "m.jsonl"), 0)
+
+
+def test_losses_have_a_perplexity_and_shares_of_right_answers_have_none():
+    sent, curves = {}, TensorBoardConfig(log_validation_ppl_to_tensorboard=True)
+    watch = SimpleNamespace(
+        config=SimpleNamespace(tensorboard=curves), _send=lambda kind, values, labels: sent.update(values)
+    )
+    Watch.report_validation(watch, "valid", {"sop loss": 0.5, "sop accuracy": 0.75}, at_end=False)
+    assert sent == {
+        "sop loss validation": 0.5, "sop accuracy validation": 0.75, "sop loss validation ppl": pytest.approx(1.6487212707)
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- settings
