@@ -164,6 +164,8 @@ REFUSALS = {
     ),
     "warm-up past the decay": (1, MOCK + "--lr-warmup-iters 10", ["warm-up (10 iterations)", "(10)", "lower --lr-warmup-iters"]),
     "save interval without a folder": (1, MOCK + "--save-interval 5", ["--save-interval needs --save"]),
+    "weights from nowhere": (1, MOCK + "--finetune", ["--finetune needs weights to load: give --load DIR", "initial weights"]),
+    "missing where": (1, MOCK + "--exit-on-missing-checkpoint", ["--exit-on-missing-checkpoint needs --load"]),
     "nothing to do": (
         1, MOCK + "--skip-train --eval-iters 0", ["--skip-train with --eval-iters 0 leaves nothing to do", "raise --eval-iters"]
     ),

@@ -139,7 +139,7 @@ def parse_args(
     config = Config(**parts)
     flat = {name: value for part in config.as_json().values() for name, value in part.items()}
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
-    no_effect |= config.data.without_effect
+    no_effect |= config.data.without_effect | config.checkpoint.without_effect
     notes = repeated_flags(parser, words) + _no_effect_lines(no_effect)
     return config, Arguments({**settings, **flat}), notes
 

@@ -115,6 +115,12 @@ class CheckpointConfig:
         if problems:
             raise ConfigError(problems)
 
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """The flags that are given and change nothing, with the reason."""
+        loads = self.load is not None or self.pretrained_checkpoint is not None
+        return {} if self.load_optim or loads else {"--no-load-optim": "there is no --load, and nothing is loaded"}
+
 
 @dataclass(frozen=True)
 class Config:

@@ -10,7 +10,7 @@ from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedul
 from megatron.core.parallel_config import grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.core.transformer.transformer_config import tensor_parallel_problems
-from megatron.training.config import COMPONENTS, Config
+from megatron.training.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.watch_config import watch_problems
 
 
@@ -24,6 +24,7 @@ def check(config: Config, world_size: int) -> None:
     problems += _schedule_problems(config)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         problems.append("--save-interval needs --save, the folder to write to")
+    problems += _load_problems(config.checkpoint)
     if config.training.skip_train and config.training.eval_iters == 0 and config.checkpoint.load is None:
         problems.append(
             "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or leave out "
@@ -39,6 +40,20 @@ def check(config: Config, world_size: int) -> None:
     )
     if problems:
         raise ConfigError(problems)
+
+
+def _load_problems(config: CheckpointConfig) -> list[str]:
+    """Flags about a checkpoint, without one: a run that starts anew by mistake costs more than one that does not start."""
+    if config.load is not None:
+        return []
+    problems = []
+    if config.finetune and config.pretrained_checkpoint is None:
+        problems.append(
+            "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
+        )
+    if config.exit_on_missing_checkpoint:
+        problems.append("--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing")
+    return problems
 
 
 def _missing(config: Config) -> list[str]:

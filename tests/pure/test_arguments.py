@@ -101,7 +101,7 @@ MIXED_FIELDS = {
             {
                 *("--use-mcore-models", "--transformer-impl", "--use-flash-attn", "--cross-entropy-loss-fusion"),
                 *("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader"),
-                "--no-load-rng",
+                *("--no-load-rng", "--no-load-optim"),  # there is no --load
             },
         ),
         (MIXED, MIXED_FIELDS, set()),
