@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core import comm
-from megatron.core.config import ConfigError
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.bert import BertModel
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.training.model_rules import BERT_RULES
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -35,10 +35,6 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
     """The data sets, whose sample maps the first rank builds while the others wait."""
     runtime = get_runtime()
-    if runtime.config.fim.fim_data:
-        raise ConfigError(
-            "--fim-data rearranges documents for a GPT, and a BERT has masked words instead; leave it out"
-        )
     world, device = runtime.mesh["world"], runtime.device.torch_device
     return build_bert_datasets(
         runtime.config.data,
@@ -104,4 +100,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         args_defaults={"tokenizer_type": "BertWordPieceLowerCase"},
+        rules=BERT_RULES,
     )

@@ -185,3 +185,18 @@ REFUSALS = {
     "load a file": (1, MOCK + "--load {tmp}/file", ["--load {tmp}/file is a file", "folder"]),
     "device": (1, MOCK + "--device xpu", ["--device xpu is not available", "--device cpu"]),
 }  # fmt: skip
+
+# Likewise, for pretrain_bert.py; several mistakes are said together.
+BERT_REFUSALS = {
+    "order of its own": (1, MOCK + "--reset-position-ids", ["--reset-position-ids has no meaning for BERT", "leave it out"]),
+    "documents apart": (2, MOCK + "--reset-attention-mask", ["--reset-attention-mask has no meaning for BERT", "leave it out"]),
+    "end of a document": (1, MOCK + "--eod-mask-loss", ["--eod-mask-loss has no meaning for BERT", "leave it out"]),
+    "middle of nothing": (1, MOCK + "--fim-data --vocab-size 60", ["--fim-data rearranges", "--mock-data", "has masked words instead"]),
+    "no room": (2, MOCK + "--seq-length 4", ["--seq-length (4) must be at least 5: 3 tokens of a sample are not text"]),
+    "no word to hide": (1, MOCK + "--seq-length 9", ["--mask-prob (0.15) of --seq-length (9) - 3 tokens is less than one word", "raise"]),
+    "few words": (1, MOCK + "--vocab-size 9", ["a vocabulary of 10 is too small for made-up data; give at least 16"]),
+    "another tokenizer": (
+        2, REAL + "--data-path {tmp}/no --seq-length 4 --global-batch-size 3",
+        ["--global-batch-size (3)", "--data-path {tmp}/no", "--seq-length (4)", "has no [CLS], [SEP], [MASK] or [PAD]", "BertWordPieceCase"],
+    ),
+}  # fmt: skip

@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knobs, repeated_flags, unknown_problems
+from megatron.core.config import (
+    ConfigError,
+    FlagParser,
+    add_flags,
+    build,
+    flags_of,
+    knobs,
+    repeated_flags,
+    unknown_problems,
+)
 from megatron.core.placement import Normal
 from megatron.core.tokenizers.tokenizer_config import NEEDED
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -120,15 +129,18 @@ def parse_args(
     argv: Sequence[str] | None = None,
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    unread: Mapping[str, str] | None = None,
 ) -> tuple[Config, Arguments, list[str]]:
     """(config, view for scripts, lines about flags that have no effect or are given twice) of a command line.
 
-    args_defaults: values for settings that the command line leaves out. Raises ConfigError with all problems at once.
+    args_defaults: values for settings that the command line leaves out. unread: fields that this script does not look at, with the
+    reason. Raises ConfigError with all problems at once.
     """
     parser = make_parser(extra_args_provider)
     words = sys.argv[1:] if argv is None else list(argv)
     sources = _given_in_file(parser, words) + [_given(parser, words)]
     settings = {name: value for source in sources for name, value in source.settings.items()}
+    in_vain = {_flag_of(name): reason for name, reason in (unread or {}).items() if name in settings}
     problems = [problem for source in sources for problem in source.problems]
     if any(source.hides_positions for source in sources):
         settings.setdefault("position_embedding_type", "none")
@@ -139,9 +151,14 @@ def parse_args(
     config = Config(**parts)
     flat = {name: value for part in config.as_json().values() for name, value in part.items()}
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
-    no_effect |= config.data.without_effect | config.checkpoint.without_effect
+    no_effect |= in_vain | config.data.without_effect | config.checkpoint.without_effect
     notes = repeated_flags(parser, words) + _no_effect_lines(no_effect)
     return config, Arguments({**settings, **flat}), notes
+
+
+def _flag_of(name: str) -> str:
+    """How the command line spells the field `name` of some component."""
+    return next(flags_of(f)[0] for part in COMPONENTS.values() for f in knobs(part) if f.name == name)
 
 
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:

@@ -28,6 +28,7 @@ from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
 from megatron.training.config import Config
+from megatron.training.model_rules import NO_RULES, ModelRules
 from megatron.training.offload import notes_of
 from megatron.training.rules import apart_from, check, filled_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
@@ -52,6 +53,7 @@ def initialize_megatron(
     args_defaults: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
     *,
+    rules: ModelRules = NO_RULES,
     get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
 ) -> Runtime:
@@ -62,7 +64,7 @@ def initialize_megatron(
     """
     settings, problem = None, None
     try:
-        settings = read_settings(extra_args_provider, args_defaults, argv)
+        settings = read_settings(extra_args_provider, args_defaults, argv, rules)
     except ConfigError as error:
         if parallel_state.launched_world_size() == 1:
             raise
@@ -107,16 +109,19 @@ def initialize_megatron(
 
 
 def read_settings(
-    extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, Any] | None, argv: Sequence[str] | None
+    extra_args_provider: ExtraArgs | None,
+    args_defaults: Mapping[str, Any] | None,
+    argv: Sequence[str] | None,
+    rules: ModelRules = NO_RULES,
 ) -> Settings:
     """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
     world_size = parallel_state.launched_world_size()
     try:
-        config, args, notes = parse_args(argv, extra_args_provider, args_defaults)
+        config, args, notes = parse_args(argv, extra_args_provider, args_defaults, rules.unread)
     except ArgumentsError as error:
-        found, _, _ = examine(filled_in(error.parts), world_size)
+        found, _, _ = examine(filled_in(error.parts), world_size, rules)
         raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
-    problems, device, tokenizer = examine(config, world_size)
+    problems, device, tokenizer = examine(config, world_size, rules)
     if problems:
         raise ConfigError(problems)
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
@@ -128,7 +133,7 @@ def read_settings(
     return Settings(config, args, notes, device, tokenizer)
 
 
-def examine(config: Config, world_size: int) -> tuple[list[str], Device | None, Tokenizer | None]:
+def examine(config: Config, world_size: int, rules: ModelRules) -> tuple[list[str], Device | None, Tokenizer | None]:
     """(all that is wrong with the settings together, on this host, the device and the tokenizer that they ask for)."""
     problems: list[str] = []
     device = tokenizer = None
@@ -144,6 +149,7 @@ def examine(config: Config, world_size: int) -> tuple[list[str], Device | None, 
     if tokenizer is not None and config.fim.fim_data:
         with collected(problems):
             FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # its tokens are in the vocabulary
+    problems += rules.problems(config, tokenizer)
     return problems, device, tokenizer
 
 

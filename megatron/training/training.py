@@ -30,6 +30,7 @@ from megatron.training.build import (
     setup_model_and_optimizer,
 )
 from megatron.training.initialize import initialize_megatron, stop_with
+from megatron.training.model_rules import NO_RULES, ModelRules
 from megatron.training.runtime import set_runtime
 from megatron.training.train_step import train_step
 from megatron.training.trainer import NonLossData, Trainer
@@ -56,6 +57,7 @@ def pretrain(
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     non_loss_data_func: Callable[[list[nn.Module]], Any] | None = None,
     *,
+    rules: ModelRules = NO_RULES,
     group_of: GroupRule = default_group,
     argv: Sequence[str] | None = None,
 ) -> None:
@@ -74,6 +76,7 @@ def pretrain(
     process_non_loss_data_func(data, iteration, writer), on the last rank after a validation: data is what non_loss_data_func(model
         chunks) returned, or else loss_func(output, non_loss_data=True) of each microbatch of one more batch; writer is None
     get_embedding_ranks, get_position_embedding_ranks: as `initialize_model_parallel` is given
+    rules: what this model makes of the settings, beside the rules for every run
     group_of(name, placement) -> how that parameter is updated
     """
     if forward_step is None or not isinstance(model_type, ModelType):
@@ -90,6 +93,7 @@ def pretrain(
             extra_args_provider,
             args_defaults,
             argv,
+            rules=rules,
             get_embedding_ranks=get_embedding_ranks,
             get_position_embedding_ranks=get_position_embedding_ranks,
         )

@@ -1,5 +1,6 @@
 """Bad input of every kind that is decided before processes communicate: what was given, what is allowed, what to change."""
 
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -7,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from processes import free_port
-from refusals import BASE, MOCK, REAL, REFUSALS
+from refusals import BASE, BERT_REFUSALS, MOCK, REAL, REFUSALS
 
 from megatron.core import parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.initialize import read_settings, stop_with
+from megatron.training.model_rules import BERT_RULES, GPT_RULES
 
 
 @pytest.fixture
@@ -47,6 +49,33 @@ def test_what_cannot_work_is_refused_in_words(launched, tmp_path, capsys, ranks,
         printed = capsys.readouterr().err
         assert printed.startswith(f"cannot start, {len(error.value.problems)} problem(s):\n  - ")
         assert all(problem in printed for problem in error.value.problems)
+
+
+@pytest.mark.parametrize("ranks, flags, said", BERT_REFUSALS.values(), ids=BERT_REFUSALS)
+def test_what_bert_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path, ranks, flags, said):
+    words = launched(ranks, flags)
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, None, words, BERT_RULES)
+    for text in said:
+        assert text.replace("{tmp}", str(tmp_path)) in str(error.value)
+
+
+def test_the_script_of_bert_refuses_by_its_rules(launched, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pretrain_bert.py", *launched(1, MOCK + "--eod-mask-loss --seed -1")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(Path(__file__).parents[2] / "pretrain_bert.py"), run_name="__main__")
+    assert stop.value.code == 2
+    problems = [line.split()[1] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert problems == ["--seed", "--eod-mask-loss"]
+
+
+def test_flags_of_masked_words_are_without_effect_on_a_gpt_and_it_says_so(launched):
+    words = launched(1, MOCK + "--mask-prob 0.15 --bert-no-binary-head --seed 3")
+    notes = read_settings(None, None, words, GPT_RULES).notes
+    assert notes == [
+        "no effect here: --mask-prob --bert-no-binary-head: only masked words need it, as pretrain_bert.py has them"
+    ]
+    assert read_settings(None, None, words, BERT_RULES).notes == []
 
 
 def test_a_line_without_mistakes_is_read(launched):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from script_run import trainer_of
 from sentence_files import write_sentences
 
 import pretrain_bert
-from megatron.core.config import ConfigError
-from megatron.core.datasets.fim import FimConfig
 from megatron.core.mesh import Mesh
 from megatron.training.evaluate import evaluate
 
@@ -76,13 +73,6 @@ def train(mesh: Mesh, flags: str) -> tuple[list, dict[str, float]]:
 @cache
 def one_process(head: str) -> tuple[list, dict[str, float]]:
     return run_ranks({}, partial(train, flags=HEADS[head]))[0]
-
-
-def test_what_rearranges_the_documents_of_a_gpt_is_refused(monkeypatch):
-    runtime = SimpleNamespace(config=SimpleNamespace(fim=FimConfig(fim_data=True)))
-    monkeypatch.setattr(pretrain_bert, "get_runtime", lambda: runtime)
-    with pytest.raises(ConfigError, match=r"--fim-data rearranges documents for a GPT.*leave it out"):
-        pretrain_bert.train_valid_test_datasets_provider([8, 0, 0])
 
 
 def test_one_process_reports_what_it_learns():

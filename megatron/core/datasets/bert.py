@@ -32,12 +32,15 @@ def build_bert_datasets(
     tokenizer: one of the BertWordPiece types, or with mock data any. The other arguments, who calls, and what is raised are those
     of `build_gpt_datasets`.
     """
-    if problems := _problems(config, masking, num_samples[0]):
+    problems = bert_problems(config, masking, tokenizer)
+    if num_samples[0] is not None and num_samples[0] < 1:
+        problems.append(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
+    if problems:
         raise ConfigError(problems)
+    pieces = _pieces_of(tokenizer, made_up=config.mock_data)
     rules, binary_head = MaskingRules(masking.mask_prob), masking.bert_binary_head
     if config.mock_data:
-        return _mock_datasets(config, made_up_pieces(tokenizer), rules, binary_head, num_samples, seed)
-    pieces = word_pieces(tokenizer)
+        return _mock_datasets(config, pieces, rules, binary_head, num_samples, seed)
     kind = MaskedKind(
         "BertDataset",
         lambda documents, count: SampleRequest(
@@ -56,25 +59,33 @@ def build_bert_datasets(
 _OF_GPT = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch_stable_order")
 
 
-def _problems(config: DataConfig, masking: MaskedDataConfig, train_samples: int | None) -> list[str]:
-    """What is wrong with the settings, before a file is read."""
+def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any | None) -> list[str]:
+    """What is wrong with the settings, before a file is read. tokenizer: None where none could be built."""
     problems = [
         f"--{name.replace('_', '-')} has no meaning for BERT, whose samples are sentences of one document; leave it out"
         for name in _OF_GPT
         if getattr(config, name)
     ]
-    if config.seq_length is None or config.seq_length < _SPECIAL + 2:
+    length = config.seq_length
+    if length is not None and length < _SPECIAL + 2:
         problems.append(
-            f"--seq-length ({config.seq_length}) must be at least {_SPECIAL + 2}: {_SPECIAL} tokens of a sample are not text"
+            f"--seq-length ({length}) must be at least {_SPECIAL + 2}: {_SPECIAL} tokens of a sample are not text"
         )
-    elif masking.mask_prob * (config.seq_length - _SPECIAL) < 1:
+    elif length is not None and masking.mask_prob * (length - _SPECIAL) < 1:
         problems.append(
-            f"--mask-prob ({masking.mask_prob}) of --seq-length ({config.seq_length}) - {_SPECIAL} tokens is less than one word: "
+            f"--mask-prob ({masking.mask_prob}) of --seq-length ({length}) - {_SPECIAL} tokens is less than one word: "
             "none would ever be hidden; raise one of them"
         )
-    if train_samples is not None and train_samples < 1:
-        problems.append(f"{train_samples} training samples requested; raise --train-iters (or --train-samples)")
+    if tokenizer is not None:
+        try:
+            _pieces_of(tokenizer, made_up=config.mock_data)
+        except ValueError as error:
+            problems.append(str(error))
     return problems
+
+
+def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
+    return made_up_pieces(tokenizer) if made_up else word_pieces(tokenizer)
 
 
 def word_pieces(tokenizer: Any) -> WordPieces:
