@@ -1,23 +1,25 @@
-"""Builds the index cache that a training run needs, without training: the flags are those of pretrain_gpt.py.
+"""Builds the index cache that a training run needs, without training: the flags are those of the training script.
 
     python tools/prepare_cache.py --data-path 0.7 A 0.3 B --seq-length 1024 --micro-batch-size 4 --global-batch-size 256 \
         --train-iters 10000 ...
 
 One process, no accelerator, no model: so that a job of many nodes does not wait while one of its processes builds. The run that
 follows with the same flags builds nothing. A run that counts its step size from its processes (no --global-batch-size) needs their
-number here: --prepare-cache-world-size.
+number here: --prepare-cache-world-size. The script is pretrain_gpt.py, or with --prepare-cache-model bert pretrain_bert.py.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError
+from megatron.core.config import ConfigError, FlagParser
+from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
@@ -25,19 +27,55 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
 from megatron.training.initialize import collected, file_problems
+from megatron.training.model_rules import BERT_RULES, GPT_RULES, ModelRules
 from megatron.training.rules import check
 from megatron.training.samples import samples_to_request
 from megatron.training.state import TrainState
 from tools.errors import say_what_is_wrong
 
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # of pretrain_gpt.py
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a training script adds to its flags. build(config, tokenizer, samples of each split, say, progress) -> its data sets"""
+
+    defaults: dict[str, Any]
+    rules: ModelRules
+    build: Callable[[Config, Any, list[int], Say, Say], tuple]
+
+
+def _build_gpt(config: Config, tokenizer: Any, sizes: list[int], say: Say, progress: Say) -> tuple:
+    return build_gpt_datasets(
+        config.data, tokenizer, sizes, config.training.seed, say=say, progress=progress, fim=config.fim
+    )
+
+
+def _build_bert(config: Config, tokenizer: Any, sizes: list[int], say: Say, progress: Say) -> tuple:
+    seed = config.training.seed
+    return build_bert_datasets(config.data, config.masked_data, tokenizer, sizes, seed, say=say, progress=progress)
+
+
+SCRIPTS = {
+    "gpt": Script({"tokenizer_type": "GPT2BPETokenizer"}, GPT_RULES, _build_gpt),
+    "bert": Script({"tokenizer_type": "BertWordPieceLowerCase"}, BERT_RULES, _build_bert),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("Cache")
     help_text = "processes of the run to prepare for; needed if its step size depends on them"
     group.add_argument("--prepare-cache-world-size", type=int, metavar="N", help=help_text, default=None)
+    names = ", ".join(SCRIPTS)
+    help_text = f"what the run trains, one of {names}: the other flags are those of pretrain_gpt.py, pretrain_bert.py"
+    group.add_argument("--prepare-cache-model", choices=list(SCRIPTS), metavar="NAME", help=help_text, default="gpt")
     return parser
+
+
+def script_of(argv: Sequence[str] | None) -> Script:
+    """The script that a command line is for, which has defaults of its own. Raises ConfigError for one that is not known."""
+    given, _ = add_flags(FlagParser(add_help=False)).parse_known_args(argv)
+    return SCRIPTS[given.prepare_cache_model]
 
 
 def world_size_of(config: Config, given: int | None) -> int:
@@ -51,9 +89,10 @@ def world_size_of(config: Config, given: int | None) -> int:
     return given or config.parallel.model_parallel_size * config.data_parallel.num_distributed_optimizer_instances
 
 
-def prepare(argv: list[str] | None, say: Callable[[str], None], progress: Callable[[str], None]) -> dict[str, int]:
+def prepare(argv: Sequence[str] | None, say: Say, progress: Say) -> dict[str, int]:
     """Build what the run of this command line needs; the samples of each split. Raises ConfigError or ValueError."""
-    config, args, _ = parse_args(argv, add_flags, DEFAULTS)
+    script = script_of(argv)
+    config, args, _ = parse_args(argv, add_flags, script.defaults)
     world_size = world_size_of(config, args.prepare_cache_world_size)
     problems: list[str] = []
     tokenizer: Any = None
@@ -68,14 +107,13 @@ def prepare(argv: list[str] | None, say: Callable[[str], None], progress: Callab
     if tokenizer is not None and config.fim.fim_data:
         with collected(problems):
             FillInTheMiddle(config.fim, tokenizer, config.training.seed)
+    problems += script.rules.problems(config, tokenizer)
     if problems:
         raise ConfigError(problems)
     sizes = samples_to_request(
         config.training, config.train_iters(world_size), config.batch_sizes(world_size).last, TrainState()
     )
-    datasets = build_gpt_datasets(
-        config.data, tokenizer, sizes, config.training.seed, say=say, progress=progress, fim=config.fim
-    )
+    datasets = script.build(config, tokenizer, sizes, say, progress)
     return {name: len(dataset) for name, dataset in zip(SPLIT_NAMES, datasets) if dataset is not None}
 
 

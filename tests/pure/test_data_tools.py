@@ -255,6 +255,16 @@ def test_a_cache_is_prepared_once_for_all_that_a_run_asks_for(tmp_path, capsys):
         ("--micro-batch-size 1 --train-iters 1 --prepare-cache-world-size 0", 2, "(0) must be at least 1"),
         ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --mock-data", 2, "--mock-data are made up"),
         ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path none", 2, "none.idx does not exist"),
+        (
+            "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path a --prepare-cache-model t5",
+            2,
+            "choose from",
+        ),
+        (
+            "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path a --prepare-cache-model bert",
+            2,
+            "BERT reads data made with --tokenizer-type BertWordPieceLowerCase",
+        ),
         ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path e", 1, "leaves no document of 0"),
         (
             "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path a --fim-data",

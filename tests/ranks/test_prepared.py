@@ -6,6 +6,7 @@ import shlex
 import numpy as np
 import pytest
 
+import pretrain_bert
 import pretrain_gpt
 from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.enums import ModelType
@@ -49,3 +50,33 @@ def test_a_prepared_run_builds_nothing(tmp_path, capsys, blended):
     assert len(LOG_LINE.findall(printed)) == 2 + 2, "two steps, validation and test; no line of the plan looks like one"
     assert prepare_cache.main(flags) == 0
     assert "building" not in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("blended, head", [(True, ""), (False, "--bert-no-binary-head")])
+def test_a_prepared_bert_builds_nothing(tmp_path, capsys, blended, head):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    with IndexedDatasetWriter(tmp_path / "text", np.uint16) as writer:
+        for i in range(60):
+            writer.add_document([5 + i % 30] * 12, [3] * 4)
+    prefix, cache = str(tmp_path / "text"), tmp_path / "cache"
+    flags = shlex.split(
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --mask-prob 0.3 --lr 0.1 --log-interval 1 "
+        f"--micro-batch-size 2 --global-batch-size 8 --device cpu --split 8,1,1 --train-iters 2 --eval-interval 2 --eval-iters 1 {head}"
+    ) + ["--vocab-file", str(tmp_path / "vocab.txt"), "--data-cache-path", str(cache)]
+    flags += ["--data-path", *(["0.7", prefix, "0.3", prefix] if blended else [prefix])]
+    assert prepare_cache.main(["--prepare-cache-model", "bert", *flags]) == 0
+    assert "building the sample map of" in capsys.readouterr().out
+    files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    pretrain(
+        pretrain_bert.train_valid_test_datasets_provider,
+        pretrain_bert.model_provider,
+        ModelType.encoder_or_decoder,
+        pretrain_bert.forward_step,
+        args_defaults={"tokenizer_type": "BertWordPieceLowerCase"},
+        argv=flags,
+    )
+    printed = capsys.readouterr().out
+    assert "building" not in printed and len(LOG_LINE.findall(printed)) == 2 + 2
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
