@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
-from tools.errors import say_what_is_wrong
+from tools.errors import say_interrupted, say_what_is_wrong
 
 _SEQUENCES_AT_ONCE = 1 << 20
 
@@ -78,7 +78,7 @@ def _append(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, MergeConfig)
     try:
@@ -87,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         merged = merge(prefixes, config.output_prefix)
     except (ValueError, OSError) as error:
         return say_what_is_wrong("merge_datasets", error)
+    except KeyboardInterrupt:
+        return say_interrupted("merge_datasets", "nothing was written")
     print(
         f"wrote {config.output_prefix}: {merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"
     )

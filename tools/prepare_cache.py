@@ -31,7 +31,7 @@ from megatron.training.model_rules import BERT_RULES, GPT_RULES, ModelRules
 from megatron.training.rules import check
 from megatron.training.samples import samples_to_request
 from megatron.training.state import TrainState
-from tools.errors import say_what_is_wrong
+from tools.errors import say_interrupted, say_what_is_wrong
 
 Say = Callable[[str], None]
 
@@ -118,7 +118,7 @@ def prepare(argv: Sequence[str] | None, say: Say, progress: Say) -> dict[str, in
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
     began = time.monotonic()
 
     def progress(message: str) -> None:
@@ -128,6 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
         lengths = prepare(arguments, progress, progress)
     except (ValueError, OSError, ImportError) as error:
         return say_what_is_wrong("prepare_cache", error)
+    except KeyboardInterrupt:
+        return say_interrupted("prepare_cache", "what is built stays, the same command goes on")
     progress("ready: " + ", ".join(f"{count:,} {name} samples" for name, count in lengths.items()))
     return 0
 

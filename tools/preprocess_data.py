@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import IndexedDatasetWriter, token_dtype
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from tools.errors import say_what_is_wrong
+from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder, line_texts, without_mark
 from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_summary, settings_text, write_piece
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
@@ -136,7 +136,6 @@ _finish: Callable[[Piece, str], Finished] | None = None
 
 def _start_worker(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     global _finish
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of Ctrl-C too, and ends its workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
     encoder = make_encoder(config, tokenizer_config)
     _finish = functools.partial(finish_piece, encoder=encoder, skip=config.on_error == "skip")
@@ -150,6 +149,19 @@ def _die_with_parent() -> None:
 
 def _finish_in_worker(piece: Piece, path: str) -> Finished:
     return _finish(piece, path)
+
+
+class DeafWorkers(ProcessPoolExecutor):
+    """Processes that no Ctrl-C reaches, from their first moment on: the parent hears of it too, and ends them."""
+
+    def submit(self, *work: Any) -> Any:
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # which a process that is started here inherits
+        try:
+            return super().submit(*work)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class InProcess:
@@ -243,7 +255,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
         pool: Any = InProcess(encoder, config.on_error == "skip")
         if config.workers > 1:
             context = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizer library's threads
-            pool = ProcessPoolExecutor(config.workers, context, _start_worker, (config, tokenizer_config))
+            pool = DeafWorkers(config.workers, context, _start_worker, (config, tokenizer_config))
             stack.callback(pool.shutdown, cancel_futures=True)
         progress = Progress(total_size(files), config.log_interval)
         names = stack.enter_context(tempfile.TemporaryFile("w+", dir=store.folder))  # of a million pieces, perhaps
@@ -300,8 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         return say_what_is_wrong("preprocess_data", error)
     except KeyboardInterrupt:
-        print("preprocess_data: interrupted; the same command goes on from what is done", file=sys.stderr)
-        return 130
+        return say_interrupted("preprocess_data", "the same command goes on from what is done")
     before = f", {progress.kept} of {progress.pieces} pieces from an earlier run" if progress.kept else ""
     print(f"done: {progress.line()}, {progress.skipped} lines skipped{before}", file=sys.stderr)
     return 0

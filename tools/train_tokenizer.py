@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import atomic_file
-from tools.errors import say_what_is_wrong
+from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocess_data import input_files, line_texts, without_mark
 
 EOD = "<|endoftext|>"
@@ -147,7 +147,7 @@ def _learn(config: TrainTokenizerConfig, texts: Iterator[str]) -> tuple[str, int
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
+    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, TrainTokenizerConfig)
     try:
@@ -159,6 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
             file.write(content.encode("utf-8"))
     except (ValueError, OSError, ImportError) as error:
         return say_what_is_wrong("train_tokenizer", error)
+    except KeyboardInterrupt:
+        return say_interrupted("train_tokenizer", "nothing was written")
     print(f"wrote {config.output}: {count} ids", file=sys.stderr)
     return 0
 
