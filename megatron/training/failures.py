@@ -4,6 +4,7 @@
     others          see their calls end, since a peer is gone; find its rank in the store, say one line, leave
 
 Of a process that was killed there is no word in the store: the others say that contact was lost, which is all they know.
+Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so.
 """
 
 import contextlib
@@ -19,9 +20,11 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
 from megatron.core.offload.block_file import OffloadError
+from megatron.training import interrupt
 from megatron.training.train_step import NotFiniteError
 
 _CLAIMS, _FAILED, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "left"))
+_FAILS, _INTERRUPTED = "failed", "was interrupted"
 _SECONDS = 3.0  # in which ranks find the word of one that failed
 
 
@@ -30,26 +33,32 @@ def explains_itself(error: BaseException) -> bool:
     return isinstance(error, ConfigError | NotFiniteError | CheckpointError | OffloadError)
 
 
-def report(error: BaseException) -> None:
-    """Say of `error` what this rank has to say. Every rank that fails in a job of several calls it, and then `leave`."""
+def report(error: BaseException, farewell: str | None = None) -> int:
+    """Say of `error` what this rank has to say; the code to end with. Every rank that fails in a job of several calls it, and then
+    `leave`. farewell: what a rank that was interrupted says instead, if it is the first."""
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
-    at_first_hand = not isinstance(error, PeerError)
+    code = 1 if farewell is None else interrupt.CODE
+    at_first_hand = farewell is not None or not isinstance(error, PeerError)
     told = f" {error}" if explains_itself(error) else f"\n{''.join(traceback.format_exception(error))}"
     if at_first_hand and _claims(store):
-        _say(f"rank {rank} failed:{told}")
+        _say(farewell or f"rank {rank} failed:{told}")
         with contextlib.suppress(Exception):
-            store.set(_FAILED, str(rank))
+            store.set(_FAILED, f"rank {rank} {_FAILS if farewell is None else _INTERRUPTED}")
+    elif farewell is not None:
+        pass  # which another rank has said, or why this one is alone
     elif failed := _rank_that_failed(store):
-        _say(f"rank {rank}: stopping, because rank {failed} failed")
+        _say(f"rank {rank}: stopping, because {failed}")
+        code = interrupt.CODE if failed.endswith(_INTERRUPTED) else code
     elif at_first_hand:
         _say(f"rank {rank} failed as well:{told}")
     else:
         _say(f"rank {rank}: stopping, because a rank has ended without a word ({error})")
     _let_go(error)
+    return code
 
 
-def leave() -> NoReturn:
-    """Leave the job in order and end the process with code 1.
+def leave(code: int) -> NoReturn:
+    """Leave the job in order and end the process with `code`.
 
     The rank that keeps the store stays until the others have read it, its groups closed: that is how they notice.
     """
@@ -62,7 +71,7 @@ def leave() -> NoReturn:
         deadline = time.monotonic() + _SECONDS
         while keeps_store and store.add(_LEFT, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.05)
-    sys.exit(1)
+    sys.exit(code)
 
 
 def _claims(store: Any) -> bool:
@@ -74,7 +83,7 @@ def _claims(store: Any) -> bool:
 
 
 def _rank_that_failed(store: Any) -> str | None:
-    """The rank whose error is the first, once it has been printed."""
+    """ "rank 3 failed" of the rank whose error is the first, once it has been printed."""
     if not _keeper_lives():
         return None
     deadline = time.monotonic() + _SECONDS

@@ -57,6 +57,14 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     return False
 
 
+def latest_in(root: str) -> str | None:
+    """The iteration that a run with --load goes on from; None where there is none."""
+    try:
+        return (Path(root) / LATEST).read_text().strip()
+    except OSError:
+        return None
+
+
 def mistake_in(root: Path) -> str | None:
     """What is wrong with a path that is not, and will not become, a folder of checkpoints."""
     if root.exists() and not root.is_dir():

@@ -11,6 +11,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
-from megatron.training import failures
+from megatron.training import failures, interrupt
 from megatron.training.arguments import ExtraArgs
 from megatron.training.build import (
     DatasetsProvider,
@@ -31,7 +32,8 @@ from megatron.training.build import (
 )
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.model_rules import NO_RULES, ModelRules
-from megatron.training.runtime import set_runtime
+from megatron.training.runtime import Runtime, set_runtime
+from megatron.training.start import latest_in
 from megatron.training.train_step import train_step
 from megatron.training.trainer import NonLossData, Trainer
 
@@ -86,34 +88,51 @@ def pretrain(
         process_non_loss_data_func = None
     began = time.monotonic()
     non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
-    runtime = trainer = None
-    failed = False
-    try:
-        runtime = initialize_megatron(
-            extra_args_provider,
-            args_defaults,
-            argv,
-            rules=rules,
-            get_embedding_ranks=get_embedding_ranks,
-            get_position_embedding_ranks=get_position_embedding_ranks,
-        )
-        trainer = Trainer(
+    initialize = partial(
+        initialize_megatron,
+        extra_args_provider,
+        args_defaults,
+        argv,
+        rules=rules,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+    )
+
+    def make_trainer(runtime: Runtime) -> Trainer:
+        return Trainer(
             runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of, began, non_loss
         )
+
+    with interrupt.Interrupt(parallel_state.launched_rank()) as ctrl_c:
+        _run(initialize, make_trainer, ctrl_c)
+
+
+def _run(
+    initialize: Callable[[], Runtime], make_trainer: Callable[[Runtime], Trainer], ctrl_c: interrupt.Interrupt
+) -> None:
+    """One job from its settings to its end, in order however it ends."""
+    runtime = trainer = None
+    code = 0
+    try:
+        runtime = initialize()
+        trainer = make_trainer(runtime)
         trainer.run()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
         set_runtime(None)
         is_refusal = isinstance(error, ConfigError | comm.PeerError) and not isinstance(error, comm.LostPeerError)
-        if trainer is None and is_refusal:
+        if trainer is None and is_refusal and farewell is None:
             stop_with(error)
         if parallel_state.launched_world_size() == 1:
             parallel_state.stop_distributed()
+            if farewell is not None:
+                print(farewell, file=sys.stderr, flush=True)
+                sys.exit(interrupt.CODE)
             if failures.explains_itself(error):
                 print(f"stopping, because {error}", file=sys.stderr, flush=True)
                 sys.exit(1)
             raise
-        failures.report(error)
-        failed = True
+        code = failures.report(error, farewell)
     finally:
         if trainer is not None:
             trainer.watch.close()
@@ -121,9 +140,16 @@ def pretrain(
             runtime.held.close()
         set_runtime(None)
     del trainer, runtime
-    if failed:
-        failures.leave()
+    if code:
+        failures.leave(code)
     parallel_state.stop_distributed()
+
+
+def last_words(runtime: Runtime | None, trainer: Trainer | None) -> str:
+    """What an interrupted run says of itself."""
+    save = None if runtime is None else runtime.config.checkpoint.save
+    saved = None if save is None else latest_in(save)
+    return interrupt.farewell(None if trainer is None else trainer.state.iteration, saved, save)
 
 
 def _without_model_type(
