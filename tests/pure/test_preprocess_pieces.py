@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -428,6 +429,20 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
         run = subprocess.run([sys.executable, "-c", MEMORY, *arguments], cwd=ROOT, stdout=subprocess.PIPE, check=True)
         peaks.append(int(run.stdout))
     assert peaks[1] < peaks[0] * 1.1, f"{peaks} KB for 1 and 10 times the input"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_memory_does_not_grow_with_what_a_packed_file_holds(tmp_path, kind):
+    """Equal lines: 5 KB of zstd, or 100 KB of gzip, are 40 MB of text, of which a piece is 1 MB."""
+    ending, pack = PACKED[kind]
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(pack(b'{"text": "1 2 3 4"}\n' * 2_000_000))
+    tracemalloc.start()
+    size = sum(len(chunk.text) for piece in read_pieces([str(path)], ["text"]) for chunk in piece.chunks)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size == 40_000_000 and peak < 10_000_000, f"{peak:,} bytes"
 
 
 def test_lengths_survive_the_piece_format(tmp_path):

@@ -26,6 +26,7 @@ ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"
 _CHUNK_BYTES = 256 << 10
 _PIECES_A_SIZE = 8  # so many pieces of 256 KB, then as many of 512 KB, ...
 _LARGEST_PIECE = 1 << 20  # reached after 6 MB; larger ones take more memory and no less time
+_ZSTD_BYTES = 256  # taken in at a time: 4 bytes of zstd can stand for 128 KB, so 8 MB at most come of it
 _LONGEST_LINE = 1 << 30
 _PARQUET_ROWS = 256
 
@@ -164,7 +165,7 @@ def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
         raise ImportError(f"{path} needs the package zstandard: pip install zstandard") from None
     frame = None
     try:
-        for block in _read_blocks(file):
+        for block in iter(functools.partial(file.read, _ZSTD_BYTES), b""):
             while block:
                 frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
                 yield frame.decompress(block)
