@@ -1,5 +1,6 @@
-"""Train a byte-level BPE tokenizer on text and write a tokenizer.json for --tokenizer-type HuggingFaceTokenizer; or, with
---kind wordpiece, the vocab.txt of a BERT for --tokenizer-type BertWordPieceLowerCase.
+"""Train a tokenizer on text: the tokenizer.json of a byte-level BPE, or with --kind wordpiece the vocab.txt of a BERT.
+
+The first is for --tokenizer-type HuggingFaceTokenizer, the second for BertWordPieceLowerCase.
 
     python tools/train_tokenizer.py --input corpus/ notes.txt 'more/*.jsonl' --vocab-size 32000 --output tokenizer.json
 
