@@ -166,12 +166,13 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
     path = vars(parser.read(words)[0]).get(YAML_FLAG)
     if path is None:
         return []
-    file_words, problems = read_yaml(path, parser)
+    file_words, problems, no_effect = read_yaml(path, parser)
     try:
         source = _given(parser, file_words)
     except ConfigError as error:
         raise ConfigError([*problems, *(f"{path}: {problem}" for problem in error.problems)]) from None
     source.problems = [*problems, *(f"{path}: {problem}" for problem in source.problems)]
+    source.no_effect |= no_effect
     own = {field.name for component in COMPONENTS.values() for field in knobs(component)}
     parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in own})
     return [source]

@@ -6,7 +6,8 @@
       add_bias_linear: false          # a switch: true gives the flag; where the flag says no, false for its field does too
       data_path: [0.3, books, 0.7, web]
 
-Values are taken as they are written: 1e-4 is a number here, although YAML 1.1 reads it as text.
+Values are taken as they are written: 1e-4 is a number here, although YAML 1.1 reads it as text. A key without a value (null) says
+nothing, whatever its name. The files that Megatron-LM ships name fields of its config classes, some of which are no flags: these are below.
 """
 
 import argparse
@@ -16,11 +17,40 @@ from typing import Any
 from megatron.core.config import ConfigError, FlagParser, nearest_flag
 
 YAML_FLAG = "--yaml-cfg"
+
+# Fields of Megatron's config classes: the flag for the same thing, or why they say nothing here.
+_OTHER_NAMES = {
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_moe_experts": "num_experts",
+    "fp8": "fp8_format",
+}
+_HINTS = {
+    "activation_func": "swiglu",
+    "gated_linear_unit": "swiglu",
+    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+}
+_NO_EFFECT = {
+    name: reason
+    for reason, names in {
+        "kernels are chosen by what the device can do": "bias_activation_fusion memory_efficient_layer_norm",
+        "products and communication are overlapped where the code can": "tp_comm_atomic_ag tp_comm_atomic_rs",
+        "transfers between stages are always begun early and waited for late": """
+            overlap_p2p_comm batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs
+        """,
+        "initial weights are always drawn; a checkpoint then takes their place": "perform_initialization",
+        "--fp16 and --bf16 say what is computed in which precision": "enable_autocast autocast_dtype params_dtype",
+        "--cpu-offloading-num-layers says how many layers' activations are offloaded, and weights never are": """
+            cpu_offloading cpu_offloading_weights cpu_offloading_activations
+        """,
+        "--position-embedding-type says it": "add_position_embedding",
+    }.items()
+    for name in names.split()
+}
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def read_yaml(path: str, parser: FlagParser) -> tuple[list[str], list[str]]:
-    """(the words of a command line that says the same as the file, what is wrong with the file).
+def read_yaml(path: str, parser: FlagParser) -> tuple[list[str], list[str], dict[str, str]]:
+    """(the words of a command line that says the same as the file, what is wrong with the file, names without effect and why).
 
     Raises ConfigError for a file that cannot be read as YAML.
     """
@@ -35,12 +65,12 @@ def read_yaml(path: str, parser: FlagParser) -> tuple[list[str], list[str]]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; mend it") from None
     if root is None:
-        return [], []
+        return [], [], {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{YAML_FLAG} {path} must hold `key: value` lines; it holds something else")
     reader = _Reader(path, parser)
     reader.read_group(root)
-    return reader.words, reader.problems
+    return reader.words, reader.problems, reader.no_effect
 
 
 class _Reader:
@@ -50,6 +80,7 @@ class _Reader:
         self.path, self.actions = path, parser.actions_by_flag()
         self.words: list[str] = []
         self.problems: list[str] = []
+        self.no_effect: dict[str, str] = {}
         self.lines: dict[str, int] = {}  # setting -> where it was given
 
     def read_group(self, group: Any) -> None:
@@ -61,23 +92,31 @@ class _Reader:
                 self._read_setting(str(key.value), value)
 
     def _flag(self, key: str) -> str | None:
-        """The flag that a key names: `num_layers` is --num-layers, `local_rank` either of its spellings."""
-        name = "--" + key.lstrip("-")
-        hyphens = name.replace("_", "-")
-        return next(
-            (flag for flag in (name, hyphens) if flag in self.actions and flag not in (YAML_FLAG, "--help")), None
-        )
+        """The flag that a key names: `num_layers` is --num-layers, `local_rank` either of its spellings, or the name of the field."""
+        field = key.lstrip("-").replace("-", "_")
+        name = "--" + _OTHER_NAMES.get(field, key.lstrip("-"))
+        of_field = (f for f, action in self.actions.items() if action.dest == field and action.const is not False)
+        candidates = (name, name.replace("_", "-"), *of_field)
+        return next((flag for flag in candidates if flag in self.actions and flag not in (YAML_FLAG, "--help")), None)
 
     def _opposite_flag(self, key: str) -> str | None:
-        """The switch that turns the field `key` off: --disable-bias-linear for add_bias_linear."""
+        """The switch that turns the field `key` off: --disable-bias-linear for add_bias_linear, --no-rope-fusion for rope_fusion."""
         field = key.lstrip("-").replace("-", "_")
+        opposite = f"--no-{field.removeprefix('apply_').replace('_', '-')}"
+        if opposite in self.actions and self.actions[opposite].nargs == 0:
+            return opposite
         return next((f for f, action in self.actions.items() if action.dest == field and action.const is False), None)
 
     def _read_setting(self, key: str, value: Any) -> None:
-        line = value.start_mark.line + 1
+        if value.tag.endswith(":null"):
+            return  # left at its default
+        line, field = value.start_mark.line + 1, key.lstrip("-").replace("-", "_")
         flag, off = self._flag(key), self._opposite_flag(key)
+        if flag is None and off is None and field in _NO_EFFECT:
+            self.no_effect[key] = _NO_EFFECT[field]
+            return
         if flag is None and off is None:
-            near = nearest_flag(f"--{key}", list(self.actions))
+            near = _HINTS.get(field) or nearest_flag(f"--{key}", list(self.actions))
             hint = f"; did you mean {near.lstrip('-')}?" if near else "; pretraining with --help lists the known ones"
             self.problems.append(f"{self.path}:{line}: unknown setting {key}{hint}")
             return
@@ -91,8 +130,6 @@ class _Reader:
             self.problems.append(
                 f"{self.path}:{line}: {key} takes a value or a list of values, not a group of settings"
             )
-        elif value.tag.endswith(":null"):
-            return  # left at its default
         elif action.nargs == 0:
             self._read_switch(key, value, action, when=flag is not None)
         else:

@@ -58,8 +58,8 @@ LINE = (
 @pytest.mark.parametrize(("text", "split"), [(FLAT, "949,50,1"), (GROUPED, "949 50 1")], ids=["flat", "grouped"])
 def test_a_file_says_what_a_command_line_says(read, text: str, split: str):
     config, _, notes = read(text)
-    assert config == parse_args([*LINE.split(), split])[0]
-    assert notes == []
+    line = [*LINE.split(), split]
+    assert (config, notes) == (parse_args(line)[0], parse_args(line)[2])
 
 
 def test_an_empty_file_changes_nothing(read):
@@ -99,9 +99,40 @@ def test_shorthands_and_flags_without_effect_stand_in_a_file_too(read):
     assert [note.split(": ")[1] for note in notes] == ["--use-flash-attn", "--num-experts"]
 
 
+# Lines of the file that Megatron ships for its GPT.
+OF_MEGATRON = """
+language_model:
+  num_layers: 24
+  layernorm_zero_centered_gamma: false
+  num_moe_experts: null
+  init_method: null
+  masked_softmax_fusion: True
+  apply_rope_fusion: True
+  bias_dropout_fusion: False
+  memory_efficient_layer_norm: False
+  window_size: null
+model_parallel:
+  virtual_pipeline_model_parallel_size: null
+  batch_p2p_comm: True
+  barrier_with_L1_time: True
+encoder_num_layers: null
+"""
+
+
+def test_names_of_megatrons_config_classes_are_known(read):
+    config, _, notes = read(OF_MEGATRON)
+    assert config == parse_args(["--num-layers", "24", "--barrier-with-level-1-timing"])[0]
+    assert [note.split(": ")[1] for note in notes] == [
+        "--no-bias-dropout-fusion memory_efficient_layer_norm",
+        "batch_p2p_comm",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
+        ("activation_func: swiglu", ["FILE:1: unknown setting activation_func; did you mean swiglu?"]),
+        ("layernorm_zero_centered_gamma: true", ["FILE: --apply-layernorm-1p: is not built yet"]),
         ("num_layer: 3", ["FILE:1: unknown setting num_layer; did you mean num-layers?"]),
         ("model:\n  xyzzy: 3", ["FILE:2: unknown setting xyzzy; pretraining with --help lists the known ones"]),
         ("seed: 1\nseed: 2", ["FILE:2: seed was given in line 1 already; leave one out"]),
