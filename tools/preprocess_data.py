@@ -69,6 +69,10 @@ class PreprocessConfig:
         1, "accepted: work is divided by itself, and the output is one file in the order of the input"
     )
     keep_sequential_samples: bool = knob(False, "accepted: the order of the input is always kept")
+    dataset_impl: Literal["mmap"] = knob(
+        "mmap", "accepted: there is one kind of output, which older versions call mmap"
+    )
+    chunk_size: int | None = knob(None, "accepted: work is divided by itself")
     log_interval: int = knob(10_000, "documents between two lines of progress, at least")
     on_error: Literal["fail", "skip"] = knob("fail", "what to do about a line that cannot be read")
 

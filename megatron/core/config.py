@@ -251,11 +251,18 @@ def unknown_problems(words: Sequence[str], known: list[str]) -> list[str]:
 
 def unknown_flag_message(flag: str, known: list[str]) -> str:
     """`unknown flag --num-layer; did you mean --num-layers?`"""
-    near = nearest_flag(flag.split("=")[0], known)
+    name = flag.split("=")[0]
+    near = nearest_flag(name, known) or " or ".join(_longer_flags(name, known))
     return f"unknown flag {flag}" + (f"; did you mean {near}?" if near else "; --help lists the known ones")
 
 
 _CLOSE = 0.8  # share of equal letters; at 0.6, difflib's own, --xavier leads to --lr
+
+
+def _longer_flags(name: str, known: list[str]) -> list[str]:
+    """The few flags that `name` may abbreviate, by whole words."""
+    longer = [flag for flag in known if flag.startswith(f"--{name.lstrip('-').replace('_', '-')}-")]
+    return longer if len(longer) <= 4 else []
 
 
 def nearest_flag(flag: str, known: list[str]) -> str | None:

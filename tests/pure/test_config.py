@@ -154,6 +154,11 @@ def test_an_unknown_flag_comes_with_the_nearest_known_one(flag: str, message: st
     assert unknown_flag_message(flag, parser.known_flags()) == message
 
 
+def test_a_flag_that_may_abbreviate_several_comes_with_them():
+    known = ["--vocab-file", "--vocab-size", "--vocabulary", "--seed"]
+    assert unknown_flag_message("--vocab", known) == "unknown flag --vocab; did you mean --vocab-file or --vocab-size?"
+
+
 @pytest.mark.parametrize("component", [Oven, *COMPONENTS.values()], ids=lambda c: c.__name__)
 def test_a_config_is_frozen(component: type):
     config = component()
