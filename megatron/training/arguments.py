@@ -151,9 +151,18 @@ def parse_args(
     config = Config(**parts)
     flat = {name: value for part in config.as_json().values() for name, value in part.items()}
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
-    no_effect |= in_vain | config.data.without_effect | config.checkpoint.without_effect
+    no_effect |= in_vain | _without_effect(config)
     notes = repeated_flags(parser, words) + _no_effect_lines(no_effect)
     return config, Arguments({**settings, **flat}), notes
+
+
+def _without_effect(config: Config) -> dict[str, str]:
+    """The flags to which the other settings leave nothing to change, with the reason."""
+    parallel = config.parallel
+    undivided = parallel.sequence_parallel and not parallel.sequence_parallel_on
+    reason = "it divides work of tensor-parallel ranks, and --tensor-model-parallel-size is 1"
+    more = {"--sequence-parallel": reason} if undivided else {}
+    return more | config.data.without_effect | config.checkpoint.without_effect
 
 
 def _flag_of(name: str) -> str:

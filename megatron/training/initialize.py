@@ -125,7 +125,7 @@ def read_settings(
     if problems:
         raise ConfigError(problems)
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
-    notes += watch_notes(config.tensorboard)
+    notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
     notes += notes_of(device.name, config.offload.tier, config.transformer.cpu_offloading_num_layers > 0)
     device.prepare(bf16=config.transformer.bf16, scarce=config.offload.tier == "file")
     if config.profile.record_memory_history:

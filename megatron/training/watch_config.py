@@ -146,14 +146,20 @@ def watch_problems(
     return problems
 
 
-def watch_notes(curves: TensorBoardConfig) -> list[str]:
+def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: int | None) -> list[str]:
     """What is asked for and left undone, as the run goes on without it."""
-    if curves.tensorboard_dir is None or writes_tensorboard(curves):
-        return []
-    return [
-        "warning: nothing is written to --tensorboard-dir, since the package tensorboard is not installed (pip install tensorboard); "
-        "the log goes on as ever, and --metrics-file needs no package"
-    ]
+    notes = []
+    if curves.tensorboard_dir is not None and not writes_tensorboard(curves):
+        notes.append(
+            "warning: nothing is written to --tensorboard-dir, since the package tensorboard is not installed (pip install "
+            "tensorboard); the log goes on as ever, and --metrics-file needs no package"
+        )
+    if profile.profile and train_iters is not None and train_iters <= profile.profile_step_start:
+        notes.append(
+            f"warning: no profile will be written: the run ends with step {train_iters}, and --profile-step-start is "
+            f"{profile.profile_step_start}"
+        )
+    return notes
 
 
 def writes_tensorboard(curves: TensorBoardConfig) -> bool:

@@ -200,11 +200,15 @@ def test_flags_without_effect_are_listed_by_reason():
     ]
 
 
-def test_a_split_of_made_up_data_is_noted():
-    """Megatron's scripts give both."""
-    *_, notes = parse_args(["--mock-data", "--split", "949,50,1"])
-    assert notes == ["no effect here: --split: made-up data have as many samples of each kind as are asked for"]
-    assert parse_args(["--data-path", "x", "--split", "949,50,1"])[2] == []
+def test_what_other_flags_leave_nothing_to_do_is_noted():
+    """Megatron's scripts give both splits and made-up data, and switch sequence parallelism off without a word."""
+    *_, notes = parse_args(["--mock-data", "--split", "949,50,1", "--sequence-parallel"])
+    assert notes == [
+        "no effect here: --sequence-parallel: it divides work of tensor-parallel ranks, and --tensor-model-parallel-size is 1",
+        "no effect here: --split: made-up data have as many samples of each kind as are asked for",
+    ]
+    words = ["--data-path", "x", "--split", "949,50,1", "--sequence-parallel", "--tensor-model-parallel-size", "2"]
+    assert parse_args(words)[2] == []
 
 
 # ---------------------------------------------------------------- defaults and flags of the script's own

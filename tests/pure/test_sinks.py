@@ -200,11 +200,18 @@ def test_a_run_without_the_package_tensorboard_goes_on_and_says_so_once(monkeypa
     made = LogConfig(), TensorBoardConfig(tensorboard_dir="x"), ProfileConfig()
     monkeypatch.setattr(watch_config, "_is_installed", lambda package: False)
     assert watch_problems(*made, save=None, world_size=2) == []
-    (note,) = watch_notes(made[1])
+    (note,) = watch_notes(made[1], made[2], 5)
     assert note.startswith("warning: nothing is written to --tensorboard-dir") and "pip install tensorboard" in note
-    assert watch_notes(TensorBoardConfig()) == []
+    assert watch_notes(TensorBoardConfig(), made[2], 5) == []
     monkeypatch.setattr(watch_config, "_is_installed", lambda package: True)
-    assert watch_notes(made[1]) == []
+    assert watch_notes(made[1], made[2], 5) == []
+
+
+def test_a_run_that_ends_before_its_profile_says_so():
+    profile = ProfileConfig(profile=True, profile_step_start=5, profile_step_end=7)
+    assert watch_notes(TensorBoardConfig(), profile, 6) == watch_notes(TensorBoardConfig(), profile, None) == []
+    (note,) = watch_notes(TensorBoardConfig(), profile, 5)
+    assert note == "warning: no profile will be written: the run ends with step 5, and --profile-step-start is 5"
 
 
 def test_what_can_be_watched_has_no_problem(monkeypatch):
