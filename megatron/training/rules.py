@@ -92,7 +92,10 @@ def _data_problems(config: Config) -> list[str]:
     if config.fim.fim_data and config.data.mock_data:
         problems.append("--fim-data rearranges text, which --mock-data has none of; leave one of them out")
     if config.tokenizer.tokenizer_type is None:
-        problems.append("--tokenizer-type is required (NullTokenizer with --vocab-size for data without text)")
+        problems.append(
+            "--tokenizer-type is required, or the files of the script's own choice (--vocab-file, and --merge-file for a GPT); "
+            "NullTokenizer with --vocab-size is for data without text"
+        )
     return problems
 
 

@@ -450,7 +450,8 @@ def test_a_number_that_makes_no_sense_is_refused(line: str):
                 "--seq-length is required",
                 "--train-iters (or --train-samples) is required",
                 "no data: give --data-path PREFIX, or --mock-data to try things out",
-                "--tokenizer-type is required (NullTokenizer with --vocab-size for data without text)",
+                "--tokenizer-type is required, or the files of the script's own choice (--vocab-file, and --merge-file for a "
+                "GPT); NullTokenizer with --vocab-size is for data without text",
             ],
         ),
         (

@@ -52,8 +52,8 @@ class GPTPart:
         progress(f"building the index of {self.num_samples:,} samples of {self.indexed.prefix}")
         tokens, need = split_tokens(lengths, request), request.seq_length + request.extra_token
         if tokens < need:
-            message = f"a split has {tokens} tokens and a sample {need}: documents repeat within a sample"
-            say(f"{message}; use more data or another --split")
+            where = f"the {self.split} split of {self.indexed.prefix} has {tokens} tokens"
+            say(f"{where} and a sample {need}: documents repeat within a sample; use more data or another --split")
         self.cache.write(build_indices(lengths, request))
 
     def indices(self) -> Indices:
