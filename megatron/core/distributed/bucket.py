@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.distributed import released
+from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.first_grads import FirstGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.offload.tier import start_reading, start_writing
@@ -15,9 +16,18 @@ class Bucket:
     """Bucket `number` of a buffer. Every rank of the buffer's axes must make the same calls in the same order.
 
     `rounds`: a bfloat16 copy of the gradients travels, and what comes back is widened; `sums_wide`: is summed in the masters' type.
+    order: who sees to it that ranks call alike, in stages 2 and 3.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, number: int, *, rounds: bool = False, sums_wide: bool = False):
+    def __init__(
+        self,
+        buffer: ParamAndGradBuffer,
+        number: int,
+        *,
+        rounds: bool = False,
+        sums_wide: bool = False,
+        order: UseOrder | None = None,
+    ):
         self.buffer, self.plan = buffer, buffer.plan.buckets[number]
         start, stop = self.plan.start, self.plan.stop
         self.missing = set(self.plan.names)  # parameters whose gradient is still to come in this step
@@ -30,7 +40,7 @@ class Bucket:
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
         self._holders = [buffer.parameters[name] for name in self.plan.names] if buffer.params_of else []
         released.release(self._holders)
-        self._span = slice(start, stop)
+        self._span, self._order = slice(start, stop), order
         self._first = FirstGrads(
             {s.name: (s.start - start, s.stop - start) for s in buffer.plan.slots if s.name in self.missing},
             stop - start,
@@ -83,6 +93,7 @@ class Bucket:
         """Begin to sum the gradients over the ranks, once."""
         if self._reducing is not None:
             return
+        self._comes("sums the gradients")
         for name in tuple(self._first.unset):
             self.open_grad(name)
         gradients = self.gradients.bfloat16() if self._rounds else self.gradients
@@ -119,6 +130,12 @@ class Bucket:
         else:
             comm.all_reduce(self.sum, self.buffer.replica_axis)
 
+    def _comes(self, verb: str) -> None:
+        """Before a call that a branch on data could keep the other ranks from."""
+        if self._order is not None:
+            others = len(self.plan.names) - 1
+            self._order.comes(f"{verb} of {self.plan.names[0]}{f' and {others} more' if others else ''}")
+
     # ---------------------------------------------------------------- parameters
 
     def read_ahead(self) -> None:
@@ -140,6 +157,7 @@ class Bucket:
         if self._gathering is not None or (self._params is not None and self._params.is_open):
             return
         if self._params is not None:
+            self._comes("gathers the parameters")
             reading, self._reading = self._reading or start_reading(self.held_params), None
             mine, out = reading().to(self.buffer.device), self._params.open()
             if self.buffer.shard_axis.size == 1:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.deferred import WeightGradStore
+from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fetch import ParamFetcher, units_of
@@ -86,10 +87,12 @@ class DistributedDataParallel(nn.Module):
         self._expected: Counter[str] | None = None  # in the step before, which is what overlap goes by
         self._num_microbatches: int | None = None  # of this step
         self._is_complete = True  # whether its gradients are summed
+        self._order = self._use_order()
         self._buckets = [
             Bucket(
                 buffer,
                 number,
+                order=self._order,
                 rounds=self.config.grad_reduce_in_bf16,
                 sums_wide=self.config.reduce_scatter_with_fp32_accumulation,
             )
@@ -137,6 +140,12 @@ class DistributedDataParallel(nn.Module):
             tier=self._tier,
         )
 
+    def _use_order(self) -> UseOrder | None:
+        if self.config.stage < 2 or not self.buffers:
+            return None
+        device = self.buffers[0].device
+        return UseOrder(self.mesh["dp_inner"], device, at_once=device.type == "cpu")
+
     def _count_uses(self) -> Uses:
         """Gradients of one backward by bucket, as the model says it, and in which buckets it says nothing."""
         said = {
@@ -171,6 +180,8 @@ class DistributedDataParallel(nn.Module):
         self._expected, self._written = (self._written or None) if knows else None, Counter()
         self._num_microbatches, self._is_complete, self._travelling = num_microbatches, False, None
         self._uses.forget()
+        if self._order is not None:
+            self._order.forget()
         if self._fetcher is not None:
             self._fetcher.release()
         for grads in self._microbatches:
@@ -192,6 +203,8 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._buckets if not self._microbatches else ():
             if self.config.stage < 2 or bucket.is_written:
                 bucket.start_reduce()
+        if self._order is not None:
+            self._order.end()
 
     def finish_grad_reduce(self) -> None:
         """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns."""

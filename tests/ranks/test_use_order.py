@@ -1,0 +1,70 @@
+"""Data-parallel ranks whose forwards part: an error that says who is where, and no wait for ever, nor wrong numbers without a word."""
+
+from functools import partial
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron.core.distributed.agreement import difference
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.mesh import Mesh
+
+
+class Branching(nn.Module):
+    """Layers a, b and c of one size, of which a forward uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abc"})
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        for name in names:
+            x = self.layers[name](x)
+        return x
+
+
+def train(mesh: Mesh, paths: list[str], config: DataParallelConfig, at_once: bool = True) -> None:
+    """A step in which all use all layers, and one in which each rank has a path of its own."""
+    chunk = DistributedDataParallel(Branching(), mesh, config)
+    if chunk._order is not None:
+        chunk._order._at_once = at_once
+    for path in ("abc", paths[mesh["dp"].rank]):
+        chunk.zero_grad_buffer(1)
+        chunk.begin_microbatch(0, backward=False)
+        loss = chunk(torch.ones(2, 4), path).sum()
+        chunk.begin_microbatch(0, backward=True)
+        loss.backward()
+        chunk.start_grad_reduce()
+        chunk.finish_grad_reduce()
+
+
+CASES = {  # paths of ranks 0 and 1, ZeRO stage, compared at once -> what is said of each
+    "another layer": (["ac", "bc"], 3, True, ["rank 0 gathers the parameters of layers.a.weight", "rank 1 gathers the parameters of layers.b"]),
+    "another layer in a backward": (["ab", "cb"], 2, True, ["rank 0 sums the gradients of layers.a", "rank 1 sums the gradients of layers.c"]),
+    "one layer more": (["abc", "bc"], 2, True, ["rank 0 sums the gradients of layers.a.weight", "rank 1 is at the end of the step"]),
+    "another order": (["abc", "acb"], 3, True, ["rank 0 gathers the parameters of layers.b", "rank 1 gathers the parameters of layers.c"]),
+    "seen at the end": (["ac", "bc"], 3, False, ["rank 0 gathers the parameters of layers.a", "rank 1 gathers the parameters of layers.b"]),
+    "seen at the end of stage 2": (["ab", "cb"], 2, False, ["rank 0 sums the gradients of layers.a", "rank 1 sums the gradients of layers.c"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_use_other_layers_are_told(case: str):
+    paths, stage, at_once, told = CASES[case]
+    config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=10, overlap_grad_reduce=stage == 3)
+    with pytest.raises(RuntimeError) as error:
+        run_ranks({"dp": 2}, partial(train, paths=paths, config=config, at_once=at_once))
+    for words in (*told, "--zero-stage 1"):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("paths", "stage"), [(["ab", "cb"], 1), (["ba", "ba"], 2), (["ba", "ba"], 3)])
+def test_a_branch_that_all_take_or_that_stage_1_takes_is_none(paths: list[str], stage: int):
+    run_ranks({"dp": 2}, partial(train, paths=paths, config=DataParallelConfig(zero_stage=stage)))
+
+
+def test_ranks_that_are_together_are_named_together():
+    message = difference([["x", "end"], ["x", "y", "end"], ["x", "end"]], ranks=(1, 3, 5))
+    assert ": rank 1, 5 end; rank 3 y. In" in message
