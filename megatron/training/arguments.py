@@ -162,7 +162,7 @@ def _without_effect(config: Config) -> dict[str, str]:
     undivided = parallel.sequence_parallel and not parallel.sequence_parallel_on
     reason = "it divides work of tensor-parallel ranks, and --tensor-model-parallel-size is 1"
     more = {"--sequence-parallel": reason} if undivided else {}
-    return more | config.data.without_effect | config.checkpoint.without_effect
+    return more | config.without_effect | config.checkpoint.without_effect
 
 
 def _flag_of(name: str) -> str:

@@ -222,6 +222,28 @@ class Config:
         """Rows of a learned position table."""
         return self.transformer.max_position_embeddings or self.data.seq_length
 
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """Flags given whose values change nothing beside the others, with the reason."""
+        found, parallel, offload = dict(self.data.without_effect), self.data_parallel, self.offload
+        if parallel.poison_released_buffers and parallel.stage < 2 and self.parallel.pipeline_model_parallel_size == 1:
+            found["--poison-released-buffers"] = (
+                f"ZeRO stage {parallel.stage} without a pipeline releases nothing; it is about --zero-stage 2 and 3, and what stages "
+                "of a pipeline receive"
+            )
+        if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
+            found["--ddp-bucket-size"] = (
+                "ZeRO stage 3 sums and gathers layer by layer"
+                if parallel.stage == 3
+                else "a buffer is one bucket, unless --overlap-grad-reduce, --overlap-param-gather or --zero-stage 2 divides it"
+            )
+        moves = offload.optimizer_offload_fraction or self.transformer.cpu_offloading_num_layers
+        if offload.tier != "device" and not moves:
+            found[f"--{'offload-dir' if offload.tier == 'file' else 'optimizer-cpu-offload'}"] = (
+                "--optimizer-offload-fraction 0 leaves masters and moments where they are, and --cpu-offloading-num-layers is not given"
+            )
+        return found
+
     def as_json(self) -> dict[str, dict[str, Any]]:
         return {
             part.name: {

@@ -21,7 +21,7 @@ from megatron.core.config import (
     unknown_flag_message,
 )
 from megatron.core.config import knob as declare
-from megatron.training.arguments import make_parser
+from megatron.training.arguments import make_parser, parse_args
 from megatron.training.config import COMPONENTS
 from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND
 
@@ -255,3 +255,23 @@ def test_every_knob_says_what_it_does():
     for component in COMPONENTS.values():
         assert component.__doc__.strip().split("\n")[0].endswith(".")
         assert all(field.metadata["help"].strip() for field in knobs(component))
+
+
+PIPELINE = "--pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "with_effect", "said"),
+    [
+        ("--poison-released-buffers --zero-stage 1", PIPELINE, "--poison-released-buffers: ZeRO stage 1 without a pipeline releases nothing"),
+        ("--poison-released-buffers", "--zero-stage 2", "--poison-released-buffers: ZeRO stage 0 without a pipeline releases nothing"),
+        ("--ddp-bucket-size 9 --zero-stage 3", None, "--ddp-bucket-size: ZeRO stage 3 sums and gathers layer by layer"),
+        ("--ddp-bucket-size 9", "--overlap-grad-reduce", "--ddp-bucket-size: a buffer is one bucket, unless --overlap-grad-reduce"),
+        ("--offload-dir x --optimizer-offload-fraction 0", "--cpu-offloading-num-layers 1", "--offload-dir: --optimizer-offload-fraction 0"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", None, "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, with_effect: str | None, said: str):
+    (note,) = parse_args(flags.split())[2]
+    assert note.startswith(f"no effect here: {said}")
+    assert with_effect is None or parse_args(f"{flags} {with_effect}".split())[2] == []

@@ -126,5 +126,10 @@ class DataParallelConfig:
 
     def bucket_numel(self, ranks: int) -> int | None:
         """Elements in a bucket; None for one bucket, where nothing overlaps."""
-        passes = self.overlap_grad_reduce or self.overlap_param_gather or self.stage > 1
-        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if passes else None
+        divides = self.cuts_by_size or self.stage == 3
+        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if divides else None
+
+    @property
+    def cuts_by_size(self) -> bool:
+        """Whether buckets are made by their size: there are several, and they are no layers."""
+        return self.stage < 3 and (self.overlap_grad_reduce or self.overlap_param_gather or self.stage == 2)
