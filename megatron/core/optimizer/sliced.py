@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.plan import ALIGN
 from megatron.core.offload.plan import SLICE, slices
 from megatron.core.offload.tier import Stored, start_reading, start_writing
 from megatron.core.optimizer.param_groups import ParamGroup
@@ -52,9 +53,14 @@ class Segment:
 
 
 class SlicedUpdater:
-    """`step` updates all segments, and what the model reads of them."""
+    """`step` updates all segments, and what the model reads of them. length: elements of a slice, a multiple of ALIGN."""
 
     def __init__(self, segments: Sequence[Segment], update: Update, length: int = SLICE):
+        if length < 1 or length % ALIGN:
+            raise ValueError(
+                f"slices of {length} elements: an update is computed in vectors, and a slice that ends within one has other bits than a "
+                f"whole update; give a multiple of {ALIGN}"
+            )
         self._update = update
         self._slices = [
             segment.part(start, stop)
