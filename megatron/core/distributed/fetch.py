@@ -50,6 +50,9 @@ class ParamFetcher:
     def __init__(self, module: nn.Module, bucket_of: Mapping[str, Bucket], uses: Uses, *, ahead: bool):
         self.ahead, self.in_backward, self._uses = ahead, False, uses
         self._bucket_of = {id(p): bucket_of[name] for name, p in module.named_parameters() if name in bucket_of}
+        named = dict(
+            module.named_parameters(remove_duplicate=False)
+        )  # a parameter that two modules hold is needed by both
         self._buckets = list(dict.fromkeys(bucket_of.values()))
         self._needs: dict[str, list[Bucket]] = {}  # of each unit, when last used
         self._order: list[str] = []  # units as the first forward used them
@@ -58,7 +61,11 @@ class ParamFetcher:
             name for name, used in module.named_modules() if not any(used.children())
         ]  # perhaps with a table of others
         for unit in dict.fromkeys((*units.values(), *(_outermost(name, listed) for name in alone))):
-            held = list(dict.fromkeys(bucket_of[name] for name in bucket_of if units[name] == unit))
+            held = [
+                self._bucket_of[id(p)]
+                for name, p in named.items()
+                if units.get(name) == unit and id(p) in self._bucket_of
+            ]
             used = module.get_submodule(unit)
             used.register_forward_pre_hook(partial(self._before_forward, unit, held))
             used.register_forward_hook(partial(self._after_forward, unit))
