@@ -84,7 +84,7 @@ class DistributedDataParallel(nn.Module):
         self.buffers = [self._buffer(plan, trained) for plan in lay_out(items, cut_of=self._cut)]
         self._microbatches = [MicrobatchGrads(b) for b in self.buffers] if self.config.fixed_order_grad_reduce else []
         self._written: Counter[str] = Counter()  # gradients added to each parameter in this step
-        self._expected: Counter[str] | None = None  # in the step before, which is what overlap goes by
+        self._expected: Counter[str] | None = None  # the most in a step before, which is what overlap goes by
         self._num_microbatches: int | None = None  # of this step
         self._is_complete = True  # whether its gradients are summed
         self._order = self._use_order()
@@ -177,7 +177,8 @@ class DistributedDataParallel(nn.Module):
         again from not knowing how often a gradient is written.
         """
         knows = self._is_complete and num_microbatches == self._num_microbatches
-        self._expected, self._written = (self._written or None) if knows else None, Counter()
+        counts = (self._expected or Counter()) | self._written  # a step may leave a layer out
+        self._expected, self._written = (counts or None) if knows else None, Counter()
         self._num_microbatches, self._is_complete, self._travelling = num_microbatches, False, None
         self._uses.forget()
         if self._order is not None:
@@ -209,8 +210,7 @@ class DistributedDataParallel(nn.Module):
     def finish_grad_reduce(self) -> None:
         """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns."""
         self._uses.end()
-        if self._fetcher is not None:
-            self._fetcher.release()
+        self.finish_param_gather()  # what no forward has waited for would come on top of the update
         for bucket in self._buckets:
             bucket.finish_reduce()
             if self.config.stage > 1:
@@ -274,7 +274,7 @@ class DistributedDataParallel(nn.Module):
     def _count_gradient(self, name: str) -> None:
         """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will come.
 
-        A step writes as often as the step before; a bucket whose parameters all have what they expect is complete.
+        A step writes no more often than those before; a bucket whose parameters all have what they expect is complete.
         """
         self._written[name] += 1
         if self.config.stage > 1:
@@ -288,8 +288,8 @@ class DistributedDataParallel(nn.Module):
             return
         if self._written[name] > self._expected[name]:
             raise RuntimeError(
-                f"the gradient of {name} was written {self._written[name]} times in this step and {self._expected[name]} times in "
-                "the one before, so it may be on its way already; leave out --overlap-grad-reduce for such a model"
+                f"the gradient of {name} was written {self._written[name]} times in this step and {self._expected[name]} times at "
+                "most in those before, so it may be on its way already; leave out --overlap-grad-reduce for such a model"
             )
         if self._written[name] == self._expected[name]:
             self._bucket_of[name].missing.discard(name)
