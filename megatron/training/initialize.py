@@ -19,7 +19,7 @@ from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
-from megatron.core.offload.folder import folder_problems
+from megatron.core.offload.folder import folder_problems, remove_left_behind
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -100,6 +100,7 @@ def initialize_megatron(
     args = settings.args.and_also(derived_settings(config, mesh, settings.tokenizer))
     with comm.together(mesh["world"], device.torch_device):
         tier = make_tier(config.offload, mesh["world"].rank, device.torch_device)
+        settings.notes.extend(_remove_left_behind(config, mesh["world"].size))
     runtime = Runtime(config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier)
     if tier is not None:
         runtime.held.callback(tier.close)
@@ -261,6 +262,17 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None, de
         raise ConfigError(
             "the ranks were started with different settings or vocabularies; start all with the same ones"
         )
+
+
+def _remove_left_behind(config: Config, world_size: int) -> list[str]:
+    """Free the disk of this node of what killed runs have left of offloaded state, which one rank does; what was found."""
+    if config.offload.tier != "file" or parallel_state.launched_local_rank() != 0:
+        return []
+    found = remove_left_behind(config.offload.offload_dir, world_size)
+    where = f"{found[0]} to {found[-1]}" if len(found) > 1 else "".join(found)
+    return (
+        [f"--offload-dir {config.offload.offload_dir}: removed {where}, left by a run that was killed"] if found else []
+    )
 
 
 def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from megatron.core.config import ConfigError
 from megatron.core.offload import block_file
 from megatron.core.offload.block_file import BlockFile, OffloadError
-from megatron.core.offload.folder import RankFolder, folder_problems
+from megatron.core.offload.folder import RankFolder, folder_problems, remove_left_behind
 from megatron.core.offload.host_memory import free_on_machine, free_to_process
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, cut_by_fraction, show_bytes, slices
@@ -220,9 +220,22 @@ def test_what_a_killed_process_left_is_taken_over(tmp_path):
     assert killed.returncode == -signal.SIGKILL and (tmp_path / "rank_00000" / "state").stat().st_size == 1024
     assert folder_problems(tmp_path, 0) == []
     folder = RankFolder(tmp_path, 0)
-    assert folder.was_left_behind and not (folder.path / "state").exists()
+    assert not (folder.path / "state").exists()
     folder.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_of_more_ranks_left_is_removed(tmp_path):
+    """Its disk would stay taken: no rank of the smaller run claims these folders. What lives or is not ours stays."""
+    for name in ("rank_00001", "rank_00002", "rank_00005", "rank_x"):
+        (tmp_path / name).mkdir()
+        for file in ("lock", "state"):
+            (tmp_path / name / file).write_text("{}")
+    (tmp_path / "rank_00005" / "thesis.tex").touch()
+    living = RankFolder(tmp_path, 3)
+    assert remove_left_behind(tmp_path, 2) == ["rank_00002"]
+    assert {path.name for path in tmp_path.iterdir()} == {"rank_00001", "rank_00003", "rank_00005", "rank_x"}
+    living.remove()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
     DIR/rank_00003/lock      locked while its process lives, whoever that is: the system gives the lock back with the process
     DIR/rank_00003/state     nobody else's, and nothing after the run: checkpoints hold what is to last
 
-So a folder whose lock is free was left by a process that was killed, and is taken over; one that is locked is refused, and so is
-one that holds anything else.
+So a folder whose lock is free was left by a process that was killed, and is taken over, or removed where the new run has no such rank;
+one that is locked is refused, and so is one that holds anything else.
 """
 
 import contextlib
@@ -57,7 +57,6 @@ class RankFolder:
 
     def __init__(self, root: Path | str, rank: int):
         self.path = folder_of(root, rank)
-        self.was_left_behind = (self.path / LOCK).exists()
         if problems := folder_problems(root, rank):
             raise ConfigError(problems)
         try:
@@ -101,6 +100,18 @@ class RankFolder:
         self._lock = -1
         with contextlib.suppress(OSError):  # somebody has put something else there
             self.path.rmdir()
+
+
+def remove_left_behind(root: Path | str, ranks: int) -> list[str]:
+    """Remove what killed runs of more than `ranks` ranks have left, whose room nobody would take over; the names of the folders."""
+    removed = []
+    for folder in sorted(Path(root).glob("rank_*")):
+        number = folder.name.removeprefix("rank_")
+        if number.isdecimal() and int(number) >= ranks and (folder / LOCK).exists():
+            with contextlib.suppress(ConfigError):  # it belongs to a run that lives, or to somebody else
+                RankFolder(root, int(number)).remove()
+                removed.append(folder.name)
+    return removed
 
 
 def _is_taken(handle: int) -> bool:
