@@ -226,11 +226,6 @@ class Config:
     def without_effect(self) -> dict[str, str]:
         """Flags given whose values change nothing beside the others, with the reason."""
         found, parallel, offload = dict(self.data.without_effect), self.data_parallel, self.offload
-        if parallel.poison_released_buffers and parallel.stage < 2 and self.parallel.pipeline_model_parallel_size == 1:
-            found["--poison-released-buffers"] = (
-                f"ZeRO stage {parallel.stage} without a pipeline releases nothing; it is about --zero-stage 2 and 3, and what stages "
-                "of a pipeline receive"
-            )
         if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
             found["--ddp-bucket-size"] = (
                 "ZeRO stage 3 sums and gathers layer by layer"

@@ -257,14 +257,9 @@ def test_every_knob_says_what_it_does():
         assert all(field.metadata["help"].strip() for field in knobs(component))
 
 
-PIPELINE = "--pipeline-model-parallel-size 2"
-
-
 @pytest.mark.parametrize(
     ("flags", "with_effect", "said"),
     [
-        ("--poison-released-buffers --zero-stage 1", PIPELINE, "--poison-released-buffers: ZeRO stage 1 without a pipeline releases nothing"),
-        ("--poison-released-buffers", "--zero-stage 2", "--poison-released-buffers: ZeRO stage 0 without a pipeline releases nothing"),
         ("--ddp-bucket-size 9 --zero-stage 3", None, "--ddp-bucket-size: ZeRO stage 3 sums and gathers layer by layer"),
         ("--ddp-bucket-size 9", "--overlap-grad-reduce", "--ddp-bucket-size: a buffer is one bucket, unless --overlap-grad-reduce"),
         ("--offload-dir x --optimizer-offload-fraction 0", "--cpu-offloading-num-layers 1", "--offload-dir: --optimizer-offload-fraction 0"),
