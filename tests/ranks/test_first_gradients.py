@@ -133,3 +133,56 @@ def test_weights_of_products_are_not_set_to_zero():
         "odd": True,
     }
     assert not before["scale"].any()
+
+
+class Unannounced(torch.autograd.Function):
+    """x weight^T by a fork's own backward, which adds to `main_grad` as if that were there."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.weight.main_grad.add_(grad.t() @ x)
+        return grad @ weight, None
+
+
+@pytest.mark.parametrize(
+    ("stage", "first", "said"),
+    [(0, True, "something has added to main_grad of a without opening it"), (2, True, "main_grad of a is used while"), (0, False, None)],
+)  # fmt: skip
+def test_who_adds_without_a_word_is_told_where_that_would_be_lost(stage: int, first: bool, said: str | None):
+    """Before a product that overwrites, or to memory that is not there, which would end the process. After one nothing is lost."""
+    chunk = DistributedDataParallel(
+        Model(), run_ranks({"dp": 1}, lambda mesh: mesh)[0], DataParallelConfig(zero_stage=stage)
+    )
+    a, x = chunk.module.a, batch(0, 0)
+
+    def step() -> None:
+        chunk.zero_grad_buffer(1)
+        (Unannounced.apply(linear(x, a), a) if first else linear(Unannounced.apply(x, a), a)).sum().backward()
+
+    if said is None:
+        for _ in range(2):
+            step()
+        expected = torch.autograd.grad(((x @ a.t()) @ a.t()).sum(), a)[0]
+        torch.testing.assert_close(a.main_grad, expected, rtol=1e-12, atol=1e-13)
+        return
+    with pytest.raises(RuntimeError, match=f"{said}.*open_main_grad"):
+        for _ in range(2):
+            step()
+
+
+def test_a_released_gradient_has_a_shape_and_no_values():
+    chunk = DistributedDataParallel(
+        Model(), run_ranks({"dp": 1}, lambda mesh: mesh)[0], DataParallelConfig(zero_stage=2)
+    )
+    grad = chunk.module.odd.main_grad
+    assert (grad.shape, grad.dtype, grad.numel()) == ((5, WIDTH), torch.float64, 5 * WIDTH)
+    for use in (grad.norm, grad.zero_, lambda: grad + 1, lambda: repr(grad)):
+        with pytest.raises(RuntimeError, match="main_grad of odd is used while ZeRO stage 2 or 3 has released it"):
+            use()

@@ -40,6 +40,12 @@ class Bucket:
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
         self._holders = [buffer.parameters[name] for name in self.plan.names] if buffer.params_of else []
         released.release(self._holders)
+        passes = bool(buffer.grads_of) and not buffer.poison  # else whoever looks sees NaN
+        self._passing_grads = [buffer.parameters[name].main_grad for name in self.plan.names] if passes else []
+        released.release_gradients(self._passing_grads)
+        self._changes: dict[
+            str, int
+        ] = {}  # of each gradient that a product will overwrite, counted when its step began
         self._span, self._order = slice(start, stop), order
         self._first = FirstGrads(
             {s.name: (s.start - start, s.stop - start) for s in buffer.plan.slots if s.name in self.missing},
@@ -58,7 +64,13 @@ class Bucket:
             self.finish_reduce()
             if not self._grads.is_open:
                 self._grads.open()
+                released.restore_gradients(self._passing_grads)
                 self._clear()
+        if name in self._first.unset and self.buffer.parameters[name].main_grad._version != self._changes[name]:
+            raise RuntimeError(
+                f"something has added to main_grad of {name} without opening it, where the first gradient of a step overwrites what is there; "
+                "call megatron.core.main_grad.open_main_grad(parameter) before, and grad_was_added(parameter) after it"
+            )
         needs_zeros, must_overwrite = self._first.open(name, overwrites=overwrites)
         if needs_zeros:
             self.buffer.parameters[name].main_grad.zero_()
@@ -67,6 +79,7 @@ class Bucket:
     def _clear(self) -> None:
         """Set gradients to zero, but those that will be overwritten."""
         self._first.begin()
+        self._changes = {name: self.buffer.parameters[name].main_grad._version for name in self._first.unset}
         gradients = self.gradients
         for start, stop in self._first.zeroed:
             gradients[start:stop].zero_()
@@ -86,8 +99,12 @@ class Bucket:
         if self._grads is None:
             self._clear()
         else:
-            self._grads.release()
+            self._release_grads()
             self.sum.zero_()
+
+    def _release_grads(self) -> None:
+        self._grads.release()
+        released.release_gradients(self._passing_grads)
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the ranks, once."""
@@ -114,7 +131,7 @@ class Bucket:
             self.sum.add_(total)
             if self.buffer.poison:
                 total.fill_(float("nan"))
-            self._grads.release()
+            self._release_grads()
             return
         if self.buffer.stage == 1:
             comm.all_reduce(total, self.buffer.replica_axis)

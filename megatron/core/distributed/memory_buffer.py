@@ -185,7 +185,9 @@ class ParamAndGradBuffer:
                 values = _place(self.params, params, parameter.shape, start, bucket.start)
                 values.copy_(parameter.data)
                 parameter.data = values
-                parameter.main_grad = _place(self.grads, grads, parameter.shape, start, bucket.start)
+                grad = _place(self.grads, grads, parameter.shape, start, bucket.start)
+                parameter.main_grad = grad.data  # which counts its own changes, and not those of the whole buffer
+                parameter.main_grad.released_name = name
             if params is not None:
                 self._keep_held(bucket.start, params)
                 self.params_of += (params,)

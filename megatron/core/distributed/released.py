@@ -1,7 +1,7 @@
-"""What a parameter is while its values are elsewhere: it has a shape and a name, and says so when its values are asked for.
+"""What a parameter, or a `main_grad`, is while its values are elsewhere: it has a shape and a name, and says so when these are asked for.
 
-A stage-3 parameter whose memory is released changes its class to `ReleasedParameter` and back: torch then calls `__torch_function__`
-before it touches the memory, which would else end the process. That costs an assignment where memory comes and goes, and nothing
+One whose memory is released changes its class to `ReleasedParameter` (stage 3) or `ReleasedGradient` (2 and 3) and back: torch then
+calls `__torch_function__` before it touches the memory, which would else end the process. That costs an assignment where memory comes and goes, and nothing
 where it is there.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _SHARES_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are the values
 _MAY_BE_SET = {"grad", "requires_grad"}
@@ -28,7 +28,7 @@ class ReleasedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         held = [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, cls)]
-        name = getattr(held[0], "released_name", "a parameter") if held else "a parameter"
+        name = _name_of(held)
         if getattr(func, "__name__", "") == "__repr__":
             return f"ReleasedParameter({name}, {tuple(held[0].shape)})"
         raise RuntimeError(
@@ -36,6 +36,34 @@ class ReleasedParameter(nn.Parameter):
             "Compute with it inside that module's forward, or pass the parameter to a module without children as an argument of "
             "its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
         )
+
+
+class ReleasedGradient(Tensor):
+    """A `main_grad` without its values, likewise."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _needs_no_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        held = [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, cls)]
+        raise RuntimeError(
+            f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: a rank has it only from its first gradient of "
+            "a microbatch until it is summed over the ranks. To add to it, call megatron.core.main_grad.open_main_grad(parameter) first; to "
+            "look at gradients, use --zero-stage 1"
+        )
+
+
+def release_gradients(gradients: Iterable[Tensor]) -> None:
+    """From now on these say that their values are not there."""
+    for gradient in gradients:
+        gradient.__class__ = ReleasedGradient
+
+
+def restore_gradients(gradients: Iterable[Tensor]) -> None:
+    """Their values are there again."""
+    for gradient in gradients:
+        gradient.__class__ = Tensor
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
@@ -50,6 +78,10 @@ def restore(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if type(parameter) is ReleasedParameter:
             parameter.__class__ = nn.Parameter
+
+
+def _name_of(held: list[Any]) -> str:
+    return getattr(held[0], "released_name", "a parameter") if held else "a parameter"
 
 
 def _needs_no_values(func: Any) -> bool:
