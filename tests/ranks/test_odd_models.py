@@ -131,3 +131,46 @@ def test_a_model_of_plain_modules_is_trained_as_torch_does(case: tuple[str, int]
         assert "table.weight" in got and ("head.weight" in got) != ("tied" in what)
         for name, ((start, stop), values) in got.items():
             torch.testing.assert_close(values, expected[name][start:stop], rtol=1e-11, atol=1e-13)
+
+
+class ByHand(nn.Module):
+    """A parent that computes with a child's weight, and calls another child's forward beside its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in "abc")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second.forward(x @ self.first.weight))
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_parameters_that_are_used_beside_their_module_are_waited_for(stage: int):
+    """Their gather ends when somebody waits, and holds NaN until then."""
+
+    def outputs(mesh: Mesh) -> list[Tensor]:
+        config = DataParallelConfig(zero_stage=stage, overlap_param_gather=True, ddp_bucket_size=30)
+        chunk = DistributedDataParallel(ByHand(), mesh, config)
+        sgd = FlatOptimizer(chunk.buffers, OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0), mesh)
+        x, results = torch.ones(2, WIDTH, dtype=torch.float64), []
+        for _ in range(3):
+            chunk.zero_grad_buffer(1)
+            results.append(chunk(x))
+            results[-1].sum().backward()
+            chunk.start_grad_reduce()
+            chunk.finish_grad_reduce()
+            sgd.step(RATE)
+            chunk.gather_params()
+        weight = chunk.module.first.weight
+        assert weight.shape == (WIDTH, WIDTH) and repr(weight).startswith("Parameter containing")
+        chunk.finish_param_gather()
+        return [y.detach() for y in results]
+
+    plainly, x, expected = ByHand(), torch.ones(2, WIDTH, dtype=torch.float64), []
+    for _ in range(3):
+        expected.append(plainly(x))
+        for p, grad in zip(plainly.parameters(), torch.autograd.grad(expected[-1].sum(), list(plainly.parameters()))):
+            p.data.sub_(3 * RATE * grad)
+    for got in run_ranks({"dp": 3}, outputs, delayed=True):
+        torch.testing.assert_close(got, [y.detach() for y in expected], rtol=1e-12, atol=1e-14)

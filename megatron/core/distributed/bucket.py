@@ -38,8 +38,9 @@ class Bucket:
         self._part, self._rounds, self._sums_wide = part, rounds and buffer.reduce_axis.size > 1, sums_wide
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
-        self._holders = [buffer.parameters[name] for name in self.plan.names] if buffer.params_of else []
-        released.release(self._holders)
+        self._holders = [buffer.parameters[name] for name in self.plan.names]
+        if buffer.params_of:
+            released.release(self._holders)
         passes = bool(buffer.grads_of) and not buffer.poison  # else whoever looks sees NaN
         self._passing_grads = [buffer.parameters[name].main_grad for name in self.plan.names] if passes else []
         released.release_gradients(self._passing_grads)
@@ -185,6 +186,7 @@ class Bucket:
             self._gathering = comm.start_all_gather(
                 mine, self.buffer.shard_axis, out=self.buffer.params.data[self._span]
             )
+            released.expect(self._holders, self.finish_gather)
 
     def finish_gather(self) -> None:
         """The parameters are all there when this returns."""

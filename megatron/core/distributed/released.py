@@ -5,7 +5,7 @@ calls `__torch_function__` before it touches the memory, which would else end th
 where it is there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +36,20 @@ class ReleasedParameter(nn.Parameter):
             "Compute with it inside that module's forward, or pass the parameter to a module without children as an argument of "
             "its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
         )
+
+
+class ArrivingParameter(nn.Parameter):
+    """A parameter whose updated values are on their way, in stages 1 and 2: who asks for them waits, be it outside the forward of the
+    module that holds it, for which a hook waits."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not _needs_no_values(func):
+            for x in _flat((*args, *(kwargs or {}).values())):
+                if isinstance(x, cls):
+                    x.arrive()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class ReleasedGradient(Tensor):
@@ -73,10 +87,18 @@ def release(parameters: Iterable[nn.Parameter]) -> None:
             parameter.__class__ = ReleasedParameter
 
 
+def expect(parameters: Iterable[nn.Parameter], arrive: Callable[[], None]) -> None:
+    """From now on who uses one of these calls `arrive` first, which restores them."""
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter:
+            parameter.arrive = arrive
+            parameter.__class__ = ArrivingParameter
+
+
 def restore(parameters: Iterable[nn.Parameter]) -> None:
     """Their values are there again."""
     for parameter in parameters:
-        if type(parameter) is ReleasedParameter:
+        if type(parameter) in (ReleasedParameter, ArrivingParameter):
             parameter.__class__ = nn.Parameter
 
 
