@@ -198,7 +198,9 @@ def file_problems(config: Config) -> list[str]:
 
 def _obstacle(folder: Path) -> str | None:
     """Why files cannot be written into `folder`, whose parents may have to be made first."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
+    if not there.exists():
+        return f"{there} is a link to {os.readlink(there)}, which does not exist"
     if not there.is_dir():
         return f"{there} is a file"
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} allows this user no new files"

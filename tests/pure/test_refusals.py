@@ -155,6 +155,17 @@ def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch)
     )
 
 
+@pytest.mark.parametrize("flag", ["--save", "--offload-dir"])
+def test_a_link_that_leads_nowhere_is_named(flag, launched, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, None, launched(1, MOCK + f"{flag} {{tmp}}/link/a"))
+    assert str(error.value) == (
+        f"{flag} {tmp_path}/link/a cannot be written: {tmp_path}/link is a link to {tmp_path}/gone, which does not exist; choose another "
+        "folder"
+    )
+
+
 def test_a_cache_that_is_built_may_be_read_only(launched, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)
     words = launched(1, MOCK + "--data-cache-path {tmp}/cache")

@@ -206,6 +206,15 @@ def test_a_folder_is_one_run_s_own_until_it_is_given_back(tmp_path):
     FileTier(tmp_path, 0).close()
 
 
+def test_a_relative_folder_is_given_back_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    tier = FileTier("off", 0)
+    monkeypatch.chdir("elsewhere")
+    tier.close()
+    assert list((tmp_path / "off").iterdir()) == []
+
+
 def test_what_a_killed_process_left_is_taken_over(tmp_path):
     """Its pid may be another process's by now; its lock went with it."""
     code = f"""

@@ -56,7 +56,7 @@ class RankFolder:
     """A rank's folder, this process's own until `remove`. Raises ConfigError where it cannot be."""
 
     def __init__(self, root: Path | str, rank: int):
-        self.path = folder_of(root, rank)
+        self.path = folder_of(root, rank).absolute()  # a script may go elsewhere
         if problems := folder_problems(root, rank):
             raise ConfigError(problems)
         try:
