@@ -174,3 +174,29 @@ def test_parameters_that_are_used_beside_their_module_are_waited_for(stage: int)
             p.data.sub_(3 * RATE * grad)
     for got in run_ranks({"dp": 3}, outputs, delayed=True):
         torch.testing.assert_close(got, [y.detach() for y in expected], rtol=1e-12, atol=1e-14)
+
+
+def set_data(model: Words) -> None:
+    model.head.weight.data = torch.zeros_like(model.head.weight.data)
+
+
+AFTERWARDS = {
+    "half": (lambda model: model.bfloat16(), "table.weight, blocks.0.gain.*no longer in the buffer that is trained.*copy_"),
+    "data": (set_data, "head.weight: no longer in the buffer that is trained"),
+    "thawed": (lambda model: model.blocks[1].requires_grad_(True), "blocks.1.gain.*frozen when the model was wrapped"),
+    "same type": (lambda model: model.double().to("cpu"), None),
+    "copy": (lambda model: model.head.weight.data.copy_(torch.zeros(WORDS, WIDTH)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", AFTERWARDS)
+def test_what_is_done_to_a_wrapped_model_is_refused_where_it_would_stop_training_it(what: str):
+    change, said = AFTERWARDS[what]
+    (mesh,) = run_ranks({}, lambda mesh: mesh)
+    chunk = DistributedDataParallel(Words("frozen"), mesh)
+    change(chunk.module)
+    if said is None:
+        chunk.zero_grad_buffer()
+        return
+    with pytest.raises(RuntimeError, match=said):
+        chunk.zero_grad_buffer()

@@ -114,6 +114,9 @@ class DistributedDataParallel(nn.Module):
         elif self.config.overlap_param_gather:
             for owner in module.modules():
                 self._wait_for_parameters_of(owner)
+        self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
+        # In stage 3 parameters have no memory to be at; their class sees to it that nobody gives them another.
+        self._addresses = {name: p.data_ptr() for name, p in trained.items()} if self.config.stage < 3 else {}
         self.zero_grad_buffer()
 
     def _cut(self, key: tuple) -> Cut:
@@ -180,6 +183,7 @@ class DistributedDataParallel(nn.Module):
         counts = (self._expected or Counter()) | self._written  # a step may leave a layer out
         self._expected, self._written = (counts or None) if knows else None, Counter()
         self._num_microbatches, self._is_complete, self._travelling = num_microbatches, False, None
+        self._check_parameters()
         self._uses.forget()
         if self._order is not None:
             self._order.forget()
@@ -190,6 +194,22 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._buckets:
             bucket.begin_step()
             bucket.missing = {name for name in bucket.plan.names if self._expected is None or self._expected[name] > 0}
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError where the model computes with something else than what is trained: it would go on, and learn nothing there."""
+        thawed = [name for name, p in self._frozen.items() if p.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{', '.join(thawed[:5])}: frozen when the model was wrapped in DistributedDataParallel, and so without a gradient buffer and "
+                "an optimizer's state; call requires_grad_(True) before, and requires_grad_(False) after, where training begins later"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # which would wait for parameters that are on their way
+            moved = [name for name, at in self._addresses.items() if self._trained[name].data_ptr() != at]
+        if moved:
+            raise RuntimeError(
+                f"{', '.join(moved[:5])}: no longer in the buffer that is trained, since something has set `.data`, as module.to(dtype) does; "
+                "do that before the model is wrapped in DistributedDataParallel, or copy values with parameter.data.copy_()"
+            )
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """A forward or a backward of this microbatch follows."""
