@@ -200,3 +200,43 @@ def test_what_is_done_to_a_wrapped_model_is_refused_where_it_would_stop_training
         return
     with pytest.raises(RuntimeError, match=said):
         chunk.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_a_layer_that_is_frozen_midway_stays_as_it_is(stage: int):
+    """Neither decay nor momentum moves it, and it goes on when it is trained again. torch leaves out what has no gradient."""
+    from_step, to_step, settings = 1, 3, {"lr": RATE, "momentum": MOMENTUM, "weight_decay": 0.1}
+
+    def is_frozen(step: int) -> bool:
+        return from_step <= step < to_step
+
+    def weights(mesh: Mesh) -> dict[str, tuple]:
+        model = ByHand()
+        chunk = DistributedDataParallel(model, mesh, DataParallelConfig(zero_stage=stage))
+        config = OptimizerConfig(optimizer="sgd", sgd_momentum=MOMENTUM, weight_decay=0.1, clip_grad=0.0)
+        sgd = FlatOptimizer(chunk.buffers, config, mesh)
+        for step in range(4):
+            model.third.requires_grad_(not is_frozen(step))
+            chunk.zero_grad_buffer(1)
+            model.third(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward() if not is_frozen(step) else None
+            chunk.start_grad_reduce()
+            chunk.finish_grad_reduce()
+            sgd.step(RATE)
+            chunk.gather_params()
+        return {
+            s.name: (b.kept(s), b.owned_params.values(s).flatten().clone()) for b in chunk.buffers for s in b.plan.slots
+        }
+
+    model = ByHand()
+    sgd = torch.optim.SGD(model.parameters(), **settings)
+    for step in range(4):
+        sgd.zero_grad(set_to_none=True)
+        for p in (model.first.weight, model.second.weight):
+            p.grad = torch.zeros_like(p)  # never frozen: it decays
+        if not is_frozen(step):
+            (2 * model.third(torch.ones(2, WIDTH, dtype=torch.float64)).sum()).backward()  # of both ranks
+        sgd.step()
+    for got in run_ranks({"dp": 2}, weights):
+        for name, ((start, stop), values) in got.items():
+            expected = model.get_parameter(name).detach().flatten()[start:stop]
+            torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14, msg=name)

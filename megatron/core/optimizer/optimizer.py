@@ -61,17 +61,32 @@ class FlatOptimizer:
         self.step_count = 0  # updates that the moments have seen
         self._counted = [_counted_runs(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
         self._update = _UPDATES[config.optimizer](config)
+        self._group_of, self._frozen = group_of, set[int]()
+        self._divide()
+
+    def _divide(self) -> None:
+        """What is updated by which call."""
         self._whole: defaultdict[ParamGroup, list[Segment]] = defaultdict(list)  # updated by one call a group
         in_slices = []
-        for segment in self._segments(group_of):
+        for segment in self._segments(self._group_of):
             (self._whole[segment.group] if segment.is_tensors else in_slices).append(segment)
         self._sliced = SlicedUpdater(in_slices, self._update)
 
+    def _leave_out_frozen(self) -> None:
+        """A parameter that is frozen by now stays as it is, though it has a buffer: without a gradient it would decay still."""
+        frozen = {id(p) for buffer in self.buffers for p in buffer.parameters.values() if not p.requires_grad}
+        if frozen != self._frozen:
+            self._frozen = frozen
+            self._divide()
+
     def _segments(self, group_of: GroupRule) -> Iterator[Segment]:
-        """All that this rank owns, in runs of equal groups that are kept alike."""
+        """All that this rank owns and trains, in runs of equal groups that are kept alike."""
         for i, (buffer, kept) in enumerate(zip(self.buffers, self._kept)):
             labels = {name: group_of(name, parameter.placement) for name, parameter in buffer.parameters.items()}
+            labels |= {name: None for name, parameter in buffer.parameters.items() if not parameter.requires_grad}
             for group, first, last in runs(buffer.plan.slots, labels):
+                if group is None:
+                    continue
                 for start, stop in overlaps(kept.away + kept.here, first, last):
                     yield Segment(
                         group,
@@ -142,6 +157,7 @@ class FlatOptimizer:
     ) -> None:
         """Update masters and parameters with `factor` x the gradients in the buffers, decoupled groups at their own rate if given, and
         with another weight decay than the settings' if given. The gradients are multiplied on the way."""
+        self._leave_out_frozen()
         weight_decay = self.config.weight_decay if weight_decay is None else weight_decay
 
         def rates(rule: ParamGroup) -> tuple[float, float]:
