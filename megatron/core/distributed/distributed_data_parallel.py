@@ -208,7 +208,7 @@ class DistributedDataParallel(nn.Module):
         if moved:
             raise RuntimeError(
                 f"{', '.join(moved[:5])}: no longer in the buffer that is trained, since something has set `.data`, as module.to(dtype) does; "
-                "do that before the model is wrapped in DistributedDataParallel, or copy values with parameter.data.copy_()"
+                "do that before the model is wrapped in DistributedDataParallel, or copy values with parameter.data.copy_() before the optimizer is made"
             )
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
