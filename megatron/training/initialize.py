@@ -127,11 +127,23 @@ def read_settings(
         raise ConfigError(problems)
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
     notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
+    notes += _groups_of_one(config, world_size)
     notes += notes_of(device.name, config.offload.tier, config.transformer.cpu_offloading_num_layers > 0)
     device.prepare(bf16=config.transformer.bf16, scarce=config.offload.tier == "file")
     if config.profile.record_memory_history:
         device.record_memory_history()
     return Settings(config, args, notes, device, tokenizer)
+
+
+def _groups_of_one(config: Config, world_size: int) -> list[str]:
+    """What is asked to be in shards, and is whole, since each group that holds all shards is one rank."""
+    stage, instances = config.data_parallel.stage, config.data_parallel.num_distributed_optimizer_instances
+    if not stage or instances == 1 or instances != config.data_parallel_size(world_size):
+        return []
+    return [
+        f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, so that each group "
+        "is one rank, which holds everything"
+    ]
 
 
 def examine(config: Config, world_size: int, rules: ModelRules) -> tuple[list[str], Device | None, Tokenizer | None]:

@@ -155,6 +155,13 @@ def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch)
     )
 
 
+@pytest.mark.parametrize(("ranks", "notes"), [(2, 1), (4, 0)])
+def test_shards_over_one_rank_are_noted(ranks, notes, launched):
+    words = launched(ranks, MOCK + "--zero-stage 2 --num-distributed-optimizer-instances 2")
+    told = [note for note in read_settings(None, None, words).notes if note.startswith("no effect here: ZeRO stage 2")]
+    assert len(told) == notes
+
+
 @pytest.mark.parametrize("flag", ["--save", "--offload-dir"])
 def test_a_link_that_leads_nowhere_is_named(flag, launched, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
