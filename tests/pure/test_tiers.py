@@ -206,6 +206,11 @@ def test_a_folder_is_one_run_s_own_until_it_is_given_back(tmp_path):
     FileTier(tmp_path, 0).close()
 
 
+def test_memory_that_the_host_has_not_is_an_error_in_words():
+    with pytest.raises(OffloadError, match=r"no 4,503,599,627,370,496 bytes of memory \(.*--offload-dir"):
+        HostTier(torch.device("cpu")).zeros(2**50, torch.float32)
+
+
 def test_a_relative_folder_is_given_back_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()

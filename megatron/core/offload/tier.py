@@ -132,7 +132,14 @@ class HostTier:
         self._pinned = device.type != "cpu"
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, pin_memory=self._pinned)
+        try:
+            return torch.zeros(numel, dtype=dtype, pin_memory=self._pinned)
+        except RuntimeError as error:
+            kind, limit = ("pinned memory", ", raise ulimit -l") if self._pinned else ("memory", "")
+            raise OffloadError(
+                f"the host has no {numel * dtype.itemsize:,} bytes of {kind} ({str(error).splitlines()[0]}){limit}; give --offload-dir, more "
+                "data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+            ) from error
 
     def close(self) -> None:
         """Memory goes with the tensors."""
