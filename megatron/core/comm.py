@@ -114,16 +114,24 @@ class LostPeerError(PeerError):
 
 @contextlib.contextmanager
 def _as_peer_error() -> Iterator[None]:
-    """A call that torch.distributed gives up has lost the rank at the other end, whose own error is the one to read."""
+    """A call that torch.distributed gives up has lost the rank at the other end, whose own error is the one to read.
+
+    Not so what this rank's device has to say, which comes up at whatever call is next: no memory, a kernel that failed, two ranks on
+    one device. NCCL has a name of its own for the end of another rank.
+    """
     try:
         yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except RuntimeError as error:
+        if "NCCL error" in str(error) and "ncclRemoteError" not in str(error):
+            raise
         reason = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without torch's own file and line
         raise LostPeerError(f"lost contact with another rank: {reason}") from error
 
 
 class TorchWork:
-    """A started call of torch.distributed."""
+    """A started call of torch.distributed. On an accelerator `wait` lets the stream that computes wait, and not the host."""
 
     def __init__(self, work: dist.Work):
         self._work = work
@@ -353,8 +361,8 @@ def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") 
 
 
 def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
-    """Wait until every rank of the axis is here."""
-    all_reduce(torch.zeros(1, dtype=torch.int64, device=device), axis)
+    """Wait until every rank of the axis is here. The host waits too: of a call on an accelerator `wait` holds up the device only."""
+    all_reduce(torch.zeros(1, dtype=torch.int64, device=device), axis).item()
 
 
 def fingerprint(text: str) -> int:
