@@ -165,7 +165,7 @@ class Bucket:
         """After an update: fetch what the other ranks of outer_axis have updated of what this rank holds."""
         outer = self.buffer.outer_axis
         mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)])().to(self.buffer.device)
-        if isinstance(self.held_params, Tensor):
+        if isinstance(self.held_params, Tensor) and self.held_params.device == self.buffer.device:
             comm.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
         else:
             start_writing(self.held_params, comm.all_gather(mine, outer))()
