@@ -137,6 +137,16 @@ def peak_flops_of(device_name: str, dtype: torch.dtype) -> float | None:
     return None if model is None or slower else _PEAK_FLOPS[model].get(dtype)
 
 
+def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """`x` on the device. The host does not wait: from its memory an accelerator fetches it itself, behind what it was asked for before.
+
+    A plain copy would wait until all of that is done, and then the device for the host. `x` may be changed or dropped at once.
+    """
+    if x.device.type != "cpu" or torch.device(device).type == "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)  # the allocator lends that memory again once it is read
+
+
 def has_fused_adam(device: torch.device) -> bool:
     """Whether torch updates all of a parameter's Adam state in one pass on this device."""
     return device.type in ("cpu", "cuda", "xpu")

@@ -246,8 +246,8 @@ def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> 
         packed[1 + 2 * i : 3 + 2 * i] = totals.report[name]
     if mesh["pp"].is_last:
         comm.all_reduce(packed, mesh["dp"])
-    values = packed.tolist()
-    tokens = comm.all_reduce(packed[:1].clone(), mesh["pp"]).item()
+    tokens = comm.all_reduce(packed[:1].clone(), mesh["pp"])
+    tokens, *values = torch.cat((tokens, packed)).cpu().tolist()  # read at once, since each read waits for the device
     return tokens, {name: _mean(values[1 + 2 * i], values[2 + 2 * i]) for i, name in enumerate(names)}
 
 

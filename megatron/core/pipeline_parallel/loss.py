@@ -57,22 +57,25 @@ def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
         raise TypeError(f"the loss must be one number, not a tensor of shape {tuple(objective.shape)}")
     if len(result) == 2:
         objective = objective * nominal_tokens
-    tokens = _numbers("num_tokens, beside the loss,", result[1] if len(result) == 3 else nominal_tokens)
+    device = objective.device
+    tokens = _numbers("num_tokens, beside the loss,", result[1] if len(result) == 3 else nominal_tokens, device)
     if tokens.numel() != 1:
         raise TypeError(f"num_tokens, beside the loss, must be one number, not {tokens.numel()}")
-    pairs = {name: _pair(value).to(objective.device) for name, value in report.items()}
-    return MicrobatchLoss(objective, tokens.to(objective.device).squeeze(), pairs)
+    pairs = {name: _pair(value, device) for name, value in report.items()}
+    return MicrobatchLoss(objective, tokens.squeeze(), pairs)
 
 
-def _numbers(what: str, value: Any) -> Tensor:
+def _numbers(what: str, value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, int | float):  # made on the device, since a copy from the host would wait for it
+        return torch.full((1,), value, dtype=torch.float64, device=device)
     try:
-        return torch.as_tensor(value).detach().double().reshape(-1)
+        return torch.as_tensor(value).detach().double().reshape(-1).to(device)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{what} must be a number or a tensor, not {type(value).__name__}") from None
 
 
-def _pair(value: Any) -> Tensor:
-    value = _numbers("a report entry", value)
+def _pair(value: Any, device: torch.device) -> Tensor:
+    value = _numbers("a report entry", value, device)
     if value.numel() not in (1, 2):
         raise TypeError(f"a report entry is a number or a pair (sum, count), not a tensor of {value.numel()} elements")
     return value if value.numel() == 2 else torch.cat((value, torch.ones_like(value)))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.current_mesh import get_mesh
+from megatron.core.device import to_device
 from megatron.core.placement import Constant, Normal
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.tensor_parallel.data import broadcast_data as broadcast_equal_shapes
@@ -139,11 +140,12 @@ def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: to
             raise TypeError(f"broadcast_data: the batch holds {wrong}, but {datatype} was asked for; convert it")
         for row, key in zip(shapes, keys):
             row[: data[key].dim()] = torch.tensor(data[key].shape)
-    shapes = comm.broadcast(shapes.to(device), axis)
+    if axis.size > 1:
+        shapes = comm.broadcast(shapes.to(device), axis)
     sizes = [tuple(n for n in row if n >= 0) for row in shapes.tolist()]
     numels = [torch.Size(size).numel() for size in sizes]
     flat = None
     if axis.is_first:
-        flat = {"all": torch.cat([data[key].reshape(-1).to(device) for key in keys])}
+        flat = {"all": torch.cat([to_device(data[key].reshape(-1), device) for key in keys])}
     (flat,) = broadcast_equal_shapes(["all"], flat, datatype, (sum(numels),), axis, device)
     return {key: part.view(size) for key, part, size in zip(keys, flat.split(numels), sizes)}

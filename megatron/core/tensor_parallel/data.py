@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.device import to_device
 from megatron.core.grid import Axis
 
 
@@ -24,7 +25,10 @@ def broadcast_data(
         wrong = {key: tuple(data[key].shape) for key in keys if tuple(data[key].shape) != tuple(shape)}
         if wrong:
             raise ValueError(f"the batch holds {wrong}, but the settings say {tuple(shape)}")
-        packed = torch.stack([data[key].to(device=device, dtype=dtype) for key in keys])
+        parts = [data[key].to(dtype) for key in keys]
+        if any(part.device.type != "cpu" for part in parts):  # what a loader has put on the device already
+            parts = [to_device(part, device) for part in parts]
+        packed = to_device(torch.stack(parts), device)
     else:
         packed = torch.empty((len(keys), *shape), dtype=dtype, device=device)
     return comm.broadcast(packed, axis).unbind()
