@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,11 +141,29 @@ def peak_flops_of(device_name: str, dtype: torch.dtype) -> float | None:
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`x` on the device. The host does not wait: from its memory an accelerator fetches it itself, behind what it was asked for before.
 
-    A plain copy would wait until all of that is done, and then the device for the host. `x` may be changed or dropped at once.
+    A plain copy would wait until all of that is done, and then the device for the host. `x` may be dropped at once, and changed too
+    unless it is pinned: then when the host has next waited for the device.
     """
     if x.device.type != "cpu" or torch.device(device).type == "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)  # the allocator lends that memory again once it is read
+
+
+def start_to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy `x` into memory of the host; the call that is returned, on any thread, waits for that and gives it. What is there
+    already is given as it is."""
+    if x.device.type == "cpu":
+        return lambda: x
+    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    arrived = torch.Event(device=x.device)
+    arrived.record()
+
+    def result() -> torch.Tensor:
+        arrived.synchronize()
+        return there
+
+    return result
 
 
 def has_fused_adam(device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.device import to_device
 from megatron.core.distributed import released
 from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.first_grads import FirstGrads
@@ -164,7 +165,8 @@ class Bucket:
     def gather_updated(self) -> None:
         """After an update: fetch what the other ranks of outer_axis have updated of what this rank holds."""
         outer = self.buffer.outer_axis
-        mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)])().to(self.buffer.device)
+        mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)])()
+        mine = to_device(mine, self.buffer.device)
         if isinstance(self.held_params, Tensor) and self.held_params.device == self.buffer.device:
             comm.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
         else:
@@ -177,7 +179,7 @@ class Bucket:
         if self._params is not None:
             self._comes("gathers the parameters")
             reading, self._reading = self._reading or start_reading(self.held_params), None
-            mine, out = reading().to(self.buffer.device), self._params.open()
+            mine, out = to_device(reading(), self.buffer.device), self._params.open()
             if self.buffer.shard_axis.size == 1:
                 out.copy_(mine)
             self._gathering = comm.start_all_gather(mine, self.buffer.shard_axis, out=out)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device import to_device
 from megatron.core.offload.slots import SlotBuffer, as_flat, strides_like
 from megatron.core.offload.tier import HostTier, Stored, Tier, start_reading, start_writing
 
@@ -213,7 +214,7 @@ class TierRoom:
         reading = start_reading(slot)
         if isinstance(slot, Tensor):
             return lambda: reading().clone()  # the slot may be lent again while the values are in use
-        return lambda: reading().to(self._device)
+        return lambda: to_device(reading(), self._device)
 
 
 class _SideStream:

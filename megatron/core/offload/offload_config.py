@@ -59,5 +59,5 @@ class OffloadConfig:
 def make_tier(config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK) -> Tier | None:
     """The tier that the settings ask for; None for none. Raises ConfigError where its folder cannot be had."""
     if config.tier == "file":
-        return FileTier(config.offload_dir, rank, block)
+        return FileTier(config.offload_dir, rank, block, pinned=device.type != "cpu")
     return HostTier(device) if config.tier == "host" else None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.boxes import Box, flat_run, size_of, slices, whole
+from megatron.core.device import start_to_host
 from megatron.core.offload.block_file import BLOCK, BlockFile, OffloadError
 from megatron.core.offload.folder import STATE, RankFolder
 
@@ -109,8 +110,7 @@ class FileTensor(StoredTensor):
     def start_writing(self, values: Tensor) -> Callable[[], None]:
         if not self.numel():
             return lambda: None
-        data = values.detach().to("cpu", self.dtype).contiguous().view(-1).view(torch.uint8)
-        return self._tier.start_write(self._start, data).result
+        return self._tier.start_write(self._start, start_to_host(values.detach().to(self.dtype).contiguous())).result
 
 
 class Tier(Protocol):
@@ -150,7 +150,9 @@ class FileTier:
 
     name = "file"
 
-    def __init__(self, root: Path | str, rank: int, block: int = BLOCK):
+    def __init__(self, root: Path | str, rank: int, block: int = BLOCK, *, pinned: bool = False):
+        """pinned: read into memory that an accelerator can read itself."""
+        self._pinned = pinned
         self.folder = RankFolder(root, rank)
         self._file = BlockFile(self.folder.path / STATE, block)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
@@ -164,18 +166,21 @@ class FileTier:
 
     def start_read(self, start: int, nbytes: int) -> "Future[Tensor]":
         """Those bytes, as a tensor of bytes."""
-        return self._worker.submit(self._read, start, nbytes)
-
-    def start_write(self, start: int, data: Tensor) -> "Future[None]":
-        """data: bytes, which may not change before it is written."""
-        return self._worker.submit(self._file.write, start, memoryview(data.numpy()))
-
-    def _read(self, start: int, nbytes: int) -> Tensor:
         block = self._file.block
         first, last = start // block * block, -(-(start + nbytes) // block) * block
-        data = torch.empty(last - first, dtype=torch.uint8)
+        data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
+
+    def start_write(self, start: int, fetched: Callable[[], Tensor]) -> "Future[None]":
+        """fetched() waits for the values in memory of the host, which may not change before they are written."""
+        return self._worker.submit(self._write, start, fetched)
+
+    def _read(self, first: int, data: Tensor, wanted: slice) -> Tensor:
         self._file.read(first, memoryview(data.numpy()))
-        return data[start - first : start - first + nbytes]
+        return data[wanted]
+
+    def _write(self, start: int, fetched: Callable[[], Tensor]) -> None:
+        self._file.write(start, memoryview(fetched().view(-1).view(torch.uint8).numpy()))
 
 
 def _close(worker: ThreadPoolExecutor, file: BlockFile, folder: RankFolder) -> None:
@@ -196,7 +201,9 @@ def start_writing(stored: Stored, values: Tensor) -> Callable[[], None]:
     """Begin to write, converting to the dtype stored; `values` may not change before the call that is returned comes back."""
     if not isinstance(stored, Tensor):
         return stored.start_writing(values)
-    if values.data_ptr() != stored.data_ptr():
+    if values.device.type == "cpu" and stored.device.type != "cpu":  # the host does not wait
+        stored.copy_(torch.empty(values.shape, dtype=stored.dtype, pin_memory=True).copy_(values), non_blocking=True)
+    elif values.data_ptr() != stored.data_ptr():
         stored.copy_(values.to(stored.dtype))  # converted where the values are: half the bytes travel
     return lambda: None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.device import start_to_host
 from megatron.core.distributed.plan import ALIGN
 from megatron.core.offload.plan import SLICE, slices
 from megatron.core.offload.tier import Stored, start_reading, start_writing
@@ -103,18 +104,7 @@ def _start_fetching(stored: Stored) -> Callable[[], Tensor]:
     """Begin to copy to the host what is not there; the call that is returned gives it."""
     if isinstance(stored, SplitMaster):
         return stored.start_reading(_start_fetching)
-    if not isinstance(stored, Tensor) or stored.device.type == "cpu":
-        return start_reading(stored)
-    there = torch.empty(stored.shape, dtype=stored.dtype, pin_memory=True)
-    there.copy_(stored, non_blocking=True)
-    arrived = torch.Event(device=stored.device)
-    arrived.record()
-
-    def result() -> Tensor:
-        arrived.synchronize()
-        return there
-
-    return result
+    return start_to_host(stored) if isinstance(stored, Tensor) else start_reading(stored)
 
 
 def _start_writing(part: Segment, master: Tensor, moments: dict[str, Tensor]) -> list[Callable[[], None]]:
