@@ -62,14 +62,16 @@ class Device:
         return cls(name, local_rank)
 
     def prepare(self, *, bf16: bool, scarce: bool = False) -> None:
-        """Make the process ready for a training run, where the device is a CPU. For whoever decides about the whole process.
+        """Make the process ready for a training run. For whoever decides about the whole process.
 
+        Of an accelerator, whose large pinned memory is then as large as it has to be. Of a CPU:
         `scarce`: memory counts more than time.
         With `bf16` float32 matrix products are rounded to bfloat16 factors from here on. Weight gradients are the only such
         products in a --bf16 run, and their float32 factors are widened bfloat16: every product is exact, summed in float32,
         and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`).
         """
         if self.name != "cpu":
+            round_no_large_pinned_memory()
             return
         set_malloc(_AT_ONCE if scarce else _LARGEST)
         if bf16:
@@ -136,6 +138,20 @@ def peak_flops_of(device_name: str, dtype: torch.dtype) -> float | None:
     model = next((model for model in _PEAK_FLOPS if model in device_name), None)
     slower = model in ("H100", "H200") and ("PCIe" in device_name or "NVL" in device_name)  # of the same name
     return None if model is None or slower else _PEAK_FLOPS[model].get(dtype)
+
+
+_ROUNDS_UP_TO = "pinned_max_round_threshold_mb"
+
+
+def round_no_large_pinned_memory() -> None:
+    """Let pinned memory of more than 16 MB be as large as asked for, where torch knows how (PyTorch pull request 171662): else it is
+    rounded up to a power of two, and 5 GB of moments take 8. What the user has said of it holds."""
+    try:
+        settings = torch._C._accelerator_getAllocatorSettings()
+        if _ROUNDS_UP_TO not in settings:
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, f"{_ROUNDS_UP_TO}:16"))))
+    except (AttributeError, RuntimeError, ValueError):
+        return
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core import comm
+from megatron.core import comm, device
 from megatron.core.grid import Axis
 
 
@@ -66,3 +66,21 @@ def test_an_error_of_the_own_device_is_not_taken_for_a_lost_rank(error: Exceptio
     with pytest.raises(type(error) if is_own else comm.LostPeerError) as caught:
         comm.TorchWork(Failing(error)).wait()
     assert isinstance(caught.value, comm.LostPeerError) is not is_own
+
+
+@pytest.mark.parametrize(
+    ("said", "holds"),
+    [
+        ("", "pinned_max_round_threshold_mb:16"),
+        ("expandable_segments:True", "expandable_segments:True,pinned_max_round_threshold_mb:16"),
+        ("pinned_max_round_threshold_mb:1", "pinned_max_round_threshold_mb:1"),
+    ],
+)
+def test_large_pinned_memory_is_not_rounded_up(said: str, holds: str):
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        torch._C._accelerator_setAllocatorSettings(said)
+        device.round_no_large_pinned_memory()
+        assert torch._C._accelerator_getAllocatorSettings() == holds
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
