@@ -11,6 +11,7 @@ the tensors of a call may not be touched before that.
 
 import contextlib
 import hashlib
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -171,6 +172,48 @@ class TorchGroup:
 
     def recv(self, x: Tensor, source: int) -> Work:
         return self._start(dist.irecv, x, group_src=source)
+
+
+class _Done:
+    def wait(self) -> None:
+        """It has been waited for."""
+
+
+class StoreGroup:
+    """A few numbers in memory of the host, agreed on through the job's store: what a group can do before its ranks have devices.
+
+    The first rank reads the numbers of all, so that a job of n ranks makes 3 n requests. All groups of a process count their calls
+    together: ranks must make them in one order.
+    """
+
+    _calls = itertools.count()
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        self._store, self._rank, self._size = store, rank, size
+
+    def all_reduce(self, x: Tensor, op: str) -> Work:
+        key = self._put(x)
+        if self._rank == 0:
+            parts = torch.stack([self._get(f"{key}/{rank}", x) for rank in range(self._size)])
+            self._store.set(key, (parts.sum(0) if op == "sum" else parts.amax(0)).numpy().tobytes())
+        x.copy_(self._get(key, x))
+        return _Done()
+
+    def broadcast(self, x: Tensor, source: int) -> Work:
+        key = self._put(x)
+        x.copy_(self._get(f"{key}/{source}", x))
+        return _Done()
+
+    def _put(self, x: Tensor) -> str:
+        key = f"megatron/agreement/{next(self._calls)}"
+        with _as_peer_error():
+            self._store.set(f"{key}/{self._rank}", x.numpy().tobytes())
+        return key
+
+    def _get(self, key: str, x: Tensor) -> Tensor:
+        """Waits until it is there, as long as the store has patience."""
+        with _as_peer_error():
+            return torch.frombuffer(bytearray(self._store.get(key)), dtype=x.dtype).view(x.shape)
 
 
 class Pending:

@@ -1,6 +1,7 @@
 """The device that this process computes on, chosen once: the only file (with kernel providers) that knows vendors."""
 
 import ctypes
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,25 +42,41 @@ class DeviceConfig:
 
 
 class Device:
-    """One computing device: its torch name, the back end that connects several, memory numbers."""
+    """One computing device: its torch name, the back end that connects several, memory numbers.
 
-    def __init__(self, name: str = "cpu", local_rank: int = 0):
+    Of several in sight rank k of a machine takes number k; one alone is its own, as launchers show each process one. shared: ranks
+    may compute on one device together, which gloo connects.
+    """
+
+    def __init__(self, name: str = "cpu", local_rank: int = 0, *, shared: bool = False):
         self.name = name
         self.module: Any = None if name == "cpu" else torch.get_device_module(name)
         if self.module is not None:
-            self.module.set_device(local_rank % self.module.device_count())
+            count = self.module.device_count()
+            if local_rank >= count > 1 and not shared:
+                raise ConfigError(
+                    f"--device {name}: this process is number {local_rank} of its machine, counted from 0, and sees {count} devices; start "
+                    f"at most {count} processes a machine, or let them share devices with --distributed-backend gloo"
+                )
+            self.module.set_device(local_rank % count)
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
 
     @classmethod
-    def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
+    def select(cls, name: str = "auto", local_rank: int = 0, *, shared: bool = False) -> "Device":
         """The device of this name; "auto" is the accelerator that torch sees, else the CPU. Raises ConfigError."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if name == "auto":
-            return cls(accelerator.type if accelerator else "cpu", local_rank)
+            return cls(accelerator.type if accelerator else "cpu", local_rank, shared=shared)
         if name != "cpu" and (accelerator is None or accelerator.type != name):
             found = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator here"
             raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
-        return cls(name, local_rank)
+        return cls(name, local_rank, shared=shared)
+
+    @property
+    def identity(self) -> str | None:
+        """What no other device of any machine is called; None where the maker gives no such name."""
+        number = getattr(self.module.get_device_properties(self.torch_device), "uuid", None) if self.module else None
+        return None if number is None else f"{socket.gethostname()} {number}"
 
     def prepare(self, *, bf16: bool, scarce: bool = False) -> None:
         """Make the process ready for a training run. For whoever decides about the whole process.

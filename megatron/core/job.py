@@ -1,6 +1,7 @@
 """The processes of a job: which of them this one is, meeting the others, and leaving them."""
 
 import atexit
+import dataclasses
 import datetime
 import gc
 import os
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 # Imported later (torch.optim does), its functions would take the job's group as a default value and keep it, and its threads,
 # alive after destroy_process_group. Seen in torch 2.13.
-from megatron.core.comm import Ledger, TorchGroup
+from megatron.core.comm import Ledger, StoreGroup, TorchGroup
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
 from megatron.core.grid import Axis
@@ -111,6 +112,28 @@ def world_axis() -> Axis:
     ranks = tuple(range(launched_world_size()))
     group = TorchGroup(dist.group.WORLD) if dist.is_initialized() and len(ranks) > 1 else None
     return Axis("world", ranks, launched_rank(), group, Ledger())
+
+
+def agreement_axis() -> Axis:
+    """All ranks of the job, for agreeing in memory of the host on whether it can start: through the store, where the back end connects
+    devices, since a rank that cannot start may have none, or that of another rank."""
+    world = world_axis()
+    if world.group is None or dist.get_backend() == "gloo":
+        return world
+    return dataclasses.replace(world, group=StoreGroup(job_store(), world.rank, world.size))
+
+
+def shared_device_problem(device: str) -> str | None:
+    """Why this rank cannot compute on the device of this name: another rank does, and a back end connects no device with itself."""
+    if not dist.is_initialized() or dist.get_backend() == "gloo":
+        return None
+    first = job_store().compare_set(f"megatron/device/{device}", "", str(launched_rank())).decode()
+    if first == str(launched_rank()):
+        return None
+    return (
+        f"rank {launched_rank()} and rank {first} compute on one device ({device}), which {dist.get_backend()} cannot connect with "
+        "itself; start as many processes a machine as it has devices, or give each a device of its own"
+    )
 
 
 def launched() -> Launch:

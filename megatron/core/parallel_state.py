@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, use_mesh  # noqa: F401
 from megatron.core.job import (  # noqa: F401
+    agreement_axis,
     available_backends,
     backend_of,
     has_joined,
@@ -17,6 +18,7 @@ from megatron.core.job import (  # noqa: F401
     launched_local_rank,
     launched_rank,
     launched_world_size,
+    shared_device_problem,
     start_distributed,
     stop_distributed,
     will_join,

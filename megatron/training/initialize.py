@@ -69,11 +69,14 @@ def initialize_megatron(
         if parallel_state.launched_world_size() == 1:
             raise
         problem = error
-    device, device_config = (settings.device, settings.config.device) if settings else (Device.select(), DeviceConfig())
+    device_config = settings.config.device if settings else DeviceConfig()
+    device = settings.device if settings else a_device()
     parallel_state.start_distributed(
         device_config.distributed_backend or device.backend, device_config.distributed_timeout_minutes
     )
-    agree_on_settings(settings, problem, device)
+    if device.identity and (taken := parallel_state.shared_device_problem(device.identity)):
+        problem = ConfigError([*(problem.problems if problem else []), taken])
+    agree_on_settings(settings, problem)
     config = settings.config
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
@@ -175,9 +178,13 @@ def build_or_say(config: TokenizerConfig) -> Tokenizer:
 
 
 def select_device(config: DeviceConfig) -> Device:
-    return Device.select(
-        config.device, parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
-    )
+    local_rank = parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
+    return Device.select(config.device, local_rank, shared=config.distributed_backend == "gloo")
+
+
+def a_device() -> Device:
+    """That of a rank whose settings say none, by the kind that the others probably have: it is not computed on."""
+    return Device.select(local_rank=parallel_state.launched_local_rank(), shared=True)
 
 
 def check_backend(backend: str | None, device: Device) -> None:
@@ -262,15 +269,15 @@ def as_settings_problem() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def agree_on_settings(settings: Settings | None, problem: ConfigError | None, device: Device) -> None:
+def agree_on_settings(settings: Settings | None, problem: ConfigError | None) -> None:
     """Stop every rank if some cannot start, or were started with other settings: they would hang, or train a wrong model."""
-    world = parallel_state.world_axis()
-    with comm.together(world, device.torch_device):
+    world = parallel_state.agreement_axis()
+    with comm.together(world):
         if problem is not None:
             raise problem
     shared = {name: part for name, part in settings.config.as_json().items() if name != "device"}
     mine = comm.fingerprint(f"{shared} {settings.tokenizer.vocab_size}")
-    ends = torch.tensor([mine, -mine], dtype=torch.int64, device=device.torch_device)
+    ends = torch.tensor([mine, -mine], dtype=torch.int64)
     comm.all_reduce(ends, world, "max")
     if ends[0].item() != -ends[1].item():
         raise ConfigError(

@@ -1,11 +1,14 @@
 """What an accelerator and NCCL ask for that a CPU and gloo forgive, with stand-ins for both."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import comm, device
+from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
 
 
@@ -84,3 +87,66 @@ def test_large_pinned_memory_is_not_rounded_up(said: str, holds: str):
         assert torch._C._accelerator_getAllocatorSettings() == holds
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+class Cards:
+    """The module of an accelerator with so many devices."""
+
+    def __init__(self, count: int):
+        self.count, self.chosen = count, None
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device(self, number: int) -> None:
+        self.chosen = number
+
+    def current_device(self) -> int:
+        return self.chosen
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "shared", "chosen"),
+    [(8, 3, False, 3), (1, 3, False, 0), (4, 5, True, 1), (4, 4, False, None), (2, 7, False, None)],
+)
+def test_each_rank_of_a_machine_has_a_device_of_its_own(monkeypatch, count, local_rank, shared, chosen):
+    cards = Cards(count)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: cards)
+    if chosen is None:
+        with pytest.raises(ConfigError, match=f"number {local_rank} of its machine.*sees {count} devices"):
+            device.Device("xpu", local_rank, shared=shared)
+        return
+    assert device.Device("xpu", local_rank, shared=shared).torch_device == torch.device("xpu", chosen)
+
+
+def test_ranks_agree_through_the_store_before_they_have_devices(monkeypatch):
+    store, said = torch.distributed.HashStore(), {}
+
+    def work(rank: int) -> None:
+        axis = Axis("world", (0, 1, 2), rank, comm.StoreGroup(store, rank, 3), comm.Ledger())
+        try:
+            with comm.together(axis):
+                if rank == 1:
+                    raise ConfigError("no device here")
+        except Exception as error:
+            said[rank] = f"{type(error).__name__}: {error}"
+
+    monkeypatch.setattr(comm.StoreGroup, "_calls", repeat_for_each_thread())
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert said == {1: "ConfigError: no device here"} | dict.fromkeys((0, 2), "PeerError: rank 1: no device here")
+
+
+def repeat_for_each_thread():
+    """Counts from 0 in each thread, as in each process of a job."""
+    local = threading.local()
+
+    class Counter:
+        def __next__(self) -> int:
+            local.count = getattr(local, "count", -1) + 1
+            return local.count
+
+    return Counter()
