@@ -102,6 +102,11 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return dist.get_backend(group)
 
 
+def notices_lost_ranks() -> bool:
+    """Whether a call of the job's back end fails when a rank at its other end has gone. On a device it would wait."""
+    return not dist.is_initialized() or dist.get_backend() == "gloo"
+
+
 def job_store() -> dist.Store | None:
     """Where the processes of a job left word for one another when they met, and may again; None for a job of one."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
@@ -118,14 +123,14 @@ def agreement_axis() -> Axis:
     """All ranks of the job, for agreeing in memory of the host on whether it can start: through the store, where the back end connects
     devices, since a rank that cannot start may have none, or that of another rank."""
     world = world_axis()
-    if world.group is None or dist.get_backend() == "gloo":
+    if world.group is None or notices_lost_ranks():
         return world
     return dataclasses.replace(world, group=StoreGroup(job_store(), world.rank, world.size))
 
 
 def shared_device_problem(device: str) -> str | None:
     """Why this rank cannot compute on the device of this name: another rank does, and a back end connects no device with itself."""
-    if not dist.is_initialized() or dist.get_backend() == "gloo":
+    if notices_lost_ranks():
         return None
     first = job_store().compare_set(f"megatron/device/{device}", "", str(launched_rank())).decode()
     if first == str(launched_rank()):

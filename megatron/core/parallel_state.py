@@ -18,6 +18,7 @@ from megatron.core.job import (  # noqa: F401
     launched_local_rank,
     launched_rank,
     launched_world_size,
+    notices_lost_ranks,
     shared_device_problem,
     start_distributed,
     stop_distributed,

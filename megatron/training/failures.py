@@ -5,14 +5,20 @@
 
 Of a process that was killed there is no word in the store: the others say that contact was lost, which is all they know.
 Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so.
+
+Where devices are connected and not hosts (NCCL), no call ends when a peer is gone: its kernel waits, and so would whoever reads a
+result, until the time limit of calls is over. There each rank has a thread that looks into the store (`Listener`). And groups are not
+closed, which waits for the calls that are under way: the process ends as it is.
 """
 
 import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron.core import parallel_state
@@ -26,6 +32,7 @@ from megatron.training.train_step import NotFiniteError
 _CLAIMS, _FAILED, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "left"))
 _FAILS, _INTERRUPTED = "failed", "was interrupted"
 _SECONDS = 3.0  # in which ranks find the word of one that failed
+_LISTENS_EVERY = 2.0  # seconds
 
 
 def explains_itself(error: BaseException) -> bool:
@@ -62,6 +69,8 @@ def leave(code: int) -> NoReturn:
 
     The rank that keeps the store stays until the others have read it, its groups closed: that is how they notice.
     """
+    if not parallel_state.notices_lost_ranks():
+        _end_as_it_is(code)
     store, ranks = parallel_state.job_store(), parallel_state.launched_world_size()
     keeps_store = parallel_state.launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     parallel_state.stop_distributed()
@@ -72,6 +81,47 @@ def leave(code: int) -> NoReturn:
         while keeps_store and store.add(_LEFT, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.05)
     sys.exit(code)
+
+
+def _end_as_it_is(code: int) -> NoReturn:
+    """End the process with `code`, without closing anything. The rank that keeps the store stays while others may look into it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if parallel_state.launched_rank() == 0:
+        time.sleep(2 * _LISTENS_EVERY)
+    os._exit(code)
+
+
+class Listener:
+    """A thread that ends this process when another rank has failed and this one does not hear of it by itself."""
+
+    def __init__(self, store: Any, rank: int, end: Callable[[int], None] = _end_as_it_is, every: float = _LISTENS_EVERY):
+        self._store, self._rank, self._end, self._every = store, rank, end, every
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="hears of failures", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _listen(self) -> None:
+        while not self._stopped.wait(self._every):
+            try:
+                failed = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+            except Exception:  # its keeper has gone: nobody will say more
+                return
+            is_other = failed is not None and not failed.startswith(f"rank {self._rank} ")
+            if is_other and not self._stopped.wait(self._every):
+                _say(f"rank {self._rank}: stopping, because {failed}")
+                self._end(interrupt.CODE if failed.endswith(_INTERRUPTED) else 1)
+                return
+
+
+def listen() -> Listener | None:
+    """Listen for failures of other ranks, where they would not be noticed otherwise."""
+    if not parallel_state.has_joined() or parallel_state.notices_lost_ranks():
+        return None
+    return Listener(parallel_state.job_store(), parallel_state.launched_rank())
 
 
 def _claims(store: Any) -> bool:

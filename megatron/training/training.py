@@ -111,10 +111,11 @@ def _run(
     initialize: Callable[[], Runtime], make_trainer: Callable[[Runtime], Trainer], ctrl_c: interrupt.Interrupt
 ) -> None:
     """One job from its settings to its end, in order however it ends."""
-    runtime = trainer = None
+    runtime = trainer = listener = None
     code = 0
     try:
         runtime = initialize()
+        listener = failures.listen()
         trainer = make_trainer(runtime)
         trainer.run()
     except (Exception, KeyboardInterrupt) as error:
@@ -134,6 +135,8 @@ def _run(
             raise
         code = failures.report(error, farewell)
     finally:
+        if listener is not None:
+            listener.stop()
         if trainer is not None:
             trainer.watch.close()
         if runtime is not None:

@@ -1,6 +1,8 @@
 """What an accelerator and NCCL ask for that a CPU and gloo forgive, with stand-ins for both."""
 
+import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core import comm, device
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
+from megatron.training import failures
 
 
 class Recorder(TorchDispatchMode):
@@ -150,3 +153,19 @@ def repeat_for_each_thread():
             return local.count
 
     return Counter()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_rank_whose_calls_do_not_end_hears_of_the_failure_of_another(own: bool, capfd):
+    store, codes = torch.distributed.HashStore(), queue.Queue()
+    listener = failures.Listener(store, 2, codes.put, every=0.01)
+    time.sleep(0.05)
+    assert codes.empty()
+    store.set(failures._FAILED, f"rank {2 if own else 5} failed")
+    if own:
+        time.sleep(0.05)
+        assert codes.empty()
+    else:
+        assert codes.get(timeout=5) == 1
+    listener.stop()
+    assert capfd.readouterr().err == ("" if own else "rank 2: stopping, because rank 5 failed\n")
