@@ -69,6 +69,7 @@ class Trainer:
         self.model = list(self.chunks.values())
         self.memory = MemoryWatch(runtime, self.model, self.optimizer)
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
+        self.pipeline.transport.connect(wraps=len(self.chunks) > 1)
         with as_settings_problem():
             self.state, log_state = self._load()
             self.train_iters = self.config.training.train_iters or self._iters_of_samples()

@@ -3,6 +3,8 @@
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core import comm, device
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
+from megatron.core.pipeline_parallel.transport import Transport
 from megatron.training import failures
 
 
@@ -169,3 +172,38 @@ def test_a_rank_whose_calls_do_not_end_hears_of_the_failure_of_another(own: bool
         assert codes.get(timeout=5) == 1
     listener.stop()
     assert capfd.readouterr().err == ("" if own else "rank 2: stopping, because rank 5 failed\n")
+
+
+class Rendezvous:
+    """Of NCCL: the first transfer of a pair waits, as it is begun, until the other end begins it too."""
+
+    met: ClassVar[dict] = {}
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def send(self, x: Tensor, to: int) -> "Rendezvous":
+        pair = frozenset((self.rank, to))
+        self.met.setdefault(pair, threading.Barrier(2)).wait(5)
+        return self
+
+    def recv(self, x: Tensor, source: int) -> "Rendezvous":
+        return self.send(x, source)
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("wraps", [False, True])
+def test_pairs_of_stages_connect_in_an_order_that_ends(ranks: int, wraps: bool, monkeypatch):
+    monkeypatch.setattr(Rendezvous, "met", {})
+    pairs = {frozenset((rank, (rank + 1) % ranks)) for rank in range(ranks - (not wraps))}
+
+    def work(rank: int) -> None:
+        axis = Axis("pp", tuple(range(ranks)), rank, Rendezvous(rank), comm.Ledger())
+        Transport({"pp_forward": axis, "pp_backward": axis}, ()).connect(wraps=wraps)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for done in [pool.submit(work, rank) for rank in range(ranks)]:
+            done.result(20)
+    assert set(Rendezvous.met) == pairs

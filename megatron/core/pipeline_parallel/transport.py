@@ -58,6 +58,24 @@ class Transport:
         divides = copies_over is not None and all(prod(spec.shape) % copies_over.size == 0 for spec in boundary)
         self._copies_over = copies_over if divides and copies_over.size > 1 else None
 
+    def connect(self, *, wraps: bool = False) -> None:
+        """Let every two ranks that will exchange tensors do so once, in each direction's communicator; every rank must call.
+
+        NCCL makes the connection of a pair at its first transfer, for which the hosts of both ends wait. In a schedule a receive is posted
+        long before its send, so that a rank might never get there: our own schedules do, a fork's need not. And a network that does
+        not work shows at the start. wraps: the last rank and the first are a pair too. The pairs come in one order: even ranks with
+        the next, then odd ones with theirs.
+        """
+        for axis in self.axes.values():
+            pairs = [(rank, rank + 1) for rank in range(axis.size - 1)]
+            pairs += [(axis.size - 1, 0)] * (wraps and axis.size > 2)
+            for one, other in sorted(pairs, key=lambda pair: pair[0] % 2):
+                x = torch.zeros(1, device=self.device)
+                if axis.rank == one:
+                    comm.start_send(x, axis, other).wait()
+                elif axis.rank == other:
+                    comm.start_recv(x, axis, one).wait()
+
     def send(self, direction: str, to: int, tensors: tuple[Tensor, ...]) -> Transfer:
         """Begin to send to pipeline rank `to`; the tensors may not be changed before the transfer's `wait`."""
         given = tuple(TensorSpec(tuple(x.shape), x.dtype) for x in tensors)
