@@ -104,12 +104,16 @@ def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads:
                         yield name, parameter.data[slices(local)]
 
 
+_WIDENED_AT_ONCE = 2**24  # elements, of which there are two copies in float64 then: 256 MB
+
+
 @torch.no_grad()
 def params_norm(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> float:
     """The L2 norm of all parameters of the model. One all-reduce of a number; every rank must call."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for _, part in my_elements(chunks, mesh, grads=False):
-        total += part.double().square().sum()
+        for piece in part.reshape(-1).split(_WIDENED_AT_ONCE):
+            total += piece.double().square().sum()
     return comm.all_reduce(total, mesh["world"]).sqrt().item()
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core import comm, device
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
+from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
 from megatron.training import failures
 
@@ -207,3 +208,20 @@ def test_pairs_of_stages_connect_in_an_order_that_ends(ranks: int, wraps: bool, 
         for done in [pool.submit(work, rank) for rank in range(ranks)]:
             done.result(20)
     assert set(Rendezvous.met) == pairs
+
+
+class Widened(TorchDispatchMode):
+    """The most elements that one operator is asked to make wider, which torch's reductions do in a copy."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (kwargs or {}).get("dtype") is torch.float64 and isinstance(args[0], Tensor):
+            self.elements = max(self.elements, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_of_an_accelerators_gradients_makes_no_wide_copy_of_all():
+    with Widened() as widened:
+        optimizer._sum_of_squares(torch.empty(2**26, device="meta"))
+    assert 0 < widened.elements <= 2**24
