@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import comm, device
 from megatron.core.config import ConfigError
-from megatron.core.grid import Axis
+from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.training import failures
 
 
@@ -221,7 +222,29 @@ class Widened(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Made(TorchDispatchMode):
+    """The most elements of one type that one operator makes room for."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype, self.elements = dtype, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype is self.dtype:
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // self.dtype.itemsize)
+        return result
+
+
 def test_the_norm_of_an_accelerators_gradients_makes_no_wide_copy_of_all():
     with Widened() as widened:
         optimizer._sum_of_squares(torch.empty(2**26, device="meta"))
     assert 0 < widened.elements <= 2**24
+
+
+def test_the_loss_of_an_accelerator_makes_no_wide_copy_of_all_scores():
+    scores = torch.empty(4096, 1, 2**16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    target = torch.empty(4096, 1, dtype=torch.int64, device="meta")
+    with Made(torch.float32) as made:
+        vocab_parallel_cross_entropy(scores, target, ALONE).sum().backward()
+    assert 0 < made.elements <= 2**25  # of 2**28 scores

@@ -249,7 +249,7 @@ def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
 def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     tokens, e = sizes.s * sizes.b, sizes.param_bytes
     scores = tokens * sizes.words * e
-    at_once = tokens if sizes.accelerator else min(tokens, max(1, sizes.cached_elements // sizes.words))
+    at_once = min(tokens, max(1, sizes.cached_elements // sizes.words))
     wide = at_once * sizes.words * sizes.grad_bytes
     kept = tokens * (
         (2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + _FLOAT

@@ -45,7 +45,7 @@ class LayerSizes:
     grad_bytes: int = 4  # of sums of gradients, masters and moments
     main_grad_bytes: int = 4  # of the gradients that a rank adds up itself
     accelerator: bool = True  # whose kernels run: an accelerator's, or the CPU's
-    cached_elements: int = 2**18  # of a loss' widened rows at once, on a CPU
+    cached_elements: int = 2**18  # of a loss' widened rows at once
 
     @property
     def stream(self) -> int:
@@ -126,7 +126,7 @@ class LayerSizes:
             if config.data_parallel.main_grads_dtype == "bf16"
             else max(4, model.params_dtype.itemsize),
             accelerator=accelerator,
-            cached_elements=2**18 * threads,
+            cached_elements=2**25 if accelerator else 2**18 * threads,
         )
 
 
