@@ -17,6 +17,7 @@ from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.core_attention import fused_attention
 from megatron.training import failures
 
 
@@ -248,3 +249,26 @@ def test_the_loss_of_an_accelerator_makes_no_wide_copy_of_all_scores():
     with Made(torch.float32) as made:
         vocab_parallel_cross_entropy(scores, target, ALONE).sum().backward()
     assert 0 < made.elements <= 2**25  # of 2**28 scores
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "width", "shared"),
+    [
+        (torch.bfloat16, False, 64, True),
+        (torch.bfloat16, True, 64, False),
+        (torch.float32, False, 64, False),
+        (torch.bfloat16, False, 512, False),
+    ],
+)
+def test_only_flash_attention_is_given_shared_key_heads(dtype, masked, width, shared, monkeypatch):
+    q, k = (torch.empty(2, heads, 16, width, dtype=dtype, device="meta") for heads in (8, 2))
+    mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool, device="meta") if masked else None
+    given = {}
+
+    def attention(q, k, v, **options):
+        given.update(options, heads=k.shape[1])
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    fused_attention(q, k, k, mask, None)
+    assert (given["heads"], given["enable_gqa"]) == ((2, True) if shared else (8, False))

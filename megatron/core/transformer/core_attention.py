@@ -52,8 +52,23 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropou
     return dropout(probabilities).to(q.dtype) @ v
 
 
+def repeats_groups(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """Whether key/value heads are shared by query heads and the kernel of this device must not know."""
+    flash = mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST_FLASH
+    return q.shape[1] != k.shape[1] and q.device.type != "cpu" and not flash
+
+
+_WIDEST_FLASH = 256  # of a head
+
+
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: AttentionDropout) -> Tensor:
-    """torch's scaled_dot_product_attention; it never holds the s x s scores. Cannot do our dropout."""
+    """torch's scaled_dot_product_attention; it never holds the s x s scores. Cannot do our dropout.
+
+    Of its kernels on an accelerator only flash attention takes fewer key/value heads than query heads. Where that cannot run, they are
+    repeated: torch would silently take the kernel that holds the scores (PyTorch pull request 191085).
+    """
+    if repeats_groups(q, k, mask):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     grouped = q.shape[1] != k.shape[1]
     allowed = None if mask is None else ~mask
     return functional.scaled_dot_product_attention(

@@ -345,6 +345,8 @@ def _qkv_bytes(sizes: LayerSizes) -> int:
         of_token += queries + sizes.kv_heads * sizes.d
     elif _copies_queries(sizes):
         of_token += queries
+    if sizes.fused_attention and sizes.accelerator and not sizes.is_half and sizes.heads > sizes.kv_heads:
+        of_token += 2 * queries  # keys and values repeated for every query head
     return sizes.s * sizes.b * of_token * sizes.param_bytes
 
 
