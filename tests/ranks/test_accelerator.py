@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from local_ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +17,7 @@ from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.core_attention import fused_attention
 from megatron.training import failures
@@ -272,3 +274,35 @@ def test_only_flash_attention_is_given_shared_key_heads(dtype, masked, width, sh
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     fused_attention(q, k, k, mask, None)
     assert (given["heads"], given["enable_gqa"]) == ((2, True) if shared else (8, False))
+
+
+class CountedDraws:
+    """The generator of an accelerator, which torch does not find by tensors of the host."""
+
+    state = 0
+
+    def get_rng_state(self) -> int:
+        return self.state
+
+    def set_rng_state(self, state: int) -> None:
+        self.state = state
+
+
+def test_a_recomputed_function_draws_from_the_devices_generator_again(monkeypatch):
+    generator, drawn = CountedDraws(), []
+    monkeypatch.setattr(tensor_parallel_random, "_generator", lambda: generator)
+
+    def draw(x: Tensor) -> Tensor:
+        generator.state += 1
+        drawn.append(generator.state)
+        return (x * generator.state).sin()  # whose backward needs what was drawn
+
+    def work(mesh) -> None:
+        x = torch.ones(2, requires_grad=True)
+        first = tensor_parallel_random.checkpoint(draw, False, x)
+        second = tensor_parallel_random.checkpoint(draw, False, first)
+        second.sum().backward()
+
+    run_ranks({"tp": 1}, work)
+    assert drawn == [1, 2, 2, 1]
+    assert generator.state == 2

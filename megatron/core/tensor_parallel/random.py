@@ -90,6 +90,9 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """
     tracker, mesh = get_cuda_rng_tracker(), get_mesh()
     states, is_again, take = tracker.get_states(), False, None
+    # torch finds the device by the arguments, of which there may be none left: the state of its generator is ours to keep.
+    generator = _generator()
+    before = generator.get_rng_state()
     if distribute_saved_activations and torch.is_grad_enabled() and _is_divisible(args[0], mesh):
         take, args = InParts(args[0], mesh["tp"]).take, args[1:]
 
@@ -99,12 +102,14 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
         if not is_again:
             is_again = True
             return function(*inputs)
-        now = tracker.get_states()
+        now = tracker.get_states(), generator.get_rng_state()
         tracker.set_states(states)
+        generator.set_rng_state(before)
         try:
             return function(*inputs)
         finally:
-            tracker.set_states(now)
+            tracker.set_states(now[0])
+            generator.set_rng_state(now[1])
 
     return recompute(run, *args, use_reentrant=False)
 
