@@ -28,8 +28,8 @@ class Documents:
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """Tokens of each document of each sample. The first call waits for the device."""
-        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.numbers]
+        """Tokens of each document of each sample. The first call waits for the device, once."""
+        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.numbers.cpu()]
 
     @cached_property
     def mask(self) -> Tensor:
