@@ -66,7 +66,7 @@ class SlicedUpdater:
         self._slices = [
             segment.part(start, stop)
             for segment in segments
-            for start, stop in slices(0, segment.gradients.numel(), length)
+            for start, stop in slices(0, segment.gradients.numel(), length * (1 if _on_host(segment) else _LONGER_ON_DEVICE))
         ]
 
     @torch.no_grad()
@@ -85,6 +85,14 @@ class SlicedUpdater:
             writing = _start_writing(current, master, moments)
         for written in writing:
             written()
+
+
+_LONGER_ON_DEVICE = 8  # of an accelerator: 8 M elements, else starting kernels would take longer than they do
+
+
+def _on_host(segment: Segment) -> bool:
+    """Whether it is updated by the processor."""
+    return segment.is_away or segment.gradients.device.type == "cpu"
 
 
 class _Reading:
