@@ -17,6 +17,7 @@ from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
+from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.core_attention import fused_attention
@@ -306,3 +307,24 @@ def test_a_recomputed_function_draws_from_the_devices_generator_again(monkeypatc
     run_ranks({"tp": 1}, work)
     assert drawn == [1, 2, 2, 1]
     assert generator.state == 2
+
+
+@pytest.mark.parametrize(("works", "taken"), [("added", "_added_within"), ("product", "_mixed"), ("wrong", "_mixed")])
+def test_a_wide_weight_gradient_is_added_by_what_the_device_can_do(works: str, taken: str, monkeypatch):
+    """The CPU has neither kernel: stand-ins with torch's signatures."""
+
+    def addmm(total, a, b, *, out_dtype, beta, out):
+        if works == "product":
+            raise RuntimeError("no such kernel")
+        product = a.to(out_dtype) @ b.to(out_dtype)
+        out.copy_(total + product if beta or works == "wrong" else product)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    find = linear._accumulate_for.__wrapped__
+    accumulate = find(torch.device("cpu"), torch.float32, torch.bfloat16)
+    assert accumulate.__name__ == taken
+    grad, x = torch.randn(6, 3).bfloat16(), torch.randn(6, 5).bfloat16()
+    total = torch.ones(3, 5)
+    accumulate(total, grad, x, 1)
+    torch.testing.assert_close(total, 1 + (grad.double().t() @ x.double()).float())

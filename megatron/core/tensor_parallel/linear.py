@@ -39,6 +39,10 @@ def _in_place(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     total.addmm_(grad.t(), x, beta=beta)
 
 
+def _added_within(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+    torch.addmm(total, grad.t(), x, out_dtype=total.dtype, beta=beta, out=total)
+
+
 def _mixed(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     product = torch.mm(grad.t(), x, out_dtype=total.dtype)
     total.add_(product) if beta else total.copy_(product)
@@ -62,7 +66,8 @@ _FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512
 def _accumulate_for(device: torch.device, total: torch.dtype, factor: torch.dtype) -> Callable[..., None]:
     """How this device adds a product of `factor` matrices to a `total` one without rounding the product first.
 
-    Found by trying, once: torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch pull request 150812).
+    Found by trying, once: torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch pull request 150812), and
+    addmm(out_dtype=, out=), which adds to the total without room for the product, since 2.12.
     Where it is missing, the factors are widened, which is exact but needs float32 copies of both while the product is taken.
     The product in half precision, rounded and then added, was the third choice: never better in value, and faster only where
     the CPU has half-precision matrix units. torch 2.13, one thread of a Xeon with AMX, [3072, 1024] x [1024, 768], error
@@ -78,11 +83,16 @@ def _accumulate_for(device: torch.device, total: torch.dtype, factor: torch.dtyp
     if total == factor:
         return _in_place
     one = torch.ones((8, 8), dtype=factor, device=device)
-    try:
-        _mixed(one.to(total), one, one, 1)
-    except (RuntimeError, TypeError):  # no such kernel, or a torch without the argument
-        return _widened
-    return _mixed
+    for accumulate in (_added_within, _mixed):
+        added, written = one.to(total), torch.full_like(one, float("nan"), dtype=total)
+        try:
+            accumulate(added, one, one, 1)
+            accumulate(written, one, one, 0)
+        except (RuntimeError, TypeError):  # no such kernel, or a torch without the argument
+            continue
+        if bool(((added == 9) & (written == 8)).all()):
+            return accumulate
+    return _widened
 
 
 class _ColumnLinear(torch.autograd.Function):
