@@ -60,6 +60,7 @@ class Device:
                 )
             self.module.set_device(local_rank % count)
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
+        self._peak_before = 0  # of the time before `restart_peak`
 
     @classmethod
     def select(cls, name: str = "auto", local_rank: int = 0, *, shared: bool = False) -> "Device":
@@ -105,6 +106,16 @@ class Device:
 
     def peak_memory_bytes(self) -> int | None:
         """The most memory that tensors have taken since the start; None where the device does not count."""
+        return None if self.module is None else max(self._peak_before, self.module.max_memory_allocated())
+
+    def restart_peak(self) -> None:
+        """Let `recent_peak_bytes` count from here on."""
+        if self.module is not None:
+            self._peak_before = self.peak_memory_bytes()
+            self.module.reset_peak_memory_stats()
+
+    def recent_peak_bytes(self) -> int | None:
+        """The most memory that tensors have taken since `restart_peak`; None where the device does not count."""
         return None if self.module is None else self.module.max_memory_allocated()
 
     def allocated_bytes(self) -> int | None:
@@ -116,6 +127,7 @@ class Device:
         if self.module is None:
             return {}
         stats = self.module.memory_stats()
+        stats = stats | {_PEAK: max(self._peak_before, stats.get(_PEAK, 0))}
         return {name: stats[key] for name, key in _MEMORY.items() if key in stats}
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
@@ -136,10 +148,11 @@ class Device:
         self.module.memory._dump_snapshot(path)
 
 
+_PEAK = "allocated_bytes.all.peak"
 _MEMORY = {
     "mem-reserved-bytes": "reserved_bytes.all.current",
     "mem-allocated-bytes": "allocated_bytes.all.current",
-    "mem-max-allocated-bytes": "allocated_bytes.all.peak",
+    "mem-max-allocated-bytes": _PEAK,
     "mem-allocated-count": "allocation.all.current",
 }
 # Dense, from the makers' data sheets, whose larger figures are for matrices half of which is zero. float32 without TF32.

@@ -328,3 +328,28 @@ def test_a_wide_weight_gradient_is_added_by_what_the_device_can_do(works: str, t
     total = torch.ones(3, 5)
     accumulate(total, grad, x, 1)
     torch.testing.assert_close(total, 1 + (grad.double().t() @ x.double()).float())
+
+
+class CountedMemory(Cards):
+    """An allocator whose most bytes are set by hand."""
+
+    most = 0
+
+    def max_memory_allocated(self) -> int:
+        return self.most
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"allocated_bytes.all.peak": self.most}
+
+    def reset_peak_memory_stats(self) -> None:
+        self.most = 0
+
+
+def test_the_peak_of_a_step_is_not_that_of_building_the_model(monkeypatch):
+    memory = CountedMemory(1)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: memory)
+    card, memory.most = device.Device("xpu"), 900
+    card.restart_peak()
+    memory.most = 300
+    assert card.recent_peak_bytes() == 300
+    assert card.peak_memory_bytes() == card.memory_numbers()["mem-max-allocated-bytes"] == 900

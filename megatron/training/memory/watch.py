@@ -64,7 +64,12 @@ class MemoryWatch:
         """Training step number `iteration`, counted from 1, runs inside; its tensors are counted where that is due."""
         interval = self.runtime.config.log.log_memory_interval
         self._steps += 1
-        if not (self._counts and interval and iteration % interval == 0):
+        if not self._counts:
+            if self._is_due(iteration, interval):
+                self.runtime.device.restart_peak()  # building the model may have needed more
+            yield
+            return
+        if not (interval and iteration % interval == 0):
             yield
             return
         with MemoryTracker() as self._tracker:
@@ -100,7 +105,7 @@ class MemoryWatch:
         if self._tracker is not None:
             return {kind: int(self._tracker.peak[kind]) for kind in KINDS}
         device = self.runtime.device
-        return {"state": int(device.allocated_bytes() or 0), "total": int(device.peak_memory_bytes() or 0)}
+        return {"state": int(device.allocated_bytes() or 0), "total": int(device.recent_peak_bytes() or 0)}
 
     def _beside(self, name: str, size: int, stage: int) -> str:
         if not self.predicted:
