@@ -1,9 +1,13 @@
 """What an accelerator and NCCL ask for that a CPU and gloo forgive, with stand-ins for both."""
 
+import json
 import queue
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -353,3 +357,22 @@ def test_the_peak_of_a_step_is_not_that_of_building_the_model(monkeypatch):
     memory.most = 300
     assert card.recent_peak_bytes() == 300
     assert card.peak_memory_bytes() == card.memory_numbers()["mem-max-allocated-bytes"] == 900
+
+
+# Where the host of a step may wait: for the norm, for the totals, and, where it updates state itself, for the gradients.
+WAITS = {"training/train_step.py share_totals: copy npu to cpu", "core/optimizer/optimizer.py grad_norm: number read"}
+OF_STATE_ON_HOST = {"core/device.py result: event", "core/offload/tier.py start_writing: copy npu to cpu"}
+
+
+@pytest.mark.full
+def test_a_step_computes_on_one_device_and_its_host_waits_twice():
+    """On a device that is not there, by the command line: `stand_in.py` says how."""
+    command = [sys.executable, str(Path(__file__).parent.parent / "stand_in.py"), "--cases", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(outcomes) == 3
+    for _, _, flags, waits in outcomes:
+        found = {place: waits.pop(place, 0) for place in WAITS}
+        assert found == dict.fromkeys(WAITS, 1), flags
+        assert waits.keys() <= (OF_STATE_ON_HOST if "offload" in flags else set()), flags

@@ -66,7 +66,9 @@ class SlicedUpdater:
         self._slices = [
             segment.part(start, stop)
             for segment in segments
-            for start, stop in slices(0, segment.gradients.numel(), length * (1 if _on_host(segment) else _LONGER_ON_DEVICE))
+            for start, stop in slices(
+                0, segment.gradients.numel(), length * (1 if _on_host(segment) else _LONGER_ON_DEVICE)
+            )
         ]
 
     @torch.no_grad()
