@@ -369,9 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = settings.device if settings else Device("cpu")
         timeout = settings.generation.distributed_timeout_minutes if settings else 10
         if parallel_state.launched_world_size() > 1:
-            device = settings.device if settings else Device.select(
-                local_rank=parallel_state.launched_local_rank(), shared=True
-            )
+            device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
             parallel_state.start_distributed(device.backend, timeout)
         with comm.together(parallel_state.agreement_axis()):
             if problem is not None:

@@ -44,34 +44,36 @@ class DeviceConfig:
 class Device:
     """One computing device: its torch name, the back end that connects several, memory numbers.
 
-    Of several in sight rank k of a machine takes number k; one alone is its own, as launchers show each process one. shared: ranks
-    may compute on one device together, which gloo connects.
+    Of those in sight rank k of a machine takes number k; one alone is its own, as launchers show each process one.
     """
 
-    def __init__(self, name: str = "cpu", local_rank: int = 0, *, shared: bool = False):
+    def __init__(self, name: str = "cpu", local_rank: int = 0):
         self.name = name
         self.module: Any = None if name == "cpu" else torch.get_device_module(name)
         if self.module is not None:
-            count = self.module.device_count()
-            if local_rank >= count > 1 and not shared:
-                raise ConfigError(
-                    f"--device {name}: this process is number {local_rank} of its machine, counted from 0, and sees {count} devices; start "
-                    f"at most {count} processes a machine, or let them share devices with --distributed-backend gloo"
-                )
-            self.module.set_device(local_rank % count)
+            self.module.set_device(local_rank % self.module.device_count())
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
         self._peak_before = 0  # of the time before `restart_peak`
 
     @classmethod
-    def select(cls, name: str = "auto", local_rank: int = 0, *, shared: bool = False) -> "Device":
+    def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
         """The device of this name; "auto" is the accelerator that torch sees, else the CPU. Raises ConfigError."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if name == "auto":
-            return cls(accelerator.type if accelerator else "cpu", local_rank, shared=shared)
+            return cls(accelerator.type if accelerator else "cpu", local_rank)
         if name != "cpu" and (accelerator is None or accelerator.type != name):
             found = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator here"
             raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
-        return cls(name, local_rank, shared=shared)
+        return cls(name, local_rank)
+
+    def check_number(self, processes: int) -> None:
+        """Raise ConfigError where so many processes of this machine see fewer devices. One in sight may be another one for each."""
+        count = processes if self.module is None else self.module.device_count()
+        if processes > count > 1:
+            raise ConfigError(
+                f"{processes} processes on this machine see {count} devices (--device {self.name}); start at most {count}, or let them share "
+                "devices with --distributed-backend gloo"
+            )
 
     @property
     def identity(self) -> str | None:

@@ -131,7 +131,8 @@ def read_settings(
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
     notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
     notes += _groups_of_one(config, world_size)
-    notes += notes_of(device.name, config.offload.tier, config.transformer.cpu_offloading_num_layers > 0)
+    moved = config.transformer.cpu_offloading_num_layers > 0
+    notes += notes_of(device.name, config.offload.tier, moved, torch.get_num_threads())
     device.prepare(bf16=config.transformer.bf16, scarce=config.offload.tier == "file")
     if config.profile.record_memory_history:
         device.record_memory_history()
@@ -179,12 +180,15 @@ def build_or_say(config: TokenizerConfig) -> Tokenizer:
 
 def select_device(config: DeviceConfig) -> Device:
     local_rank = parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
-    return Device.select(config.device, local_rank, shared=config.distributed_backend == "gloo")
+    device = Device.select(config.device, local_rank)
+    if config.distributed_backend != "gloo":
+        device.check_number(parallel_state.launched().local_size)
+    return device
 
 
 def a_device() -> Device:
     """That of a rank whose settings say none, by the kind that the others probably have: it is not computed on."""
-    return Device.select(local_rank=parallel_state.launched_local_rank(), shared=True)
+    return Device.select(local_rank=parallel_state.launched_local_rank())
 
 
 def check_backend(backend: str | None, device: Device) -> None:

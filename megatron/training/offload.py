@@ -116,10 +116,16 @@ def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def notes_of(runtime_device: str, tier: str, activations: bool = False) -> list[str]:
-    """What a user of offloading may not expect. activations: whether these are offloaded too."""
+_ONE_THREAD = (
+    "masters and moments on the host are updated by one thread of each rank (torchrun sets OMP_NUM_THREADS to 1); set it to the cores that a "
+    "rank has to itself"
+)
+
+
+def notes_of(runtime_device: str, tier: str, activations: bool = False, threads: int = 2) -> list[str]:
+    """What a user of offloading may not expect. activations: whether these are offloaded too; threads: of this rank."""
     if runtime_device != "cpu":
-        return []
+        return [_ONE_THREAD] if tier != "device" and threads == 1 else []
     in_memory = ["--optimizer-cpu-offload"] if tier == "host" else []
     in_memory += ["--cpu-offloading-num-layers"] if activations and tier != "file" else []
     return [

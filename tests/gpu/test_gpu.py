@@ -1,75 +1,348 @@
-"""What only an accelerator can show. Skipped where there is none."""
+"""What only an accelerator can show, for whoever has one, two or eight: skipped where there is none.
 
+pytest tests/gpu                        with as many devices as there are; what needs more of them is skipped, and says so
+GPU_TESTS_ON=cpu pytest tests/gpu       the same bodies on the CPU, two ranks at most: finds mistakes in them, and shows nothing else
+"""
+
+import json
+import os
+import re
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
-from shlex import split
 
 import pytest
 import torch
 
+from megatron.core.grid import ALONE
+from megatron.core.optimizer.update import adam_update
 from megatron.core.random import AttentionDropout, DropoutKeys
-from megatron.core.tensor_parallel.linear import weight_gradient
+from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.core_attention import fused_attention, plain_attention
 
-pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+_found = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = os.environ.get("GPU_TESTS_ON") or (_found.type if _found else None)
+IS_CPU = DEVICE == "cpu"
+COUNT = 2 if IS_CPU else torch.accelerator.device_count() if DEVICE else 0
+pytestmark = pytest.mark.skipif(DEVICE is None, reason="needs an accelerator")
 ROOT = Path(__file__).parents[2]
 
+# ---------------------------------------------------------------- kernels
 
-def on_device(*shape: int, seed: int = 0) -> torch.Tensor:
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return x.to(torch.accelerator.current_accelerator(), torch.bfloat16)
+
+def on_device(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("groups", [8, 2])
-def test_fused_attention_equals_the_plain_kernel(groups: int):
-    q, k, v = on_device(2, 8, 128, 64), on_device(2, groups, 128, 64, seed=1), on_device(2, groups, 128, 64, seed=2)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3), (torch.float32, 1e-4)])
+def test_fused_attention_equals_the_plain_kernel_in_float64(groups: int, masked: bool, dtype, bound: float):
+    """Both ways. The bounds are a few roundings of the type, relative to values near one."""
+    tensors = [on_device(2, heads, 128, 64, seed=i, dtype=dtype) for i, heads in enumerate((8, groups, groups))]
+    grad = on_device(2, 8, 128, 64, seed=3, dtype=dtype)
     none = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
-    fused, plain = (kernel(q, k, v, None, none) for kernel in (fused_attention, plain_attention))
-    # Two roundings to bfloat16 (2^-9 each) on values near one.
-    torch.testing.assert_close(fused.float(), plain.float(), rtol=2e-2, atol=2e-2)
+    mask = torch.ones(128, 128, dtype=torch.bool, device=DEVICE).triu(1)[None, None] if masked else None
+    results = []
+    for kernel, wide in ((fused_attention, dtype), (plain_attention, torch.float64)):
+        inputs = [x.to(wide, copy=True).requires_grad_() for x in tensors]
+        out = kernel(*inputs, mask, none)
+        out.backward(grad.to(wide))
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    for fused, plain in zip(*results):
+        torch.testing.assert_close(fused.double(), plain, rtol=bound, atol=bound * plain.abs().max().item())
 
 
-def test_half_precision_weight_gradients_are_summed_in_float32():
-    weight = torch.nn.Parameter(on_device(64, 32))
-    weight.main_grad = torch.zeros(64, 32, device=weight.device)
-    grad, x = on_device(512, 64, seed=1), on_device(512, 32, seed=2)
-    assert weight_gradient(weight, grad, x) is None
-    expected = grad.double().t() @ x.double()
+@pytest.mark.parametrize("factor", [torch.bfloat16, torch.float16])
+def test_half_precision_weight_gradients_are_summed_in_float32(factor: torch.dtype):
+    weight = torch.nn.Parameter(on_device(64, 32, dtype=factor))
+    weight.main_grad = torch.ones(64, 32, device=weight.device)
+    grad, x = on_device(512, 64, seed=1, dtype=factor), on_device(512, 32, seed=2, dtype=factor)
+    assert linear.weight_gradient(weight, grad, x) is None
+    expected = 1 + grad.double().t() @ x.double()
     torch.testing.assert_close(weight.main_grad.double(), expected, rtol=0, atol=expected.abs().max().item() * 1e-5)
+    if DEVICE == "cuda":
+        chosen = linear._accumulate_for(weight.device, torch.float32, factor).__name__
+        assert chosen in ("_added_within", "_mixed"), f"the factors are widened ({chosen})"
 
 
-FLAGS = split(
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-    "--micro-batch-size 4 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"
+def test_a_looked_up_row_is_summed_in_float32():
+    table = torch.nn.Parameter(torch.zeros(8, 16, dtype=torch.bfloat16, device=DEVICE))
+    table.main_grad = torch.zeros(8, 16, device=DEVICE)
+    ids = torch.full((4096, 1), 3, device=DEVICE)
+    lookup(ids, table).backward(torch.full((4096, 1, 16), 0.01, dtype=torch.bfloat16, device=DEVICE))
+    expected = 4096 * torch.tensor(0.01, dtype=torch.bfloat16).item()
+    assert table.main_grad[3].tolist() == pytest.approx([expected] * 16, rel=1e-5)
+    assert not table.main_grad[4].any()
+
+
+@pytest.mark.parametrize("tokens", [7, 2048])
+def test_the_loss_equals_torchs_in_float64(tokens: int):
+    """2,048 tokens of 20,000 words go through several parts on an accelerator."""
+    scores = on_device(tokens, 1, 20_000, dtype=torch.float32).requires_grad_()
+    target = torch.arange(tokens, device=DEVICE).mul(37).remainder(20_000)[:, None]
+    vocab_parallel_cross_entropy(scores, target, ALONE).sum().backward()
+    wide = scores.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(wide[:, 0], target[:, 0], reduction="sum").backward()
+    torch.testing.assert_close(scores.grad.double(), wide.grad, rtol=0, atol=1e-6)
+
+
+def test_the_update_equals_that_of_the_cpu():
+    outcomes = []
+    for device in ("cpu", DEVICE):
+        values, gradients, first, second = ([on_device(1000, seed=i, dtype=torch.float64).to(device)] for i in range(4))
+        second[0].abs_()
+        adam = adam_update(beta1=0.9, beta2=0.95, eps=1e-8)
+        for updates in range(3):
+            adam(values, gradients, {"exp_avg": first, "exp_avg_sq": second}, 1e-2, 0.1, updates)
+        outcomes.append([x.cpu() for x in (*values, *first, *second)])
+    for mine, other in zip(*outcomes):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+# ---------------------------------------------------------------- runs by the command line
+
+DATA = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --log-interval 1 --lr 1e-3 --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
+TINY = f"{DATA} --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 5"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--group-query-attention --num-query-groups 2"
 )
 
 
-def losses_of(*flags: str) -> list[float]:
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS, *flags]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+def job(script: str, flags: str, ranks: int = 1, device: str | None = None, **options) -> subprocess.CompletedProcess:
+    """A script over so many devices, started as a user would."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(ROOT / script), *flags.split(), "--device", device or DEVICE]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | ({"OMP_NUM_THREADS": "1"} if IS_CPU else {})
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False, **options)
+
+
+def train(flags: str, ranks: int = 1, base: str = TINY, **options) -> str:
+    """What a run printed that must succeed. Skips where it needs more devices than there are."""
+    if ranks > COUNT:
+        pytest.skip(f"needs {ranks} devices, and there are {COUNT}")
+    done = job("pretrain_gpt.py", f"{base} {flags}", ranks, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def losses(text: str) -> list[float]:
     return [float(part.split()[2]) for part in text.split("|") if part.startswith(" lm loss:")]
 
 
-def test_one_process_trains_as_on_the_cpu():
-    cpu, other = (losses_of("--device", name) for name in ("cpu", torch.accelerator.current_accelerator().type))
-    assert len(cpu) == 5
-    assert other == pytest.approx(cpu, rel=1e-3)
+_known: dict[tuple[str, str], list[float]] = {}
+
+
+def losses_of_one(flags: str = "", device: str | None = None) -> list[float]:
+    """Those of one rank, which several tests compare with."""
+    key = flags, device or DEVICE
+    if key not in _known:
+        _known[key] = losses(train(flags, device=device))
+        assert len(_known[key]) == 5
+    return _known[key]
+
+
+@pytest.mark.parametrize("model", ["", LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(("precision", "bound"), [("--fp64", 1e-9), ("", 1e-4), ("--bf16", 2e-2), ("--fp16", 2e-2)])
+def test_one_device_trains_as_the_cpu(model: str, precision: str, bound: float):
+    """Attention in float64 is the plain kernel on both."""
+    flags = f"{precision} {model} --global-batch-size 4"
+    assert losses_of_one(flags) == pytest.approx(losses_of_one(flags, "cpu"), rel=bound)
+
+
+BATCH = "--global-batch-size 16"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+LAYOUTS = [
+    (1, "--zero-stage 3 --overlap-param-gather"),
+    (1, "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform --contiguous-checkpointing"),
+    (2, ""),
+    (2, f"--zero-stage 1 {OVERLAP}"),
+    (2, f"--zero-stage 2 {OVERLAP}"),
+    (2, f"--zero-stage 3 {OVERLAP}"),
+    (2, "--zero-stage 3 --offload-params --optimizer-cpu-offload --overlap-param-gather"),
+    (2, "--zero-stage 3 --offload-params --offload-dir {tmp} --overlap-param-gather"),
+    (2, "--tensor-model-parallel-size 2"),
+    (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-activations"),
+    (2, "--pipeline-model-parallel-size 2"),
+    (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    (4, f"--pipeline-model-parallel-size 2 --zero-stage 3 {OVERLAP}"),
+    (4, "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe"),
+    (4, f"--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim {OVERLAP}"),
+    (4, "--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --offload-params "
+        "--optimizer-cpu-offload"),
+    (8, f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --zero-stage 1 {OVERLAP}"),
+    (8, "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 4 --sequence-parallel --pipeline-model-parallel-size 2"),
+    (8, f"--zero-stage 3 {OVERLAP}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "flags"), LAYOUTS, ids=[f"{n} {flags}" for n, flags in LAYOUTS])
+def test_any_layout_trains_as_one_device(ranks: int, flags: str, tmp_path):
+    """In float32, whose sums are in another order."""
+    got = losses(train(f"{BATCH} {flags.format(tmp=tmp_path)}", ranks))
+    assert got == pytest.approx(losses_of_one(BATCH), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2", ""]
+)
+def test_dropout_is_the_same_in_any_layout(layout: str):
+    drops = f"{BATCH} --hidden-dropout 0.1 --attention-dropout 0.1"
+    assert losses(train(f"{drops} {layout}", 2)) == pytest.approx(losses_of_one(drops), rel=1e-4)
+    assert losses_of_one(drops) != losses_of_one(BATCH)
 
 
 @pytest.mark.parametrize("place", ["--optimizer-cpu-offload", "--offload-dir {tmp}"])
 @pytest.mark.parametrize(
-    "rest", ["--bf16", "--bf16 --zero-stage 3 --offload-params", "--optimizer-offload-fraction 0.5"]
+    "rest",
+    [
+        "--bf16",
+        "--bf16 --reuse-fp32-param",
+        "--bf16 --zero-stage 3 --offload-params",
+        "--optimizer-offload-fraction 0.5",
+    ],
 )
 def test_state_on_the_host_or_in_a_file_trains_as_on_the_device(place: str, rest: str, tmp_path):
     """The host's kernel rounds otherwise than the device's."""
-    moved = split(f"{place.format(tmp=tmp_path)} {rest}")
-    here = ["--bf16"] if "--bf16" in moved else []
-    assert losses_of(*moved) == pytest.approx(losses_of(*here), rel=1e-3)
+    moved = f"{place.format(tmp=tmp_path)} {rest}"
+    assert losses(train(moved)) == pytest.approx(losses_of_one("--bf16" if "--bf16" in moved else ""), rel=1e-3)
 
 
 @pytest.mark.parametrize("rest", ["", "--recompute-granularity full --recompute-method uniform"])
 @pytest.mark.parametrize("place", ["", "--offload-dir {tmp} --optimizer-offload-fraction 0"])
 def test_activations_that_wait_elsewhere_come_back_as_they_were(rest: str, place: str, tmp_path):
-    moved = split(f"--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1 {place.format(tmp=tmp_path)}")
-    assert losses_of(*split(rest), *moved) == losses_of(*split(rest))
+    moved = f"--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1 {place.format(tmp=tmp_path)}"
+    assert losses(train(f"{rest} {moved}")) == losses_of_one(rest)
+
+
+def test_bfloat16_training_gets_better():
+    falling = losses(train("--bf16 --train-iters 40 --global-batch-size 8", base=TINY))
+    assert sum(falling[-5:]) < sum(falling[:5])
+
+
+# ---------------------------------------------------------------- memory
+
+SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+LARGE = (
+    f"{DATA} --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --vocab-size 50000 "
+    "--train-iters 3"
+)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        "",
+        f"--bf16 {LLAMA} --num-query-groups 4",
+        "--bf16 --recompute-granularity full --recompute-method uniform",
+        "--bf16 --reuse-fp32-param --recompute-activations",
+        "--bf16 --optimizer-cpu-offload",
+        "--bf16 --zero-stage 3",
+    ],
+)
+def test_memory_is_what_was_predicted(flags: str):
+    """State within 3 % and the peak of a step within 10 %, by the allocator's count."""
+    text = train(f"{flags} {'--log-memory-interval 2' if IS_CPU else ''}", base=TINY if IS_CPU else LARGE)
+    head, row = next(
+        (head, row)
+        for head, row in pairwise(text.partition("measured / predicted:")[2].splitlines())
+        if "stage" in head
+    )
+    pairs = re.findall(r"([\d.]+) (\w+) / ([\d.]+) (\w+)", row)
+    found = {
+        name: (float(a) * SIZES[a_unit], float(b) * SIZES[b_unit])
+        for name, (a, a_unit, b, b_unit) in zip(head.split()[1:], pairs, strict=True)
+    }
+    found.setdefault("total", tuple(map(sum, zip(*found.values()))))  # the CPU's table has all kinds
+    wrong = {name: f"{b / a - 1:+.1%}" for name, (a, b) in found.items() if a}
+    if "state" in found:
+        assert found["state"][1] == pytest.approx(found["state"][0], rel=0.03), wrong
+    assert found["total"][1] == pytest.approx(found["total"][0], rel=0.10), wrong
+
+
+# ---------------------------------------------------------------- overlap
+
+
+@pytest.mark.skipif(IS_CPU, reason="the CPU has no streams")
+def test_sums_of_gradients_travel_while_the_backward_computes(tmp_path):
+    """Of the time of NCCL's kernels at least a third has others beside them."""
+    flags = "--bf16 --global-batch-size 8 --overlap-grad-reduce --ddp-bucket-size 20000000"
+    train(f"{flags} --profile --profile-step-start 1 --profile-step-end 2 --save {tmp_path}", 2, LARGE)
+    trace = json.loads(next((tmp_path / "profile").glob("*.json")).read_text())
+    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    spans = {True: [], False: []}
+    for event in kernels:
+        spans["nccl" in event["name"].lower()].append((event["ts"], event["ts"] + event["dur"]))
+    travelling = sum(stop - start for start, stop in spans[True])
+    beside, at = 0.0, 0.0
+    for start, stop in sorted(spans[False]):  # as one set of times
+        start, at = max(start, at), max(at, stop)
+        beside += sum(max(0.0, min(stop, b) - max(start, a)) for a, b in spans[True]) if start < stop else 0.0
+    assert travelling > 0 and beside / travelling > 1 / 3
+
+
+# ---------------------------------------------------------------- checkpoints, failures, examples
+
+
+@pytest.mark.parametrize(("saved_on", "ranks", "flags"), [(None, 1, ""), (None, 2, "--zero-stage 3"), ("cpu", 1, "")])
+def test_a_checkpoint_goes_on_anywhere(saved_on: str | None, ranks: int, flags: str, tmp_path):
+    train(f"{BATCH} {flags} --save {tmp_path} --exit-interval 3", ranks, device=saved_on)
+    for device, bound in ((None, 1e-4), ("cpu", 1e-3)):
+        rest = losses(train(f"{BATCH} --load {tmp_path}", device=device))
+        assert rest == pytest.approx(losses_of_one(BATCH)[3:], rel=bound)
+
+
+def test_a_failed_rank_ends_the_job():
+    if COUNT < 2:
+        pytest.skip("needs 2 devices")
+    began = time.monotonic()
+    done = job("tests/gloo/failing_script.py", f"{TINY} {BATCH} --fails-rank 1 --fails-how before", 2)
+    assert done.returncode != 0 and time.monotonic() - began < 120
+    assert done.stderr.count("rank 1 failed:") == 1 and "the disk is on fire" in done.stderr
+
+
+@pytest.mark.skipif(IS_CPU, reason="ranks share a CPU")
+def test_more_processes_than_devices_are_refused():
+    done = job("pretrain_gpt.py", f"{TINY} {BATCH}", COUNT + 1)
+    assert done.returncode != 0
+    assert ("compute on one device" if COUNT == 1 else f"processes on this machine see {COUNT} devices") in done.stderr
+
+
+def test_settings_that_cannot_work_are_said_once():
+    done = job("pretrain_gpt.py", f"{TINY} {BATCH} --num-attention-heads 5", min(COUNT, 2))
+    assert done.returncode != 0
+    assert done.stderr.count("cannot start, 1 problem(s)") == 1, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        ("pretrain_gpt.sh", 1),
+        ("pretrain_bert.sh", 1),
+        ("pretrain_gpt_distributed.sh", 2),
+        ("pretrain_llama.sh", 2),
+        ("pretrain_gpt_distributed_with_mp.sh", 4),
+    ],
+)
+def test_examples_train_in_bfloat16(script: str, ranks: int, tmp_path):
+    if ranks > COUNT:
+        pytest.skip(f"needs {ranks} devices, and there are {COUNT}")
+    size = {"NUM_LAYERS": "2", "HIDDEN_SIZE": "64", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1", "TRAIN_ITERS": "2"}
+    place = {"VENV": sys.prefix, "DEVICE": DEVICE, "GPUS_PER_NODE": str(ranks), "CHECKPOINT_PATH": str(tmp_path)}
+    command = ["bash", str(ROOT / "examples" / script), "--bf16", "--eval-iters", "0", "--log-interval", "1"]
+    done = subprocess.run(
+        command, env=os.environ | size | place, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert f"{ranks} rank(s) on {DEVICE}" in done.stdout and len(losses(done.stdout)) == 2

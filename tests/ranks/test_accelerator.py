@@ -1,5 +1,6 @@
 """What an accelerator and NCCL ask for that a CPU and gloo forgive, with stand-ins for both."""
 
+import contextlib
 import json
 import queue
 import subprocess
@@ -26,6 +27,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.core_attention import fused_attention
 from megatron.training import failures
+from megatron.training.offload import notes_of
 
 
 class Recorder(TorchDispatchMode):
@@ -121,18 +123,24 @@ class Cards:
         return self.chosen
 
 
-@pytest.mark.parametrize(
-    ("count", "local_rank", "shared", "chosen"),
-    [(8, 3, False, 3), (1, 3, False, 0), (4, 5, True, 1), (4, 4, False, None), (2, 7, False, None)],
-)
-def test_each_rank_of_a_machine_has_a_device_of_its_own(monkeypatch, count, local_rank, shared, chosen):
+@pytest.mark.parametrize(("count", "local_rank", "chosen"), [(8, 3, 3), (1, 3, 0), (4, 9, 1)])
+def test_each_rank_of_a_machine_takes_a_device_of_its_own(monkeypatch, count: int, local_rank: int, chosen: int):
+    """One in sight is the launcher's choice; a launcher that does not say the rank on the machine leaves that of the job."""
     cards = Cards(count)
     monkeypatch.setattr(torch, "get_device_module", lambda name: cards)
-    if chosen is None:
-        with pytest.raises(ConfigError, match=f"number {local_rank} of its machine.*sees {count} devices"):
-            device.Device("xpu", local_rank, shared=shared)
-        return
-    assert device.Device("xpu", local_rank, shared=shared).torch_device == torch.device("xpu", chosen)
+    assert device.Device("xpu", local_rank).torch_device == torch.device("xpu", chosen)
+
+
+@pytest.mark.parametrize(("count", "processes", "fits"), [(8, 8, True), (1, 8, True), (4, 5, False), (2, 8, False)])
+def test_more_processes_than_devices_are_refused(monkeypatch, count: int, processes: int, fits: bool):
+    cards = Cards(count)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: cards)
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(ConfigError, match=f"{processes} processes .* see {count} devices")
+    ):
+        device.Device("xpu").check_number(processes)
 
 
 def test_ranks_agree_through_the_store_before_they_have_devices(monkeypatch):
@@ -376,3 +384,10 @@ def test_a_step_computes_on_one_device_and_its_host_waits_twice():
         found = {place: waits.pop(place, 0) for place in WAITS}
         assert found == dict.fromkeys(WAITS, 1), flags
         assert waits.keys() <= (OF_STATE_ON_HOST if "offload" in flags else set()), flags
+
+
+@pytest.mark.parametrize(
+    ("tier", "threads", "says"), [("host", 1, 1), ("file", 1, 1), ("host", 8, 0), ("device", 1, 0)]
+)
+def test_one_thread_for_the_hosts_update_is_said(tier: str, threads: int, says: int):
+    assert len(notes_of("xpu", tier, threads=threads)) == says
