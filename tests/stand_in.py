@@ -39,10 +39,10 @@ from megatron.core import comm, parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.grid import ALONE
 from megatron.core.offload import tier
-from megatron.training import training
+from megatron.training import trainer, training
 
 ROOT = Path(__file__).resolve().parent.parent
-NAME = "npu"
+NAME, STEPS = "npu", 2
 
 
 class _Event:
@@ -237,7 +237,7 @@ CASES = [
 ]  # fmt: skip
 COMMON = (
     f"--device {NAME} --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
-    "--seq-length 64 --micro-batch-size 2 --lr 1e-3 --train-iters 2 --num-workers 0 --eval-iters 0 --log-interval 1000 "
+    f"--seq-length 64 --micro-batch-size 2 --lr 1e-3 --train-iters {STEPS} --num-workers 0 --eval-iters 0 --log-interval 1000 "
     "--hidden-dropout 0 --attention-dropout 0"
 )
 
@@ -261,6 +261,7 @@ def run(case: Case) -> Counter[str]:
     finally:
         if case.ranks > 1:
             dist.destroy_process_group()
+    assert steps == STEPS, f"{steps} steps were counted"
     return Counter({place: count / (steps - 1) for place, count in waits.items()})
 
 
@@ -287,7 +288,7 @@ def stand_in() -> None:
     torch.Event = lambda device=None: _Event()
     tier.ThreadPoolExecutor = AtOnce
     training.failures.report = reraise
-    training.train_step = count_steps(training.train_step)
+    trainer.train_step = count_steps(trainer.train_step)
 
 
 def main() -> None:
