@@ -213,7 +213,8 @@ class StoreGroup:
     def _get(self, key: str, x: Tensor) -> Tensor:
         """Waits until it is there, as long as the store has patience."""
         with _as_peer_error():
-            return torch.frombuffer(bytearray(self._store.get(key)), dtype=x.dtype).view(x.shape)
+            data = bytearray(self._store.get(key))
+        return torch.frombuffer(data, dtype=x.dtype).view(x.shape) if data else x
 
 
 class Pending:

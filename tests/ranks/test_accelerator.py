@@ -143,7 +143,8 @@ def test_more_processes_than_devices_are_refused(monkeypatch, count: int, proces
         device.Device("xpu").check_number(processes)
 
 
-def test_ranks_agree_through_the_store_before_they_have_devices(monkeypatch):
+@pytest.mark.parametrize("text", ["no device here", ""])
+def test_ranks_agree_through_the_store_before_they_have_devices(text: str, monkeypatch):
     store, said = torch.distributed.HashStore(), {}
 
     def work(rank: int) -> None:
@@ -151,7 +152,7 @@ def test_ranks_agree_through_the_store_before_they_have_devices(monkeypatch):
         try:
             with comm.together(axis):
                 if rank == 1:
-                    raise ConfigError("no device here")
+                    raise ConfigError(text)
         except Exception as error:
             said[rank] = f"{type(error).__name__}: {error}"
 
@@ -161,7 +162,7 @@ def test_ranks_agree_through_the_store_before_they_have_devices(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert said == {1: "ConfigError: no device here"} | dict.fromkeys((0, 2), "PeerError: rank 1: no device here")
+    assert said == {1: f"ConfigError: {text}"} | dict.fromkeys((0, 2), f"PeerError: rank 1: {text}")
 
 
 def repeat_for_each_thread():
