@@ -95,7 +95,9 @@ def _end_as_it_is(code: int) -> NoReturn:
 class Listener:
     """A thread that ends this process when another rank has failed and this one does not hear of it by itself."""
 
-    def __init__(self, store: Any, rank: int, end: Callable[[int], None] = _end_as_it_is, every: float = _LISTENS_EVERY):
+    def __init__(
+        self, store: Any, rank: int, end: Callable[[int], None] = _end_as_it_is, every: float = _LISTENS_EVERY
+    ):
         self._store, self._rank, self._end, self._every = store, rank, end, every
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="hears of failures", daemon=True)
