@@ -258,6 +258,7 @@ def test_the_loss_of_an_accelerator_makes_no_wide_copy_of_all_scores():
     assert 0 < made.elements <= 2**25  # of 2**28 scores
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "masked", "width", "shared"),
     [
