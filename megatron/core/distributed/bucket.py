@@ -45,9 +45,8 @@ class Bucket:
         passes = bool(buffer.grads_of) and not buffer.poison  # else whoever looks sees NaN
         self._passing_grads = [buffer.parameters[name].main_grad for name in self.plan.names] if passes else []
         released.release_gradients(self._passing_grads)
-        self._changes: dict[
-            str, int
-        ] = {}  # of each gradient that a product will overwrite, counted when its step began
+        # Of each gradient that a product will overwrite, torch's count of changes when the step began.
+        self._changes: dict[str, int] = {}
         self._span, self._order = slice(start, stop), order
         self._first = FirstGrads(
             {s.name: (s.start - start, s.stop - start) for s in buffer.plan.slots if s.name in self.missing},
