@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from megatron.core.distributed.plan import BufferPlan
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.memory.parameters import owned_numel, plans_of_stage
-from megatron.training.memory.passing import PassingBytes, sum_of_bucket
+from megatron.training.memory.passing import PassingBytes, SumBytes, sum_of_bucket
 from megatron.training.memory.sizes import RunSizes
 
 
@@ -31,6 +31,7 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
     peak = max(*(partial_bytes(run, stage) for stage in plans), *gathers.values())
     gathers = gathers if run.overlap_gather else {}
     splits = any(action.op is Op.I for action in actions)
+    sums = {stage: _sums(run, plans[stage]) for stage in plans}
     for op, stage, _ in actions:
         before = moving + summing + sum(one.held for one in passing.values()) + sum(gathers.values())
         if op in (Op.POST_F, Op.POST_B):
@@ -43,9 +44,7 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
         elif op in (Op.SENT_F, Op.SENT_B):
             moving -= whole
         elif op is Op.REDUCE:
-            begun, at_end = _under_way(run, plans[stage])
-            peak = max(peak, moving + summing + at_end)
-            summing += begun
+            summing += sum(one.under_way for one in sums[stage])
             # Sums begin in the last backward, which holds the gradient it began with.
             overlaps = run.overlap_reduce and not splits
             first = whole if overlaps and stage == 0 < len(run.layers) - 1 else 0
@@ -58,16 +57,23 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
         peak = max(peak, before, moving + summing + sum(one.held for one in passing.values()) + sum(gathers.values()))
         if op is Op.F:
             gathers.pop(stage, None)
-    return peak
+    return max(peak, _at_end([one for stage in sums for one in sums[stage]]))
 
 
-def _under_way(run: RunSizes, plans: Sequence[BufferPlan]) -> tuple[int, int]:
-    """What the sums of a stage's gradients take beside them, at the end of a step: (all under way, and the first at its end)."""
+def _sums(run: RunSizes, plans: Sequence[BufferPlan]) -> list[SumBytes]:
+    """What the sum of each bucket of a stage takes beside the gradients, where it begins in the last backward and ends with the step."""
     if run.fixed_order or run.zero_stage > 1:  # counted with the gradients, or as they come
-        return 0, 0
-    sums = [sum_of_bucket(run, bucket.stop - bucket.start) for plan in plans for bucket in plan.buckets]
-    total = sum(one.under_way for one in sums)
-    return total, total - sums[0].under_way + sums[0].at_its_end
+        return []
+    return [sum_of_bucket(run, bucket.stop - bucket.start) for plan in plans for bucket in plan.buckets]
+
+
+def _at_end(sums: Sequence[SumBytes]) -> int:
+    """The most bytes while a step ends one sum after the other, each of which is gone before the next. No transfer is left then."""
+    left, peak = sum(one.under_way for one in sums), 0
+    for one in sums:
+        left -= one.under_way
+        peak = max(peak, left + one.at_its_end)
+    return peak
 
 
 def _gathered(run: RunSizes, plans: Sequence[BufferPlan]) -> int:
