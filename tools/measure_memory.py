@@ -236,7 +236,7 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
             optimizer = build_optimizer(chunks, runtime)
             pipeline = build_pipeline(chunks, runtime, pretrain_gpt.forward_step)
             tracker.assign_state(chunks.values(), optimizer)
-            ever, in_file = tracker.peak["total"], bytes_in_file(chunks.values(), optimizer)
+            ever = tracker.peak["total"]
             data = batches_of(config, tokenizer.vocab_size)
             for _ in range(steps):
                 tracker.restart()
@@ -244,6 +244,7 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
                     pipeline, optimizer, dict.fromkeys(chunks, data if mesh["tp"].is_first else None),
                     first_sample=0, lr=0.0, check_finite=False,
                 )  # fmt: skip
+            in_file = bytes_in_file(chunks.values(), optimizer)
     finally:
         if tier is not None:
             tier.close()
@@ -255,12 +256,16 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
 
 
 def bytes_in_file(chunks: Iterable[DistributedDataParallel], optimizer: FlatOptimizer) -> int:
-    """Of the state of a rank."""
+    """Of the state of a rank, and of its activations."""
     held = [tensor for chunk in chunks for buffer in chunk.buffers for tensor in buffer.held_params.tensors]
     held += [tensor for shards in optimizer.moments.values() for shard in shards for tensor in shard.tensors]
     for buffer, master in zip(optimizer.buffers, optimizer.masters):
         held += map(kept_apart, master.tensors) if buffer.is_half_precision else ()
-    return sum(tensor.nbytes for tensor in held if isinstance(tensor, FileTensor))
+    of_layers = [chunk.module.language_model.decoder.activations for chunk in chunks]
+    rooms = [one.room(torch.device("cpu")) for one in of_layers if one.offloaded]
+    return sum(tensor.nbytes for tensor in held if isinstance(tensor, FileTensor)) + sum(
+        slot.nbytes for room in rooms for slot in room.slots if isinstance(slot, FileTensor)
+    )
 
 
 def _chunks_of(runtime: Runtime) -> Iterator[tuple[int, DistributedDataParallel]]:
@@ -271,6 +276,8 @@ def _chunks_of(runtime: Runtime) -> Iterator[tuple[int, DistributedDataParallel]
         model = pretrain_gpt.model_provider(stage == 0, stage == last, number)
         for parameter in model.parameters():
             parameter.data.zero_()  # no weight matters, but a chance one may be no number
+        if config.offload.tier == "file":
+            model.language_model.decoder.activations.keep_in(runtime.tier)
         tier = runtime.tier if config.offload.offload_params else None
         yield stage, DistributedDataParallel(model, mesh, config.data_parallel, runtime.weight_grads, tier=tier)
 

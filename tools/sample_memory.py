@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 
 from megatron.core.config import ConfigError
 from megatron.training.memory.estimate import KINDS
-from megatron.training.memory.report import amount
 from tools.measure_memory import Case, Measured, measure
 
 TOLERANCE = {kind: 0.10 if kind == "activations" else 0.03 for kind in KINDS}
@@ -61,7 +60,7 @@ def drawn(number: int) -> Case:
     """The case of this number; not every one may run."""
     draw = Draw(number)
     t = draw.one(1, 1, 2, 4)
-    p, v, schedule, layers = _pipeline(draw)
+    p, v, layers = _pipeline(draw)
     ranks, m = draw.one(1, 2, 3, 4, 8), draw.one(1, 2, 3, 5)
     m = m * p if v > 1 else m
     _shape(draw, t, layers)
@@ -79,9 +78,9 @@ def drawn(number: int) -> Case:
     return Case(" ".join(draw.words), world, draw.one(*range(world)))
 
 
-def _pipeline(draw: Draw) -> tuple[int, int, str | None, int]:
-    """(pipeline ranks, chunks of each, schedule, layers)"""
-    p, v, schedule = draw.one(1, 1, 2, 2, 4), 1, None
+def _pipeline(draw: Draw) -> tuple[int, int, int]:
+    """(pipeline ranks, chunks of each, layers)"""
+    p, v = draw.one(1, 1, 2, 2, 4), 1
     layers = p * draw.one(1, 2, 3)
     if p > 1 and draw.chance(0.3):
         v = draw.one(1, 2) if layers // p > 1 else 1
@@ -89,12 +88,12 @@ def _pipeline(draw: Draw) -> tuple[int, int, str | None, int]:
         v, layers = (2, 2 * layers) if v == 1 else (v, layers)
         draw.words += ["--num-layers-per-virtual-pipeline-stage", str(layers // (p * v))]
     elif draw.chance(0.5):
-        schedule = draw.value("--pipeline-schedule", "1f1b", "gpipe", "zb-h1")
+        draw.value("--pipeline-schedule", "1f1b", "gpipe", "zb-h1")
     if p > 1:
         draw.words += ["--pipeline-model-parallel-size", str(p)]
         if v == 1 and layers > p:
             draw.flag(f"--decoder-first-pipeline-num-layers {draw.one(1, layers // p)}", 0.2)
-    return p, v, schedule, layers
+    return p, v, layers
 
 
 def _shape(draw: Draw, t: int, layers: int) -> None:
@@ -210,12 +209,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--cases", type=int, default=100, metavar="N", help="cases that run (default: 100)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first (default: 0)")
-    parser.add_argument("--log", metavar="FILE", help="a line of JSON for each case; those that it has are not run again")
+    parser.add_argument(
+        "--log", metavar="FILE", help="a line of JSON for each case; those that it has are not run again"
+    )
     own = parser.parse_args(arguments)
     torch.set_num_threads(1)
     log = Path(own.log).absolute() if own.log else None
     came: Counter[str] = Counter()
-    known = {found["number"]: found for found in map(json.loads, log.read_text().splitlines())} if log and log.exists() else {}
+    known = (
+        {found["number"]: found for found in map(json.loads, log.read_text().splitlines())}
+        if log and log.exists()
+        else {}
+    )
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # where the cases with an --offload-dir have it
         number = own.first
@@ -227,7 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             came[found["came"]] += 1
             if found["came"] in ("wrong", "crashed"):
                 place = f"rank {found['rank']} of {found['world_size']}"
-                print("\n".join([f"{number}: {found['came']}, {place}: {found['words']}", *(f"    {x}" for x in found["said"])]), flush=True)
+                print(
+                    "\n".join(
+                        [f"{number}: {found['came']}, {place}: {found['words']}", *(f"    {x}" for x in found["said"])]
+                    ),
+                    flush=True,
+                )
             number += 1
     print(", ".join(f"{count} {what}" for what, count in sorted(came.items())))
     return int(came["wrong"] + came["crashed"] > 0)

@@ -130,7 +130,7 @@ class Away:
         self._source, self._version = x.detach(), x._version  # which shares x's count of changes
         self._leaving: Callable[[], Any] | None = room.send(self._slot, flat)
         self._coming: Callable[[], Tensor] | None = None
-        self._seen: Callable[[], Tensor | None] | None = None
+        self._seen: tuple[Callable[[], torch.UntypedStorage | None], int] | None = None  # memory, first element
         weakref.finalize(self, room.give_back, self._slot).atexit = False
 
     def start(self) -> None:
@@ -140,16 +140,25 @@ class Away:
 
     def get(self) -> Tensor:
         """The values, on the device. Those of the rest of its layer, and of the layer before, are sent for."""
-        values = self._seen() if self._seen is not None else None
+        values = self._still_there()
         if values is None:
             if self._coming is None:
                 self._fetch()
             values, self._coming = self._coming(), None
-            self._seen = weakref.ref(values)
+            self._seen = weakref.ref(values.untyped_storage()), values.storage_offset()
         self._layer.start()
         if self._layer.before is not None:
             self._layer.before.start()
         return values
+
+    def _still_there(self) -> Tensor | None:
+        """What was brought back, while any tensor looks into it: queries, keys and values are brought once."""
+        memory = self._seen[0]() if self._seen is not None else None
+        if memory is None:
+            return None
+        return torch.empty(0, dtype=self._slot.dtype, device=memory.device).set_(
+            memory, self._seen[1], (self._slot.numel(),), (1,)
+        )
 
     def settle(self) -> None:
         """It has left, and what it was may be freed. Raises RuntimeError where that was changed on the way."""
@@ -181,7 +190,8 @@ class TierRoom:
         self._tier, self._device = tier, device
         self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
         self._side = None if device.type == "cpu" or tier.name == "file" else _SideStream(device)
-        self.made = self.in_use = 0  # slots
+        self.slots: list[Stored] = []  # all of them
+        self.in_use = 0
 
     @property
     def device(self) -> torch.device:
@@ -193,9 +203,11 @@ class TierRoom:
 
     def take(self, numel: int, dtype: torch.dtype) -> Stored:
         free = self._free[numel, dtype]
-        slot = free.pop() if free else self._tier.zeros(numel, dtype)
-        self.made, self.in_use = max(self.made, self.in_use + 1), self.in_use + 1
-        return slot
+        if not free:
+            free.append(self._tier.zeros(numel, dtype))
+            self.slots.append(free[0])
+        self.in_use += 1
+        return free.pop()
 
     def give_back(self, slot: Stored) -> None:
         self.in_use -= 1

@@ -15,44 +15,18 @@ the 34 of arXiv:2205.05198, equation 1. Its second term, 5 a s / h for the score
 7 a s / h with the plain one: our softmax is float32, 4 instead of 2 bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, Op
+from megatron.training.memory.elsewhere import Passing, block_of, leaving, placed, reads_ahead
 from megatron.training.memory.parameters import is_small, items_of_stage
 from megatron.training.memory.sizes import LayerSizes, RunSizes
+from megatron.training.memory.tape import Saved, Segment, Step, Tape
 
 _INT, _BOOL, _FLOAT = 8, 1, 4  # bytes
 _MLP = ("fc1", "gelu", "swiglu", "fc2")  # steps
 _FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512  # of `tensor_parallel/linear.py`, whose factors are widened in blocks
-
-
-class Step(NamedTuple):
-    """One operation of a stage, in bytes."""
-
-    name: str
-    keeps: int
-    grad_out: int
-    grad_in: int
-    beside: int = 0  # in the backward
-    waiting: int = 0  # gradient of the residual stream that waits for the branch
-    deferred: int = 0  # factors that stay if the weight gradient is put off
-    deferred_beside: int = 0  # room for that weight gradient
-
-
-class Segment(NamedTuple):
-    """Steps that are kept, or of which only `kept_input` bytes are and the rest is computed again."""
-
-    steps: tuple[Step, ...]
-    kept_input: int | None = None
-    part: int = 0  # of it, that stays beside the whole while the backward runs
-
-    @property
-    def keeps(self) -> int:
-        return sum(step.keeps for step in self.steps) if self.kept_input is None else self.kept_input
-
-
-Tape = tuple[Segment, ...]
 
 
 class StageBytes(NamedTuple):
@@ -63,17 +37,33 @@ class StageBytes(NamedTuple):
     input_backward: int  # likewise, where the weight gradients are put off
     kept_for_weights: int  # from then until these are computed
     weights: int  # room to compute them
+    beside_forward: int = 0  # room at its end
+    leaving: int = 0  # from a forward to the stage's next one, or to its own backward: what is on its way to a tier
+    backward_of_last: int = (
+        0  # of the microbatch whose forward was the stage's last: that is still there when it begins
+    )
+    input_backward_of_last: int = 0
 
 
 def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
     tape = tape_of_stage(run, stage)
     steps = [step for segment in tape for step in segment.steps]
+    backward, of_last, by_input, by_input_of_last = (
+        _backward_peak(tape, Passing(tape, is_last=is_last, ahead=reads_ahead(run), block=block_of(run)), defers=defers)
+        for defers in (False, True)
+        for is_last in (False, True)
+    )
     return StageBytes(
         kept=sum(segment.keeps for segment in tape),
-        backward=_backward_peak(tape, defers=False),
-        input_backward=_backward_peak(tape, defers=True),
+        backward=backward,
+        input_backward=by_input,
         kept_for_weights=sum(step.deferred for step in steps) + _small_gradients(run, stage),
         weights=max((step.deferred_beside for step in steps), default=0),
+        # A product, that with its bias, and what dropout makes of it.
+        beside_forward=(3 if run.layer.hidden_dropout else 2) * run.layer.stream * run.layer.param_bytes,
+        leaving=sum(leaving(tape).values()),
+        backward_of_last=of_last,
+        input_backward_of_last=by_input_of_last,
     )
 
 
@@ -87,34 +77,40 @@ def _small_gradients(run: RunSizes, stage: int) -> int:
 def peak_of_rank(actions: Iterable[Action], of_stage: dict[int, StageBytes]) -> int:
     """The most bytes of activations at once on a rank that runs these actions; those that do not compute are passed over."""
     live = peak = 0
-    for op, stage, _ in actions:
+    last: dict[int, int | None] = {}  # by stage, the microbatch of the last forward, until its own backward
+    for op, stage, microbatch in actions:
         at = of_stage[stage]
+        is_last = microbatch is not None and last.get(stage) == microbatch
+        if op in (Op.B, Op.I):
+            live -= at.kept + (at.leaving if is_last else 0)
+            last[stage] = None if is_last else last.get(stage)
         if op is Op.F:
-            live += at.kept
-            peak = max(peak, live)
+            live += at.kept + (at.leaving if last.get(stage) is None else 0)
+            last[stage] = microbatch
+            peak = max(peak, live + at.beside_forward)
         elif op is Op.B:
-            peak = max(peak, live - at.kept + at.backward)
-            live -= at.kept
+            peak = max(peak, live + (at.backward_of_last if is_last else at.backward))
         elif op is Op.I:
-            peak = max(peak, live - at.kept + at.input_backward)
-            live += at.kept_for_weights - at.kept
+            peak = max(peak, live + (at.input_backward_of_last if is_last else at.input_backward))
+            live += at.kept_for_weights
         elif op is Op.W:
             peak = max(peak, live + at.weights)
             live -= at.kept_for_weights
     return peak
 
 
-def _backward_peak(tape: Tape, *, defers: bool) -> int:
+def _backward_peak(tape: Tape, passing: Passing, *, defers: bool) -> int:
     """The most bytes while the tape is run backwards."""
     before, peak, deferred = sum(segment.keeps for segment in tape), 0, 0
     for segment in reversed(tape):
         before -= segment.keeps
-        kept = before + segment.part + sum(step.keeps for step in segment.steps)
+        passing.enter(segment)
+        kept = before + passing.held + segment.part + sum(passing.kept(segment, step) for step in segment.steps)
         for step in reversed(segment.steps):
-            beside = 0 if defers and step.deferred else step.beside
+            beside = passing.read(segment, step) + (0 if defers and step.deferred else step.beside)
             peak = max(peak, kept + deferred + step.grad_out + step.grad_in + beside + step.waiting)
             deferred += step.deferred if defers else 0
-            kept -= step.keeps
+            kept -= passing.kept(segment, step)
     return peak
 
 
@@ -130,20 +126,24 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     part = stream // sizes.t if sizes.saves_parts else 0
     saved = part or stream
     segments = [Segment(embedding_steps(sizes))] if first else []
-    if sizes.recompute == "uniform":
-        groups = [min(sizes.recompute_layers, layers - i) for i in range(0, layers, sizes.recompute_layers)]
-        segments += [Segment(own * group, saved, part) for group in groups]
-    elif sizes.recompute == "block":
-        again = min(sizes.recompute_layers, layers)
-        segments += [Segment(own, saved, part)] * again + [Segment(own)] * (layers - again)
-    else:
-        segments += [*layer_segments(sizes)] * layers
+    saving = {"kept_input": saved, "part": part, "inputs": ((saved, sizes.residual_bytes),)}
+    for layer, number, again in _groups(sizes, layers):
+        group = (Segment(own * number, **saving),) if again else layer_segments(sizes)
+        segments += placed(sizes, layer, group)
     if last:
         head = head_steps(sizes)
         if first and sizes.tied:  # a table that is looked up in too, whose gradient is not put off
             head = tuple(step._replace(deferred=0, deferred_beside=0) for step in head)
         return (*segments, Segment(head))
     return _with_received_gradient(sizes, tuple(segments)) if layers else tuple(segments)
+
+
+def _groups(sizes: LayerSizes, layers: int) -> Iterator[tuple[int, int, bool]]:
+    """(the first layer's place in the stage, how many, whether they are computed again)"""
+    size = sizes.recompute_layers if sizes.recompute == "uniform" else 1
+    again = {"uniform": layers, "block": sizes.recompute_layers}.get(sizes.recompute, 0)
+    for layer in range(0, layers, size):
+        yield layer, min(size, layers - layer), layer < again
 
 
 def _with_received_gradient(sizes: LayerSizes, tape: Tape) -> Tape:
@@ -170,7 +170,7 @@ def layer_segments(sizes: LayerSizes) -> Tape:
             kept += run
             continue
         segments += [Segment(tuple(kept))] if kept else []
-        segments.append(Segment(tuple(run), saved))
+        segments.append(Segment(tuple(run), sum(size for size, _ in saved), inputs=saved))
         kept = []
     return (*segments, Segment(tuple(kept))) if kept else tuple(segments)
 
@@ -186,14 +186,15 @@ def _runs_of(steps: Sequence[Step], together: tuple[str, ...]) -> list[list[Step
     return runs
 
 
-def _saved_of(sizes: LayerSizes, run: Sequence[Step]) -> int | None:
-    """Of steps that are computed again, or whose input is, the bytes that are kept nevertheless; None for others."""
-    first, normed = run[0].name, 0 if sizes.recomputes("layernorm") else sizes.stream * sizes.param_bytes
+def _saved_of(sizes: LayerSizes, run: Sequence[Step]) -> tuple[Saved, ...] | None:
+    """Of steps that are computed again, or whose input is, the memories that are kept nevertheless; None for others."""
+    first, e = run[0].name, sizes.param_bytes
+    normed = () if sizes.recomputes("layernorm") else ((sizes.stream * e, e),)
     if first == "attention" and sizes.recomputes("core_attn"):
-        return _qkv_bytes(sizes) + run[0].grad_out  # what attention takes, and what it gives to proj
+        return (*_qkv(sizes), (run[0].grad_out, e))  # what attention takes, and what it gives to proj
     if first == "fc1" and sizes.recomputes("mlp"):
         return normed
-    return 0 if first in ("qkv", "fc1") and sizes.recomputes("layernorm") else None
+    return () if first in ("qkv", "fc1") and sizes.recomputes("layernorm") else None
 
 
 def layer_steps(sizes: LayerSizes) -> tuple[Step, ...]:
@@ -266,10 +267,13 @@ def _norm(sizes: LayerSizes) -> Step:
     elements = sizes.stream
     e, r, g = sizes.param_bytes, sizes.residual_bytes, sizes.grad_bytes
     keeps, beside = elements * r + _norm_rows(sizes), 0
+    row = _norm_rows(sizes) // 2, g if sizes.accelerator else r
+    saves = ((elements * r, r), row, row)
     if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
         keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") else r))
         beside = 3 * elements * g
-    return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0))
+        saves = ((elements * g, g), (elements * g, g), row)
+    return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0), saves=saves)
 
 
 def _norm_rows(sizes: LayerSizes) -> int:
@@ -286,7 +290,8 @@ def _linear(sizes: LayerSizes, name: str, inputs: int, outputs: int, *, column: 
     arriving = sizes.tokens * outputs * e if not column and apart else 0
     keeps = kept if column or name == "fc2" else 0  # attention keeps what proj takes
     return Step(
-        name, keeps, grad_out, grad_in, 2 * moved + arriving + widened, deferred=kept + grad_out, deferred_beside=moved + widened
+        name, keeps, grad_out, grad_in, 2 * moved + arriving + widened, deferred=kept + grad_out, deferred_beside=moved + widened,
+        saves=((keeps, e),) if keeps else (), reads=() if keeps else ((kept, e),),
     )  # fmt: skip
 
 
@@ -305,14 +310,17 @@ def _dropout(sizes: LayerSizes) -> tuple[Step, ...]:
     if not sizes.hidden_dropout:
         return ()
     e = sizes.param_bytes
-    return (Step("dropout", sizes.stream * _BOOL, sizes.stream * e, sizes.stream * e),)
+    mask = sizes.stream * _BOOL
+    return (Step("dropout", mask, sizes.stream * e, sizes.stream * e, saves=((mask, _BOOL),)),)
 
 
 def _mlp(sizes: LayerSizes) -> tuple[Step, ...]:
-    inner = sizes.s * sizes.b * sizes.f * sizes.param_bytes
-    # Gate and up are one tensor, whose gradient is put together at the end.
-    gated, plain = Step("swiglu", 3 * inner, 2 * inner, 2 * inner), Step("gelu", inner, inner, inner)
-    activation = gated if sizes.gated else plain
+    e = sizes.param_bytes
+    inner = sizes.s * sizes.b * sizes.f * e
+    if sizes.gated:  # gate and up are one tensor, whose gradient is put together at the end
+        activation = Step("swiglu", 3 * inner, 2 * inner, 2 * inner, saves=((2 * inner, e), (inner, e)))
+    else:
+        activation = Step("gelu", inner, inner, inner, saves=((inner, e),))
     return activation, _linear(sizes, "fc2", sizes.f, sizes.h, column=False)
 
 
@@ -337,17 +345,15 @@ def _fused_width(sizes: LayerSizes) -> int:
     return (sizes.heads + 2 * sizes.kv_heads) * sizes.d
 
 
-def _qkv_bytes(sizes: LayerSizes) -> int:
-    """The tensors that queries, keys and values lie in when attention takes them."""
-    of_token, queries = _fused_width(sizes), sizes.heads * sizes.d
-    turned = sizes.rotary_width > 0 or sizes.qk_norm
-    if turned:
-        of_token += queries + sizes.kv_heads * sizes.d
+def _qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
+    """The memories that queries, keys and values lie in when attention takes them."""
+    widths = [_fused_width(sizes)]
+    if sizes.rotary_width > 0 or sizes.qk_norm:  # turned
+        widths += [sizes.heads * sizes.d, sizes.kv_heads * sizes.d]
     elif _copies_queries(sizes):
-        of_token += queries
-    if sizes.fused_attention and sizes.accelerator and not sizes.is_half and sizes.heads > sizes.kv_heads:
-        of_token += 2 * queries  # keys and values repeated for every query head
-    return sizes.s * sizes.b * of_token * sizes.param_bytes
+        widths.append(sizes.heads * sizes.d)
+    e = sizes.param_bytes
+    return tuple((sizes.s * sizes.b * width * e, e) for width in widths)
 
 
 def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
@@ -361,15 +367,17 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
         before.append(Step("rotary", rotary, fused, fused))
     if sizes.fused_attention:
         joined = out if sizes.by_document else 0  # what proj takes is put together from the documents
-        core = Step("attention", _qkv_bytes(sizes) + out + joined + tokens * sizes.heads * _FLOAT, out, fused)
+        saves = (*_qkv(sizes), (out, e), (tokens * sizes.heads * _FLOAT, _FLOAT), *([(joined, e)] if joined else []))
+        core = Step("attention", sum(size for size, _ in saves), out, fused, saves=saves)
     else:
         masks = sizes.b if sizes.by_document else 1
-        kept = 3 * out + masks * sizes.s * sizes.s * _BOOL + scores * g + out
+        saves = [(out, e)] * 4 + [(masks * sizes.s * sizes.s * _BOOL, _BOOL), (scores * g, g)]
         if sizes.attention_dropout:
-            kept += scores * (_BOOL + e)
+            saves += [(scores * _BOOL, _BOOL), (scores * e, e)]
         elif sizes.is_half:
-            kept += scores * e
-        core = Step("attention", kept, out, fused, 2 * scores * g)
+            saves.append((scores * e, e))
+        kept = sum(size for size, _ in saves)
+        core = Step("attention", kept, out, fused, 2 * scores * g, saves=tuple(saves), at_once=scores * g)
     return (
         Step("split", 0, fused, fused),
         *before,

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.training.memory import activations, communication
+from megatron.training.memory.elsewhere import bytes_elsewhere
 from megatron.training.memory.parameters import plans_of_stage, state_of
 from megatron.training.memory.sizes import RunSizes
 
@@ -81,8 +82,11 @@ def _bytes_of_rank(run: RunSizes, rank: int, lowered: Schedule) -> dict[str, dic
         ranks = run.replicas * run.shards
         among = min(2, run.m) * ranks * max(plan.numel for plan in plans) if ranks > 1 else 0
         on[DEVICE]["gradients"] += (run.m * sum(plan.numel for plan in plans) + among) * run.layer.grad_bytes
+    tapes = {stage: activations.tape_of_stage(run, stage) for stage in stages}
+    on = _joined([on, bytes_elsewhere(run, tapes, lowered[rank])])
     of_stage = {stage: activations.stage_bytes(run, stage) for stage in stages}
-    on[DEVICE]["activations"] = activations.peak_of_rank(lowered[rank], of_stage)
+    passing = activations.peak_of_rank(lowered[rank], of_stage)
+    on[DEVICE]["activations"] = on[DEVICE].get("activations", 0) + passing
     on[DEVICE]["communication"] = communication.peak_of_rank(run, rank, lowered[rank])
     return on
 

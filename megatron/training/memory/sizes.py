@@ -39,6 +39,9 @@ class LayerSizes:
     recompute_layers: int = 1
     recompute_modules: tuple[str, ...] = ("core_attn",)  # of "selective"
     saves_parts: bool = False  # of the inputs of recomputed layers each tensor-parallel rank keeps a part
+    offloaded_layers: int = 0  # the first of each stage, what of them waits for a backward being in a tier
+    smallest_offloaded: int = 2**20  # elements
+    contiguous: bool = False  # the inputs of other recomputed layers lie in slots
     z_loss: bool = False
     param_bytes: int = 4  # of an activation too
     residual_bytes: int = 4
@@ -118,6 +121,9 @@ class LayerSizes:
             recompute_layers=model.recompute_num_layers or 1,
             recompute_modules=tuple(model.recompute_modules),
             saves_parts=model.distribute_saved_activations and t > 1,
+            offloaded_layers=model.cpu_offloading_num_layers,
+            smallest_offloaded=model.min_offloaded_tensor_size,
+            contiguous=model.contiguous_checkpointing,
             z_loss=model.z_loss_coeff > 0,
             param_bytes=model.params_dtype.itemsize,
             residual_bytes=model.residual_dtype.itemsize,

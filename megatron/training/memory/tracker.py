@@ -27,10 +27,12 @@ from megatron.core.optimizer.split_master import SplitMaster
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 _ROOT = str(Path(__file__).resolve().parents[2])
 _GIVES_UP = "core/transformer/norm.py"  # whose outputs may lose their memory, and get it back, without an operator
+_READS = "core/offload/tier.py"  # whose thread makes memory, which is seen when it is first looked into
 # By the file, or by file and function, that asks for memory; None: whoever called it says.
 _KIND_OF = {
     "core/comm.py": None,
     "core/distributed/memory_buffer.py": None,
+    _READS: None,
     "core/distributed/fixed_order.py": "gradients",
     "core/distributed": "communication",
     "core/pipeline_parallel/transport.py": "communication",
@@ -72,6 +74,8 @@ class MemoryTracker(TorchDispatchMode):
                     self._add(storage, _kind_from(frame))
                     if frame is not None and frame.f_code.co_filename.endswith(_GIVES_UP):
                         self._given_up[id(storage)] = self._ends[id(storage)]
+        if func is torch.ops.aten.view.dtype:
+            self._add_read(args[0].untyped_storage(), sys._getframe(1))
         if func is torch.ops.aten.detach.default:
             self._hand_over(args[0], sys._getframe(1))
         self._note_peak()
@@ -142,6 +146,14 @@ class MemoryTracker(TorchDispatchMode):
         kind = {"send": "communication", "_as_inputs": "activations"}.get(frame.f_code.co_name)
         if kind is not None and id(x.untyped_storage()) in self._kind:
             self._change(x.untyped_storage(), kind)
+
+    def _add_read(self, storage: torch.UntypedStorage, frame: FrameType | None) -> None:
+        """Activations that were read from a file; parameters on their way through the host are nobody's."""
+        frame = _own_frame(frame)
+        if id(storage) in self._kind or frame is None or not frame.f_code.co_filename.endswith(_READS):
+            return
+        if (kind := _kind_from(frame)) == "activations":
+            self._add(storage, kind)
 
     def _measure_again(self) -> None:
         """What may have been given up, or come back."""
