@@ -45,10 +45,11 @@ def recomputed(
 def give_up(x: Tensor, again: Callable[[], Tensor], *, until: Tensor) -> None:
     """Free the memory of `x`, which nothing but the backward of `until` reads; there `again()` computes the same values first."""
     memory = x.untyped_storage()
-    size = memory.nbytes()
+    size, held = memory.nbytes(), [(x, again)]
 
     def fill(_: Tensor) -> None:
-        memory.resize_(size)
+        x, again = held.pop()  # the hook lives to the end of the whole backward, and neither of them need
+        x.untyped_storage().resize_(size)
         with torch.no_grad():
             x.data.copy_(again())  # not x, whose saved version this would make the wrong one
 

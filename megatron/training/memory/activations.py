@@ -37,6 +37,7 @@ class StageBytes(NamedTuple):
     input_backward: int  # likewise, where the weight gradients are put off
     kept_for_weights: int  # from then until these are computed
     weights: int  # room to compute them
+    forward: int = 0  # at the peak of a forward, where that is no backward's
     beside_forward: int = 0  # room at its end
     leaving: int = 0  # from a forward to the stage's next one, or to its own backward: what is on its way to a tier
     backward_of_last: int = (
@@ -59,6 +60,7 @@ def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
         input_backward=by_input,
         kept_for_weights=sum(step.deferred for step in steps) + _small_gradients(run, stage),
         weights=max((step.deferred_beside for step in steps), default=0),
+        forward=_forward_peak(tape),
         # A product, that with its bias, and what dropout makes of it.
         beside_forward=(3 if run.layer.hidden_dropout else 2) * run.layer.stream * run.layer.param_bytes,
         leaving=sum(leaving(tape).values()),
@@ -85,6 +87,7 @@ def peak_of_rank(actions: Iterable[Action], of_stage: dict[int, StageBytes]) -> 
             live -= at.kept + (at.leaving if is_last else 0)
             last[stage] = None if is_last else last.get(stage)
         if op is Op.F:
+            peak = max(peak, live + at.forward)
             live += at.kept + (at.leaving if last.get(stage) is None else 0)
             last[stage] = microbatch
             peak = max(peak, live + at.beside_forward)
@@ -99,6 +102,18 @@ def peak_of_rank(actions: Iterable[Action], of_stage: dict[int, StageBytes]) -> 
     return peak
 
 
+def _forward_peak(tape: Tape) -> int:
+    """The most bytes while an operation runs that needs more in its forward than in its backward."""
+    kept, peak, out = 0, 0, leaving(tape)
+    for segment in tape:
+        before = kept
+        for step in segment.steps:
+            peak = max(peak, before + step.forward)
+            before += step.keeps if segment.kept_input is None else 0
+        kept += segment.keeps + (segment.away.source if segment.away and segment.away.group in out else 0)
+    return peak
+
+
 def _backward_peak(tape: Tape, passing: Passing, *, defers: bool) -> int:
     """The most bytes while the tape is run backwards."""
     before, peak, deferred = sum(segment.keeps for segment in tape), 0, 0
@@ -106,12 +121,24 @@ def _backward_peak(tape: Tape, passing: Passing, *, defers: bool) -> int:
         before -= segment.keeps
         passing.enter(segment)
         kept = before + passing.held + segment.part + sum(passing.kept(segment, step) for step in segment.steps)
+        if segment.kept_input is not None:  # a forward first, while the gradient waits
+            peak = max(peak, kept + deferred + _again(segment.steps))
         for step in reversed(segment.steps):
             beside = passing.read(segment, step) + (0 if defers and step.deferred else step.beside)
             peak = max(peak, kept + deferred + step.grad_out + step.grad_in + beside + step.waiting)
             deferred += step.deferred if defers else 0
             kept -= passing.kept(segment, step)
     return peak
+
+
+def _again(steps: Sequence[Step]) -> int:
+    """The most bytes while steps are computed again, above what they keep."""
+    more, left = 0, sum(step.keeps for step in steps)
+    for step in steps:
+        if step.forward:
+            more = max(more, step.forward - left)
+        left -= step.keeps
+    return more + steps[-1].grad_out + steps[-1].waiting
 
 
 # ---------------------------------------------------------------- the steps of a stage
@@ -125,7 +152,8 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     stream = sizes.stream * sizes.residual_bytes
     part = stream // sizes.t if sizes.saves_parts else 0
     saved = part or stream
-    segments = [Segment(embedding_steps(sizes))] if first else []
+    segments = [Segment(_documents(sizes, first))] if sizes.by_document else []
+    segments += [Segment(embedding_steps(sizes))] if first else []
     saving = {"kept_input": saved, "part": part, "inputs": ((saved, sizes.residual_bytes),)}
     for layer, number, again in _groups(sizes, layers):
         group = (Segment(own * number, **saving),) if again else layer_segments(sizes)
@@ -232,7 +260,6 @@ def _row_linear(sizes: LayerSizes, step: Step) -> Step:
 def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     tokens, e = sizes.s * sizes.b, sizes.param_bytes
     stream = sizes.stream * sizes.residual_bytes
-    batch = (4 if sizes.by_document else 3) * tokens * _INT  # tokens, labels, positions and documents are one tensor
     apart = (_INT + _BOOL) * tokens if sizes.t > 1 else 0  # which words are mine
     whole = tokens * sizes.h
     rows = (
@@ -240,11 +267,30 @@ def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     )  # of the table's gradient, made before it is added
     widened = whole * sizes.main_grad_bytes if sizes.param_bytes < sizes.main_grad_bytes else 0
     spread = whole * e * (2 if sizes.sequence_parallel else 1) if sizes.t > 1 else 0
-    ids = batch if sizes.t == 1 or sizes.positions else 0
+    ids = _batch(sizes) if _keeps_batch(sizes) else 0
     return (
         Step("words", ids + apart, stream, 0, widened + spread + rows * sizes.h * sizes.main_grad_bytes),
         *_dropout(sizes),
     )
+
+
+def _documents(sizes: LayerSizes, first: bool) -> tuple[Step, ...]:
+    """What all layers share where documents do not see each other: their numbers, while a layer may be computed again, which lie in one
+    tensor with the rest of the batch, and the plain kernel's mask."""
+    again = sizes.recompute in ("uniform", "block") or sizes.recomputes("core_attn")
+    batch = _batch(sizes) if again and not (first and _keeps_batch(sizes)) else 0
+    mask = 0 if sizes.fused_attention else sizes.b * sizes.s * sizes.s * _BOOL
+    return (Step("documents", batch + mask, 0, 0),)
+
+
+def _batch(sizes: LayerSizes) -> int:
+    """Tokens, labels, positions and documents, which are one tensor."""
+    return (4 if sizes.by_document else 3) * sizes.s * sizes.b * _INT
+
+
+def _keeps_batch(sizes: LayerSizes) -> bool:
+    """Whether what the embedding keeps looks into it."""
+    return sizes.t == 1 or sizes.positions > 0
 
 
 def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
@@ -268,12 +314,18 @@ def _norm(sizes: LayerSizes) -> Step:
     e, r, g = sizes.param_bytes, sizes.residual_bytes, sizes.grad_bytes
     keeps, beside = elements * r + _norm_rows(sizes), 0
     row = _norm_rows(sizes) // 2, g if sizes.accelerator else r
-    saves = ((elements * r, r), row, row)
+    saves = ((elements * r, r), *[row] * (1 if sizes.rms else 2))
     if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
         keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") else r))
         beside = 3 * elements * g
-        saves = ((elements * g, g), (elements * g, g), row)
+        saves = ((elements * g, g), (elements * g, g), (sizes.tokens * g, g))
     return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0), saves=saves)
+
+
+def _residual(sizes: LayerSizes) -> int:
+    """The stream that waits in a forward for the block's result, where the norm before has kept wider copies instead."""
+    r = sizes.residual_bytes
+    return sizes.stream * r if sizes.rms and not sizes.accelerator and r != sizes.grad_bytes else 0
 
 
 def _norm_rows(sizes: LayerSizes) -> int:
@@ -326,14 +378,23 @@ def _mlp(sizes: LayerSizes) -> tuple[Step, ...]:
 
 def _head_norms(sizes: LayerSizes) -> Step:
     """Of each query and key head."""
-    rows, e, g = sizes.s * sizes.b * (sizes.heads + sizes.kv_heads), sizes.param_bytes, sizes.grad_bytes
-    elements = rows * sizes.d
-    copied = sizes.s * sizes.b * sizes.heads * sizes.d * e if _copies_queries(sizes) else 0
-    if sizes.rms and not sizes.accelerator:
-        kept, beside = elements * (2 * g if e < g else g) + (copied if e == g else 0), 3 * elements * g
-    else:
-        kept, beside = copied, 0
-    return Step("head norms", kept + rows * 2 * (g if sizes.accelerator else e), elements * e, elements * e, beside)
+    e, g, tokens = sizes.param_bytes, sizes.grad_bytes, sizes.s * sizes.b
+    rows = tokens * sizes.heads, tokens * sizes.kv_heads
+    elements = sum(rows) * sizes.d
+    saves = [(2 * row * (g if sizes.accelerator else e), g) for row in rows]
+    beside = 0
+    if sizes.rms and not sizes.accelerator:  # of single operations, as `_norm`
+        saves += [(row * sizes.d * g, g) for row in rows] * (2 if e < g else 1)
+        beside = 3 * elements * g
+    if _norms_look_in(sizes):
+        saves.append((tokens * _fused_width(sizes) * e, e))
+        saves += [(rows[0] * sizes.d * e, e)] if _copies_queries(sizes) else []
+    return Step("head norms", sum(size for size, _ in saves), elements * e, elements * e, beside, saves=tuple(saves))
+
+
+def _norms_look_in(sizes: LayerSizes) -> bool:
+    """Whether the norms of heads keep what the product has made, and not wider copies."""
+    return sizes.qk_norm and (sizes.accelerator or not sizes.rms or sizes.param_bytes == sizes.grad_bytes)
 
 
 def _copies_queries(sizes: LayerSizes) -> bool:
@@ -346,8 +407,8 @@ def _fused_width(sizes: LayerSizes) -> int:
 
 
 def _qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
-    """The memories that queries, keys and values lie in when attention takes them."""
-    widths = [_fused_width(sizes)]
+    """The memories that queries, keys and values lie in when attention takes them, but for what norms before it keep."""
+    widths = [] if _norms_look_in(sizes) else [_fused_width(sizes)]
     if sizes.rotary_width > 0 or sizes.qk_norm:  # turned
         widths += [sizes.heads * sizes.d, sizes.kv_heads * sizes.d]
     elif _copies_queries(sizes):
@@ -370,14 +431,19 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
         saves = (*_qkv(sizes), (out, e), (tokens * sizes.heads * _FLOAT, _FLOAT), *([(joined, e)] if joined else []))
         core = Step("attention", sum(size for size, _ in saves), out, fused, saves=saves)
     else:
-        masks = sizes.b if sizes.by_document else 1
-        saves = [(out, e)] * 4 + [(masks * sizes.s * sizes.s * _BOOL, _BOOL), (scores * g, g)]
+        mask = 0 if sizes.by_document else sizes.s * sizes.s * _BOOL
+        saves = [(out, e)] * 4 + [(mask, _BOOL), (scores * g, g)]
         if sizes.attention_dropout:
             saves += [(scores * _BOOL, _BOOL), (scores * e, e)]
         elif sizes.is_half:
             saves.append((scores * e, e))
         kept = sum(size for size, _ in saves)
-        core = Step("attention", kept, out, fused, 2 * scores * g, saves=tuple(saves), at_once=scores * g)
+        # Scores, filled with -inf, and their softmax; or scores, softmax, what is dropped of it and that divided, and two masks.
+        wide = scores * (4 * g + 2 * _BOOL if sizes.attention_dropout else 3 * g)
+        forward = sum(size for size, _ in _qkv(sizes)) + 3 * out + mask + wide + _residual(sizes)
+        core = Step(
+            "attention", kept, out, fused, 2 * scores * g, saves=tuple(saves), at_once=scores * g, forward=forward
+        )
     return (
         Step("split", 0, fused, fused),
         *before,

@@ -19,6 +19,7 @@ class Step(NamedTuple):
     saves: tuple[Saved, ...] = ()  # the memories of what it keeps
     reads: tuple[Saved, ...] = ()  # of what other steps keep
     at_once: int | None = None  # the most of what it keeps that one operation reads; None: all
+    forward: int = 0  # all that it makes at the peak of its forward, where its backward needs less
 
 
 class Away(NamedTuple):
