@@ -25,7 +25,7 @@ from megatron.training.memory.sizes import LayerSizes, RunSizes
 from megatron.training.memory.tape import Saved, Segment, Step, Tape
 
 _INT, _BOOL, _FLOAT = 8, 1, 4  # bytes
-_MLP = ("fc1", "gelu", "swiglu", "fc2")  # steps
+_CORE, _MLP = ("attention", "softmax", "drop", "values"), ("fc1", "gelu", "swiglu", "fc2")  # steps
 _FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512  # of `tensor_parallel/linear.py`, whose factors are widened in blocks
 
 
@@ -192,7 +192,7 @@ def _with_received_gradient(sizes: LayerSizes, tape: Tape) -> Tape:
 def layer_segments(sizes: LayerSizes) -> Tape:
     """A layer that is kept, but for what is computed again."""
     steps, segments, kept = layer_steps(sizes), [], []
-    for run in _runs_of(steps, together=_MLP if sizes.recomputes("mlp") else ()):
+    for run in _runs_of(steps, together=(_CORE, _MLP if sizes.recomputes("mlp") else ())):
         saved = _saved_of(sizes, run)
         if saved is None:
             kept += run
@@ -203,11 +203,11 @@ def layer_segments(sizes: LayerSizes) -> Tape:
     return (*segments, Segment(tuple(kept))) if kept else tuple(segments)
 
 
-def _runs_of(steps: Sequence[Step], together: tuple[str, ...]) -> list[list[Step]]:
-    """Each step alone, but neighbours with names in `together` as one run."""
+def _runs_of(steps: Sequence[Step], together: tuple[tuple[str, ...], ...]) -> list[list[Step]]:
+    """Each step alone, but neighbours whose names stand in one of `together` as one run."""
     runs: list[list[Step]] = []
     for step in steps:
-        if runs and step.name in together and runs[-1][-1].name in together:
+        if runs and any(step.name in names and runs[-1][-1].name in names for names in together):
             runs[-1].append(step)
         else:
             runs.append([step])
@@ -219,7 +219,7 @@ def _saved_of(sizes: LayerSizes, run: Sequence[Step]) -> tuple[Saved, ...] | Non
     first, e = run[0].name, sizes.param_bytes
     normed = () if sizes.recomputes("layernorm") else ((sizes.stream * e, e),)
     if first == "attention" and sizes.recomputes("core_attn"):
-        return (*_qkv(sizes), (run[0].grad_out, e))  # what attention takes, and what it gives to proj
+        return (*_qkv(sizes), (run[-1].grad_out, e))  # what attention takes, and what it gives to proj
     if first == "fc1" and sizes.recomputes("mlp"):
         return normed
     return () if first in ("qkv", "fc1") and sizes.recomputes("layernorm") else None
@@ -316,7 +316,7 @@ def _norm(sizes: LayerSizes) -> Step:
     row = _norm_rows(sizes) // 2, g if sizes.accelerator else r
     saves = ((elements * r, r), *[row] * (1 if sizes.rms else 2))
     if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
-        keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") else r))
+        keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") and r != g else r))
         beside = 3 * elements * g
         saves = ((elements * g, g), (elements * g, g), (sizes.tokens * g, g))
     return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0), saves=saves)
@@ -419,9 +419,8 @@ def _qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
 
 def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
     """From the fused q/k/v to what proj takes."""
-    tokens, e, g = sizes.s * sizes.b, sizes.param_bytes, sizes.grad_bytes
+    tokens, e = sizes.s * sizes.b, sizes.param_bytes
     fused, out = tokens * _fused_width(sizes) * e, tokens * sizes.heads * sizes.d * e
-    scores = sizes.b * sizes.heads * sizes.s * sizes.s
     before = [_head_norms(sizes)] if sizes.qk_norm else []
     if sizes.rotary_width:
         rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
@@ -429,27 +428,44 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
     if sizes.fused_attention:
         joined = out if sizes.by_document else 0  # what proj takes is put together from the documents
         saves = (*_qkv(sizes), (out, e), (tokens * sizes.heads * _FLOAT, _FLOAT), *([(joined, e)] if joined else []))
-        core = Step("attention", sum(size for size, _ in saves), out, fused, saves=saves)
+        reads = ((fused, e),) if _norms_look_in(sizes) else ()  # values
+        core = (_kept_step("attention", saves, out, fused)._replace(reads=reads),)
     else:
-        mask = 0 if sizes.by_document else sizes.s * sizes.s * _BOOL
-        saves = [(out, e)] * 4 + [(mask, _BOOL), (scores * g, g)]
-        if sizes.attention_dropout:
-            saves += [(scores * _BOOL, _BOOL), (scores * e, e)]
-        elif sizes.is_half:
-            saves.append((scores * e, e))
-        kept = sum(size for size, _ in saves)
-        # Scores, filled with -inf, and their softmax; or scores, softmax, what is dropped of it and that divided, and two masks.
-        wide = scores * (4 * g + 2 * _BOOL if sizes.attention_dropout else 3 * g)
-        forward = sum(size for size, _ in _qkv(sizes)) + 3 * out + mask + wide + _residual(sizes)
-        core = Step(
-            "attention", kept, out, fused, 2 * scores * g, saves=tuple(saves), at_once=scores * g, forward=forward
-        )
+        core = _plain_attention(sizes)
     return (
         Step("split", 0, fused, fused),
         *before,
-        core,
+        *core,
         _linear(sizes, "proj", sizes.heads * sizes.d, sizes.h, column=False),
     )
+
+
+def _plain_attention(sizes: LayerSizes) -> tuple[Step, ...]:
+    """softmax(Q K^T) V with its scores. Each of q, k, v is a copy, as large as what comes out."""
+    tokens, e, g = sizes.s * sizes.b, sizes.param_bytes, sizes.grad_bytes
+    fused, out = tokens * _fused_width(sizes) * e, tokens * sizes.heads * sizes.d * e
+    scores = sizes.b * sizes.heads * sizes.s * sizes.s
+    mask = 0 if sizes.by_document else sizes.s * sizes.s * _BOOL
+    # Scores, filled with -inf, and their softmax; or scores, softmax, what is dropped of it and that divided, and two masks.
+    wide = scores * (4 * g + 2 * _BOOL if sizes.attention_dropout else 3 * g)
+    forward = sum(size for size, _ in _qkv(sizes)) + out + mask + wide + _residual(sizes)
+    dropped, kept = scores * _BOOL, scores * e  # by the product with v, where the softmax is not what it takes
+    takes = ((kept, e),) if sizes.attention_dropout or sizes.is_half else ()
+    return (
+        _kept_step("attention", ((out, e), (out, e)), scores * e, fused, waiting=out),
+        _kept_step("softmax", ((mask, _BOOL), (scores * g, g)), scores * g, scores * g, waiting=out, forward=forward),
+        *(
+            [_kept_step("drop", ((dropped, _BOOL),), scores * g, scores * g, waiting=out)]
+            if sizes.attention_dropout
+            else []
+        ),
+        _kept_step("values", ((out, e), *takes, (out, e)), out, scores * e + out),
+    )
+
+
+def _kept_step(name: str, saves: tuple[Saved, ...], grad_out: int, grad_in: int, **more: int) -> Step:
+    """One that keeps just these memories."""
+    return Step(name, sum(size for size, _ in saves), grad_out, grad_in, saves=saves, **more)
 
 
 def listed(tape: Sequence[Segment]) -> list[tuple[str, int]]:

@@ -28,7 +28,8 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
     ends = (Op.B, Op.W if run.layer.hands_on_gradient else Op.I)  # of the gradient that a stage begins with
     moving = summing = 0
     gathers = {stage: _gathered(run, plans[stage]) for stage in plans}  # until the stage's next forward, with overlap
-    peak = max(*(partial_bytes(run, stage) for stage in plans), *gathers.values())
+    stays = sum(one.held for one in passing.values())
+    peak = stays + max(*(partial_bytes(run, stage) for stage in plans), *gathers.values())
     gathers = gathers if run.overlap_gather else {}
     splits = any(action.op is Op.I for action in actions)
     sums = {stage: _sums(run, plans[stage]) for stage in plans}

@@ -108,7 +108,6 @@ class Passing:
     def read(self, segment: Segment, step: Step) -> int:
         """Bytes that come for a step and go with it."""
         own = sum(self._read(size) for size, _ in self._lazy(segment, step.saves))
-        own = own if step.at_once is None else min(own, step.at_once)
         return own + sum(self._read(size) for size, _ in self._lazy(segment, step.reads))
 
     def _lazy(self, segment: Segment, saves: Sequence[Saved]) -> list[Saved]:
