@@ -74,9 +74,9 @@ def is_small(name: str) -> bool:
 
 
 def state_of(run: RunSizes, plan: BufferPlan) -> dict[str, dict[str, int]]:
-    """Bytes by tier and kind that last of a buffer on one rank. The share that is offloaded is that of the first rank: it is rounded up to
-    whole parameters, of which other ranks own other parts."""
-    owned, starts = plan.owned(0), [slot.start for slot in plan.slots]
+    """Bytes by tier and kind that last of a buffer on one rank. The share that is offloaded is rounded up to whole parameters, of
+    which each part of a bucket has others."""
+    owned, starts = plan.owned(run.part % plan.shards), [slot.start for slot in plan.slots]
     away, _ = cut_by_fraction(owned, starts, run.offload_fraction)
     return bytes_by_tier(
         plan.numel,

@@ -162,6 +162,9 @@ class RunSizes:
     tier: str = "device"  # where masters and moments live, or this share of them
     offload_fraction: float = 1.0
     offload_params: bool = False  # the shards of stage 3 too
+    part: int = (
+        0  # of each bucket, that the rank updates: shares of offloaded state are rounded up to other parameters in each
+    )
 
     @property
     def chunks(self) -> int:

@@ -5,12 +5,14 @@ The prediction is one for a `GPTModel`. Of a script's own model, whose parameter
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.grid import Axis
 from megatron.core.offload.plan import bytes_line
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training.memory.estimate import DEVICE, IN_MEMORY, KINDS, RankMemory, estimate
@@ -32,7 +34,9 @@ class MemoryWatch:
         self._counts = runtime.device.module is None  # whether tensors are counted here, since no allocator does
         self._tracker: MemoryTracker | None = None
         self._steps = 0
-        self.predicted = self._predict()
+        self.predicted: list[RankMemory] = []  # of the first data-parallel rank, for the table
+        self.mine: list[RankMemory] = []
+        self._predict()
         for line in (*self._said_at_start(), *room_left(runtime)):
             print_rank_0(line)
 
@@ -44,8 +48,8 @@ class MemoryWatch:
             return []
         return [f"state of a rank, without what passes: {bytes_line(state_bytes(self.runtime, self.chunks))}"]
 
-    def _predict(self) -> list[RankMemory]:
-        """Nothing on any rank unless this rank's buffers are those of a GPT."""
+    def _predict(self) -> None:
+        """Nothing on any rank unless every rank's buffers are those of a GPT."""
         runtime, pp = self.runtime, self.runtime.mesh["pp"]
         run = RunSizes.of(
             runtime.config,
@@ -57,7 +61,10 @@ class MemoryWatch:
         planned = [[plan.numel for plan in plans_of_stage(run, stage)] for stage in run.stages_of(pp.rank)]
         there = [[buffer.plan.numel for buffer in chunk.buffers] for chunk in self.chunks]
         other = torch.tensor([planned != there], dtype=torch.int64, device=runtime.device.torch_device)
-        return [] if comm.all_reduce(other, runtime.mesh["world"], "max").item() else estimate(run)
+        if not comm.all_reduce(other, runtime.mesh["world"], "max").item():
+            part = part_of(run, runtime.mesh)
+            self.predicted = estimate(run)
+            self.mine = estimate(replace(run, part=part)) if part and 0 < run.offload_fraction < 1 else self.predicted
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
@@ -77,22 +84,23 @@ class MemoryWatch:
             yield
 
     def report(self, iteration: int) -> None:
-        """Print what was measured, where it is due, the most on any rank of each stage. Every rank must call."""
+        """Print what was measured, where it is due, the most on any rank of each stage, beside the most predicted for any. Every rank
+        must call."""
         interval = self.runtime.config.log.log_memory_interval
         due = self._tracker is not None if self._counts else self._is_due(iteration, interval)
         if not due:
             return
         measured = self._measured()
         pp, world, device = self.runtime.mesh["pp"], self.runtime.mesh["world"], self.runtime.device.torch_device
-        mine = torch.tensor([[pp.rank, *measured.values()]], dtype=torch.int64, device=device)
+        numbers = [pp.rank, *measured.values(), *(self._expected(kind) for kind in measured)]
+        mine = torch.tensor([numbers], dtype=torch.int64, device=device)
         rows = comm.all_gather(mine, world).tolist()
         stages = [
             [max(column) for column in zip(*(row[1:] for row in rows if row[0] == rank))] for rank in range(pp.size)
         ]
         lines = [["stage", *measured]]
-        lines += [
-            [str(rank), *map(self._beside, measured, stages[rank], [rank] * len(measured))] for rank in range(pp.size)
-        ]
+        n = len(measured)
+        lines += [[str(rank), *map(self._beside, most[:n], most[n:])] for rank, most in enumerate(stages)]
         head = f"memory of a rank in iteration {iteration}, measured" + (" / predicted:" if self.predicted else ":")
         print_rank_last("\n".join([head, *("  " + line for line in table(lines))]))
         self._tracker = None
@@ -107,10 +115,21 @@ class MemoryWatch:
         device = self.runtime.device
         return {"state": int(device.allocated_bytes() or 0), "total": int(device.recent_peak_bytes() or 0)}
 
-    def _beside(self, name: str, size: int, stage: int) -> str:
-        if not self.predicted:
-            return amount(size)
-        tiers = IN_MEMORY if self._counts else (DEVICE,)
-        held, state = self.predicted[stage].within(*tiers), self.predicted[stage].state_within(*tiers)
-        expected = {**held, "state": state, "total": sum(held.values())}[name]
-        return f"{amount(size)} / {amount(expected)}"
+    def _expected(self, name: str) -> int:
+        """What is predicted for this rank."""
+        if not self.mine:
+            return 0
+        tiers, rank = IN_MEMORY if self._counts else (DEVICE,), self.mine[self.runtime.mesh["pp"].rank]
+        held = rank.within(*tiers)
+        return {**held, "state": rank.state_within(*tiers), "total": sum(held.values())}[name]
+
+    def _beside(self, size: int, expected: int) -> str:
+        return f"{amount(size)} / {amount(expected)}" if self.predicted else amount(size)
+
+
+def part_of(run: RunSizes, mesh: Mapping[str, Axis]) -> int:
+    """Which part of each bucket a rank updates."""
+    inner, outer = mesh["dp_inner"].rank, mesh["dp_outer"]
+    if run.zero_stage == 0:
+        return 0
+    return inner * outer.size + outer.rank if run.divides_outer else inner
