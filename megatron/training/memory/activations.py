@@ -87,8 +87,9 @@ def peak_of_rank(actions: Iterable[Action], of_stage: dict[int, StageBytes]) -> 
             live -= at.kept + (at.leaving if is_last else 0)
             last[stage] = None if is_last else last.get(stage)
         if op is Op.F:
+            live -= at.leaving if last.get(stage) is not None else 0
             peak = max(peak, live + at.forward)
-            live += at.kept + (at.leaving if last.get(stage) is None else 0)
+            live += at.kept + at.leaving
             last[stage] = microbatch
             peak = max(peak, live + at.beside_forward)
         elif op is Op.B:
@@ -296,8 +297,8 @@ def _keeps_batch(sizes: LayerSizes) -> bool:
 def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     tokens, e = sizes.s * sizes.b, sizes.param_bytes
     scores = tokens * sizes.words * e
-    at_once = min(tokens, max(1, sizes.cached_elements // sizes.words))
-    wide = at_once * sizes.words * sizes.grad_bytes
+    at_once = tokens if sizes.accelerator else min(tokens, max(1, sizes.cached_elements // sizes.real_words))
+    wide = at_once * sizes.real_words * sizes.grad_bytes
     kept = tokens * (
         (2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + _FLOAT
     )  # of a token: log-sum-exp, target, mask

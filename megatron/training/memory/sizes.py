@@ -23,6 +23,7 @@ class LayerSizes:
     d: int = 1  # width of a head
     f: int = 4  # width inside the MLP of this rank
     words: int = 0  # rows of the word table of this rank, padding included
+    all_real_words: int | None = None  # of all ranks; None: nothing is padded
     positions: int = 0  # rows of the learned position table; 0: there is none
     rotary_width: int = 0
     gated: bool = False
@@ -59,6 +60,11 @@ class LayerSizes:
     def tokens(self) -> int:
         """Tokens between the layers."""
         return self.s * self.b // (self.t if self.sequence_parallel else 1)
+
+    @property
+    def real_words(self) -> int:
+        """Rows without padding; of the first rank, which has as many as any."""
+        return self.words if self.all_real_words is None else min(self.words, self.all_real_words)
 
     @property
     def is_half(self) -> bool:
@@ -105,6 +111,7 @@ class LayerSizes:
             d=model.head_width,
             f=model.ffn_size // t,
             words=model.padded_vocab_size(vocab_size, t) // t,
+            all_real_words=vocab_size,
             positions=config.positions if learned else 0,
             rotary_width=model.rotary_width if model.position_embedding_type == "rope" else 0,
             gated=model.swiglu,
