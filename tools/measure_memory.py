@@ -10,7 +10,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from megatron.training.memory.estimate import IN_MEMORY, KINDS, RankMemory, esti
 from megatron.training.memory.report import amount, table
 from megatron.training.memory.sizes import RunSizes
 from megatron.training.memory.tracker import MemoryTracker, kept_apart
-from megatron.training.memory.watch import part_of
+from megatron.training.memory.watch import of_rank
 from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.train_step import train_step
@@ -252,7 +252,7 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
         use_mesh(None)
         set_runtime(None, this_thread_only=True)
     run = RunSizes.of(config, tokenizer.vocab_size, world_size, accelerator=False, threads=torch.get_num_threads())
-    run = replace(run, part=part_of(run, mesh))
+    run = of_rank(run, mesh)
     kinds, total = {kind: tracker.peak[kind] for kind in KINDS}, tracker.peak["total"]
     return Measured(run, mesh["pp"].rank, kinds, total, max(ever, total), in_file)
 

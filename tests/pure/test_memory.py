@@ -197,7 +197,7 @@ def test_what_is_computed_again_is_not_kept(modules: tuple[str, ...], units: int
 
 def test_every_step_of_a_tape_is_named_and_counted():
     names = [step.name for segment in tape_of_stage(RunSizes(layer(), layers=(range(1),)), 0) for step in segment.steps]
-    assert names[:2] == ["words", "dropout"] and names[-1] == "loss"
+    assert names[:3] == ["shared", "words", "dropout"] and names[-1] == "loss"
     assert peak_of_rank([], {}) == 0
 
 

@@ -25,7 +25,7 @@ from megatron.training.memory.sizes import LayerSizes, RunSizes
 from megatron.training.memory.tape import Saved, Segment, Step, Tape
 
 _INT, _BOOL, _FLOAT = 8, 1, 4  # bytes
-_CORE, _MLP = ("attention", "softmax", "drop", "values"), ("fc1", "gelu", "swiglu", "fc2")  # steps
+_CORE, _MLP = ("attention", "softmax", "drop", "values", "together"), ("fc1", "gelu", "swiglu", "fc2")  # steps
 _FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512  # of `tensor_parallel/linear.py`, whose factors are widened in blocks
 
 
@@ -49,6 +49,8 @@ class StageBytes(NamedTuple):
 def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
     tape = tape_of_stage(run, stage)
     steps = [step for segment in tape for step in segment.steps]
+    passing = Passing(tape, is_last=False, ahead=reads_ahead(run), block=block_of(run))
+    rounded = sum(passing.rounded(segment, step) for segment in tape for step in segment.steps)
     backward, of_last, by_input, by_input_of_last = (
         _backward_peak(tape, Passing(tape, is_last=is_last, ahead=reads_ahead(run), block=block_of(run)), defers=defers)
         for defers in (False, True)
@@ -58,7 +60,7 @@ def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
         kept=sum(segment.keeps for segment in tape),
         backward=backward,
         input_backward=by_input,
-        kept_for_weights=sum(step.deferred for step in steps) + _small_gradients(run, stage),
+        kept_for_weights=sum(step.deferred for step in steps) + rounded + _small_gradients(run, stage),
         weights=max((step.deferred_beside for step in steps), default=0),
         forward=_forward_peak(tape),
         # A product, that with its bias, and what dropout makes of it.
@@ -127,7 +129,7 @@ def _backward_peak(tape: Tape, passing: Passing, *, defers: bool) -> int:
         for step in reversed(segment.steps):
             beside = passing.read(segment, step) + (0 if defers and step.deferred else step.beside)
             peak = max(peak, kept + deferred + step.grad_out + step.grad_in + beside + step.waiting)
-            deferred += step.deferred if defers else 0
+            deferred += step.deferred + passing.rounded(segment, step) if defers else 0
             kept -= passing.kept(segment, step)
     return peak
 
@@ -153,7 +155,7 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     stream = sizes.stream * sizes.residual_bytes
     part = stream // sizes.t if sizes.saves_parts else 0
     saved = part or stream
-    segments = [Segment(_documents(sizes, first))] if sizes.by_document else []
+    segments = [Segment(_shared(sizes, first))]
     segments += [Segment(embedding_steps(sizes))] if first else []
     saving = {"kept_input": saved, "part": part, "inputs": ((saved, sizes.residual_bytes),)}
     for layer, number, again in _groups(sizes, layers):
@@ -275,13 +277,16 @@ def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     )
 
 
-def _documents(sizes: LayerSizes, first: bool) -> tuple[Step, ...]:
-    """What all layers share where documents do not see each other: their numbers, while a layer may be computed again, which lie in one
-    tensor with the rest of the batch, and the plain kernel's mask."""
-    again = sizes.recompute in ("uniform", "block") or sizes.recomputes("core_attn")
-    batch = _batch(sizes) if again and not (first and _keeps_batch(sizes)) else 0
-    mask = 0 if sizes.fused_attention else sizes.b * sizes.s * sizes.s * _BOOL
-    return (Step("documents", batch + mask, 0, 0),)
+def _shared(sizes: LayerSizes, first: bool) -> tuple[Step, ...]:
+    """What all layers of a microbatch share: rotary angles, while a layer may be computed again; and where documents do not see each
+    other, their numbers, which lie in one tensor with the rest of the batch, and the plain kernel's mask."""
+    full = sizes.recompute in ("uniform", "block")
+    angles = sizes.s * (sizes.rotary_width // 2) * sizes.grad_bytes if full else 0
+    batch = mask = 0
+    if sizes.by_document:
+        batch = _batch(sizes) if (full or sizes.recomputes("core_attn")) and not (first and _keeps_batch(sizes)) else 0
+        mask = 0 if sizes.fused_attention else sizes.b * sizes.s * sizes.s * _BOOL
+    return (Step("shared", angles + batch + mask, 0, 0),)
 
 
 def _batch(sizes: LayerSizes) -> int:
@@ -297,7 +302,7 @@ def _keeps_batch(sizes: LayerSizes) -> bool:
 def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     tokens, e = sizes.s * sizes.b, sizes.param_bytes
     scores = tokens * sizes.words * e
-    at_once = tokens if sizes.accelerator else min(tokens, max(1, sizes.cached_elements // sizes.real_words))
+    at_once = tokens if sizes.accelerator else min(tokens, max(1, sizes.cached_elements // max(1, sizes.real_words)))
     wide = at_once * sizes.real_words * sizes.grad_bytes
     kept = tokens * (
         (2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + _FLOAT
@@ -320,7 +325,12 @@ def _norm(sizes: LayerSizes) -> Step:
         keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") and r != g else r))
         beside = 3 * elements * g
         saves = ((elements * g, g), (elements * g, g), (sizes.tokens * g, g))
-    return Step("norm", keeps, elements * e, elements * r, beside + (elements * r if e != r else 0), saves=saves)
+    if e != r:  # weight, and bias, as wide as the stream
+        saves += ((sizes.h * r, r),) * (1 if sizes.rms else 2)
+        keeps += sizes.h * r * (1 if sizes.rms else 2)
+        beside += elements * r
+    one_by_one = sizes.rms and not sizes.accelerator
+    return Step("norm", keeps, elements * e, elements * r, beside, saves=saves, at_once=2 if one_by_one else None)
 
 
 def _residual(sizes: LayerSizes) -> int:
@@ -460,7 +470,8 @@ def _plain_attention(sizes: LayerSizes) -> tuple[Step, ...]:
             if sizes.attention_dropout
             else []
         ),
-        _kept_step("values", ((out, e), *takes, (out, e)), out, scores * e + out),
+        _kept_step("values", ((out, e), *takes), out, scores * e + out),
+        _kept_step("together", ((out, e),), out, out),  # of all heads, for proj
     )
 
 

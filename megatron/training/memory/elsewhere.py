@@ -107,8 +107,15 @@ class Passing:
 
     def read(self, segment: Segment, step: Step) -> int:
         """Bytes that come for a step and go with it."""
-        own = sum(self._read(size) for size, _ in self._lazy(segment, step.saves))
-        return own + sum(self._read(size) for size, _ in self._lazy(segment, step.reads))
+        own = sorted((self._read(size) for size, _ in self._lazy(segment, step.saves)), reverse=True)
+        return sum(own[: step.at_once]) + sum(self._read(size) for size, _ in self._lazy(segment, step.reads))
+
+    def rounded(self, segment: Segment, step: Step) -> int:
+        """Bytes that a put off weight gradient keeps of its factor's blocks, above the factor."""
+        if not step.deferred or segment.away is None:
+            return 0
+        factors = _moving(step.reads or step.saves, segment.away.least)
+        return sum(self._read(size) - size for size, _ in factors)
 
     def _lazy(self, segment: Segment, saves: Sequence[Saved]) -> list[Saved]:
         if segment.away is None or segment.kept_input is not None or self._ahead:

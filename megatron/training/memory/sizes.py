@@ -24,6 +24,7 @@ class LayerSizes:
     f: int = 4  # width inside the MLP of this rank
     words: int = 0  # rows of the word table of this rank, padding included
     all_real_words: int | None = None  # of all ranks; None: nothing is padded
+    tensor_rank: int = 0  # whose real words are counted: the first has as many as any
     positions: int = 0  # rows of the learned position table; 0: there is none
     rotary_width: int = 0
     gated: bool = False
@@ -63,8 +64,10 @@ class LayerSizes:
 
     @property
     def real_words(self) -> int:
-        """Rows without padding; of the first rank, which has as many as any."""
-        return self.words if self.all_real_words is None else min(self.words, self.all_real_words)
+        """Rows without padding."""
+        if self.all_real_words is None:
+            return self.words
+        return min(self.words, max(self.all_real_words - self.tensor_rank * self.words, 0))
 
     @property
     def is_half(self) -> bool:

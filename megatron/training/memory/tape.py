@@ -18,6 +18,7 @@ class Step(NamedTuple):
     deferred_beside: int = 0  # room for that weight gradient
     saves: tuple[Saved, ...] = ()  # the memories of what it keeps
     reads: tuple[Saved, ...] = ()  # of what other steps keep
+    at_once: int | None = None  # the most of these memories that one of its operations reads; None: all
     forward: int = 0  # all that it makes at the peak of its forward, where its backward needs less
 
 

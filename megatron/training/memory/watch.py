@@ -62,9 +62,9 @@ class MemoryWatch:
         there = [[buffer.plan.numel for buffer in chunk.buffers] for chunk in self.chunks]
         other = torch.tensor([planned != there], dtype=torch.int64, device=runtime.device.torch_device)
         if not comm.all_reduce(other, runtime.mesh["world"], "max").item():
-            part = part_of(run, runtime.mesh)
+            mine = of_rank(run, runtime.mesh)
             self.predicted = estimate(run)
-            self.mine = estimate(replace(run, part=part)) if part and 0 < run.offload_fraction < 1 else self.predicted
+            self.mine = self.predicted if mine == run else estimate(mine)
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
@@ -127,9 +127,12 @@ class MemoryWatch:
         return f"{amount(size)} / {amount(expected)}" if self.predicted else amount(size)
 
 
-def part_of(run: RunSizes, mesh: Mapping[str, Axis]) -> int:
-    """Which part of each bucket a rank updates."""
-    inner, outer = mesh["dp_inner"].rank, mesh["dp_outer"]
-    if run.zero_stage == 0:
-        return 0
-    return inner * outer.size + outer.rank if run.divides_outer else inner
+def of_rank(run: RunSizes, mesh: Mapping[str, Axis]) -> RunSizes:
+    """The same with the few numbers in which ranks of one stage differ: the part of each bucket that a rank updates, where a share of
+    that is offloaded, and the real words of a padded table."""
+    layer, outer = run.layer, mesh["dp_outer"]
+    part = 0
+    if run.zero_stage > 0 and 0 < run.offload_fraction < 1:
+        part = mesh["dp_inner"].rank * (outer.size if run.divides_outer else 1) + run.divides_outer * outer.rank
+    rank = mesh["tp"].rank if replace(layer, tensor_rank=mesh["tp"].rank).real_words < layer.real_words else 0
+    return replace(run, part=part, layer=replace(layer, tensor_rank=rank))
