@@ -126,6 +126,7 @@ def _backward_peak(tape: Tape, passing: Passing, *, defers: bool) -> int:
         kept = before + passing.held + segment.part + sum(passing.kept(segment, step) for step in segment.steps)
         if segment.kept_input is not None:  # a forward first, while the gradient waits
             peak = max(peak, kept + deferred + _again(segment.steps))
+            peak = max(peak, before + passing.held + deferred + passing.gathered(segment) + _gradient(segment.steps))
         for step in reversed(segment.steps):
             beside = passing.read(segment, step) + (0 if defers and step.deferred else step.beside)
             peak = max(peak, kept + deferred + step.grad_out + step.grad_in + beside + step.waiting)
@@ -141,7 +142,12 @@ def _again(steps: Sequence[Step]) -> int:
         if step.forward:
             more = max(more, step.forward - left)
         left -= step.keeps
-    return more + steps[-1].grad_out + steps[-1].waiting
+    return more + _gradient(steps)
+
+
+def _gradient(steps: Sequence[Step]) -> int:
+    """What waits for steps that are computed again."""
+    return steps[-1].grad_out + steps[-1].waiting
 
 
 # ---------------------------------------------------------------- the steps of a stage

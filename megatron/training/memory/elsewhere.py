@@ -98,8 +98,13 @@ class Passing:
             self._start(group)
         if self._ahead:
             self._here[away.group] -= sum(away.pieces)  # which the steps count from here on
-        elif segment.kept_input is not None:
+        elif segment.kept_input is not None and not _is_part(away):
             self._of_segment = sum(self._read(size) - size for size in away.pieces)
+
+    def gathered(self, segment: Segment) -> int:
+        """Bytes of a part that has come back and of the whole, while that is put together."""
+        away = segment.away
+        return sum(map(self._read, away.pieces)) + away.source if away is not None and _is_part(away) else 0
 
     def kept(self, segment: Segment, step: Step) -> int:
         """Bytes of what a step keeps that are there before the backward is at it."""
@@ -129,6 +134,10 @@ class Passing:
 
     def _read(self, size: int) -> int:
         return -(-size // self._block) * self._block
+
+
+def _is_part(away: Away) -> bool:
+    return away.source > away.moved
 
 
 # ---------------------------------------------------------------- a rank
