@@ -483,5 +483,20 @@ def test_room_is_used_again():
     assert run_ranks({}, work) == [(3, 0)]
 
 
+def test_queries_keys_and_values_come_back_once(monkeypatch):
+    """What an operation reads in several views of one memory is brought back for all of them."""
+    fetched: list = []
+    fetch = TierRoom.fetch
+    monkeypatch.setattr(TierRoom, "fetch", lambda self, slot: (fetched.append(slot), fetch(self, slot))[1])
+    kept, x = StageActivations(1, smallest=1), torch.arange(12.0).view(3, 4).requires_grad_()
+    with kept.saving(0, x, ()):
+        q, k, v = (x * 2).unbind()
+        out = torch.addcmul(q, k, v)  # keeps k and v
+    out.sum().backward()
+    assert len(fetched) == 1
+    expected = torch.stack((torch.full((4,), 2.0), 4 * x[2], 4 * x[1]))
+    assert torch.equal(x.grad, expected)
+
+
 def test_a_stage_without_offload_has_no_keeper():
     assert StageActivations().keeper(0) is None

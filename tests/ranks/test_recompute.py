@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tiny_run import (
 
 from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
-from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.recompute import give_up, recomputed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape
 
@@ -54,6 +54,22 @@ def with_modules(model: str, modules: list[str]) -> TransformerConfig:
 )  # fmt: skip
 def test_modules_computed_again_change_nothing(model: str, modules: list[str], layout: Layout):
     assert_equal(run(with_modules(model, modules), layout), one_process(model), 1e-10)
+
+
+def test_a_norm_that_was_computed_again_goes_with_its_use():
+    """And not with the graph, at the end of the whole backward."""
+    memories, alive, y = [], [], torch.ones(8, requires_grad=True)
+    for block in range(2):
+        normed = y * 2
+        memories.append(weakref.ref(normed.untyped_storage()))
+        result = normed * normed
+        give_up(normed, partial(torch.mul, y.detach(), 2), until=result)
+        if block == 0:
+            result.register_hook(lambda _: alive.append(memories[1]() is not None))  # the second block is through
+        y = result
+        del normed, result
+    y.sum().backward()
+    assert alive == [False]
 
 
 def without_dropout(config: TransformerConfig) -> TransformerConfig:

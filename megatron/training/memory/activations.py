@@ -1,32 +1,24 @@
 """What a microbatch keeps between its forward and its backward, and what the backward needs beside. Pure.
 
-A stage is a tape of steps, in the order of the forward. A step keeps bytes until its backward has run, which takes the gradient of
-its output, makes that of its input, and may need some room beside:
+A stage is a tape of steps (`steps.py`), in the order of the forward. A step keeps bytes until its backward has run, which takes the
+gradient of its output, makes that of its input, and may need some room beside:
 
     forward    norm  qkv  attention  proj  norm  fc1  gelu  fc2         kept grows to the right
     backward    <------------------------------------------------       kept up to here + gradients on both sides + beside
 
-What is said of a tensor is the first step that keeps it, for the memory is free when the last to use it in the backward is done.
-Bytes of a layer of GPT-2 on one rank in bfloat16, in units of s b h, with f = 4 h and dropout behind each block:
-
-    norm 2 | qkv 2 | attention 6 + 2 | proj - | dropout 1 | norm 2 | fc1 2 | gelu 8 | fc2 8 | dropout 1        34
-
-the 34 of arXiv:2205.05198, equation 1. Its second term, 5 a s / h for the scores, is 0 with the fused kernel, which keeps none, and
-7 a s / h with the plain one: our softmax is float32, 4 instead of 2 bytes.
+Here the tape of a stage is put together, and run, forwards and backwards, by the actions of a schedule.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.memory.elsewhere import Passing, block_of, leaving, placed, reads_ahead
 from megatron.training.memory.parameters import is_small, items_of_stage
 from megatron.training.memory.sizes import LayerSizes, RunSizes
-from megatron.training.memory.tape import Saved, Segment, Step, Tape
-
-_INT, _BOOL, _FLOAT = 8, 1, 4  # bytes
-_CORE, _MLP = ("attention", "softmax", "drop", "values", "together"), ("fc1", "gelu", "swiglu", "fc2")  # steps
-_FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512  # of `tensor_parallel/linear.py`, whose factors are widened in blocks
+from megatron.training.memory.steps import embedding_steps, head_steps, layer_segments, layer_steps, shared_steps
+from megatron.training.memory.tape import Segment, Step, Tape
 
 
 class StageBytes(NamedTuple):
@@ -40,19 +32,17 @@ class StageBytes(NamedTuple):
     forward: int = 0  # at the peak of a forward, where that is no backward's
     beside_forward: int = 0  # room at its end
     leaving: int = 0  # from a forward to the stage's next one, or to its own backward: what is on its way to a tier
-    backward_of_last: int = (
-        0  # of the microbatch whose forward was the stage's last: that is still there when it begins
-    )
+    backward_of_last: int = 0  # of the microbatch of the stage's last forward: that is there when it begins
     input_backward_of_last: int = 0
 
 
 def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
     tape = tape_of_stage(run, stage)
     steps = [step for segment in tape for step in segment.steps]
-    passing = Passing(tape, is_last=False, ahead=reads_ahead(run), block=block_of(run))
-    rounded = sum(passing.rounded(segment, step) for segment in tape for step in segment.steps)
+    passing = partial(Passing, tape, ahead=reads_ahead(run), block=block_of(run))
+    rounded = sum(passing(is_last=False).rounded(segment, step) for segment in tape for step in segment.steps)
     backward, of_last, by_input, by_input_of_last = (
-        _backward_peak(tape, Passing(tape, is_last=is_last, ahead=reads_ahead(run), block=block_of(run)), defers=defers)
+        _backward_peak(tape, passing(is_last=is_last), defers=defers)
         for defers in (False, True)
         for is_last in (False, True)
     )
@@ -150,7 +140,7 @@ def _gradient(steps: Sequence[Step]) -> int:
     return steps[-1].grad_out + steps[-1].waiting
 
 
-# ---------------------------------------------------------------- the steps of a stage
+# ---------------------------------------------------------------- the tape of a stage
 
 
 def tape_of_stage(run: RunSizes, stage: int) -> Tape:
@@ -161,7 +151,7 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     stream = sizes.stream * sizes.residual_bytes
     part = stream // sizes.t if sizes.saves_parts else 0
     saved = part or stream
-    segments = [Segment(_shared(sizes, first))]
+    segments = [Segment(shared_steps(sizes, first))]
     segments += [Segment(embedding_steps(sizes))] if first else []
     saving = {"kept_input": saved, "part": part, "inputs": ((saved, sizes.residual_bytes),)}
     for layer, number, again in _groups(sizes, layers):
@@ -196,296 +186,3 @@ def _with_received_gradient(sizes: LayerSizes, tape: Tape) -> Tape:
             steps[-1] = steps[-1]._replace(deferred=steps[-1].deferred - sizes.stream * sizes.param_bytes)
         result.insert(0, segment._replace(steps=tuple(steps)))
     return tuple(result)
-
-
-def layer_segments(sizes: LayerSizes) -> Tape:
-    """A layer that is kept, but for what is computed again."""
-    steps, segments, kept = layer_steps(sizes), [], []
-    for run in _runs_of(steps, together=(_CORE, _MLP if sizes.recomputes("mlp") else ())):
-        saved = _saved_of(sizes, run)
-        if saved is None:
-            kept += run
-            continue
-        segments += [Segment(tuple(kept))] if kept else []
-        segments.append(Segment(tuple(run), sum(size for size, _ in saved), inputs=saved))
-        kept = []
-    return (*segments, Segment(tuple(kept))) if kept else tuple(segments)
-
-
-def _runs_of(steps: Sequence[Step], together: tuple[tuple[str, ...], ...]) -> list[list[Step]]:
-    """Each step alone, but neighbours whose names stand in one of `together` as one run."""
-    runs: list[list[Step]] = []
-    for step in steps:
-        if runs and any(step.name in names and runs[-1][-1].name in names for names in together):
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return runs
-
-
-def _saved_of(sizes: LayerSizes, run: Sequence[Step]) -> tuple[Saved, ...] | None:
-    """Of steps that are computed again, or whose input is, the memories that are kept nevertheless; None for others."""
-    first, e = run[0].name, sizes.param_bytes
-    normed = () if sizes.recomputes("layernorm") else ((sizes.stream * e, e),)
-    if first == "attention" and sizes.recomputes("core_attn"):
-        return (*_qkv(sizes), (run[-1].grad_out, e))  # what attention takes, and what it gives to proj
-    if first == "fc1" and sizes.recomputes("mlp"):
-        return normed
-    return () if first in ("qkv", "fc1") and sizes.recomputes("layernorm") else None
-
-
-def layer_steps(sizes: LayerSizes) -> tuple[Step, ...]:
-    stream = sizes.stream * sizes.residual_bytes
-    attention = (_linear(sizes, "qkv", sizes.h, _fused_width(sizes), column=True), *_attention(sizes))
-    mlp = (_linear(sizes, "fc1", sizes.h, (2 if sizes.gated else 1) * sizes.f, column=True), *_mlp(sizes))
-    return tuple(
-        step._replace(waiting=step.waiting + stream)
-        for block, again in ((attention, False), (mlp, sizes.recomputes("mlp")))
-        for step in (
-            _norm(sizes),
-            *_after_norm(sizes, (*block[:-1], _row_linear(sizes, block[-1])), again),
-            *_dropout(sizes),
-        )
-    )
-
-
-def _after_norm(sizes: LayerSizes, block: tuple[Step, ...], again: bool) -> tuple[Step, ...]:
-    """Where the norm's output is computed again, it is there from the start of the block's backward on. `again`: so is the block, as a
-    whole, which then keeps it."""
-    if not sizes.recomputes("layernorm"):
-        return block
-    normed, last = sizes.stream * sizes.param_bytes, block[-1]
-    refill = Step("norm again", 0, last.grad_out, 0, normed + _norm_rows(sizes), waiting=normed)
-    if again:
-        return (*block, refill)
-    return (block[0], *(step._replace(waiting=normed) for step in block[1:]), refill)
-
-
-def _row_linear(sizes: LayerSizes, step: Step) -> Step:
-    """Without dropout behind it, what it is handed is the gradient of the stream itself."""
-    return step._replace(grad_out=0) if sizes.hands_on_gradient else step
-
-
-def embedding_steps(sizes: LayerSizes) -> tuple[Step, ...]:
-    tokens, e = sizes.s * sizes.b, sizes.param_bytes
-    stream = sizes.stream * sizes.residual_bytes
-    apart = (_INT + _BOOL) * tokens if sizes.t > 1 else 0  # which words are mine
-    whole = tokens * sizes.h
-    rows = (
-        sizes.words if sizes.accelerator else min(tokens, sizes.words)
-    )  # of the table's gradient, made before it is added
-    widened = whole * sizes.main_grad_bytes if sizes.param_bytes < sizes.main_grad_bytes else 0
-    spread = whole * e * (2 if sizes.sequence_parallel else 1) if sizes.t > 1 else 0
-    ids = _batch(sizes) if _keeps_batch(sizes) else 0
-    return (
-        Step("words", ids + apart, stream, 0, widened + spread + rows * sizes.h * sizes.main_grad_bytes),
-        *_dropout(sizes),
-    )
-
-
-def _shared(sizes: LayerSizes, first: bool) -> tuple[Step, ...]:
-    """What all layers of a microbatch share: rotary angles, while a layer may be computed again; and where documents do not see each
-    other, their numbers, which lie in one tensor with the rest of the batch, and the plain kernel's mask."""
-    full = sizes.recompute in ("uniform", "block")
-    angles = sizes.s * (sizes.rotary_width // 2) * sizes.grad_bytes if full else 0
-    batch = mask = 0
-    if sizes.by_document:
-        batch = _batch(sizes) if (full or sizes.recomputes("core_attn")) and not (first and _keeps_batch(sizes)) else 0
-        mask = 0 if sizes.fused_attention else sizes.b * sizes.s * sizes.s * _BOOL
-    return (Step("shared", angles + batch + mask, 0, 0),)
-
-
-def _batch(sizes: LayerSizes) -> int:
-    """Tokens, labels, positions and documents, which are one tensor."""
-    return (4 if sizes.by_document else 3) * sizes.s * sizes.b * _INT
-
-
-def _keeps_batch(sizes: LayerSizes) -> bool:
-    """Whether what the embedding keeps looks into it."""
-    return sizes.t == 1 or sizes.positions > 0
-
-
-def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
-    tokens, e = sizes.s * sizes.b, sizes.param_bytes
-    scores = tokens * sizes.words * e
-    at_once = tokens if sizes.accelerator else min(tokens, max(1, sizes.cached_elements // max(1, sizes.real_words)))
-    wide = at_once * sizes.real_words * sizes.grad_bytes
-    kept = tokens * (
-        (2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + _FLOAT
-    )  # of a token: log-sum-exp, target, mask
-    return (
-        _norm(sizes),
-        _linear(sizes, "scores", sizes.h, sizes.words, column=True),
-        Step("loss", scores + kept, 0, scores, wide),
-    )
-
-
-def _norm(sizes: LayerSizes) -> Step:
-    """Of the residual stream: its input is kept, and two numbers a row."""
-    elements = sizes.stream
-    e, r, g = sizes.param_bytes, sizes.residual_bytes, sizes.grad_bytes
-    keeps, beside = elements * r + _norm_rows(sizes), 0
-    row = _norm_rows(sizes) // 2, g if sizes.accelerator else r
-    saves = ((elements * r, r), *[row] * (1 if sizes.rms else 2))
-    if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
-        keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") and r != g else r))
-        beside = 3 * elements * g
-        saves = ((elements * g, g), (elements * g, g), (sizes.tokens * g, g))
-    if e != r:  # weight, and bias, as wide as the stream
-        saves += ((sizes.h * r, r),) * (1 if sizes.rms else 2)
-        keeps += sizes.h * r * (1 if sizes.rms else 2)
-        beside += elements * r
-    one_by_one = sizes.rms and not sizes.accelerator
-    return Step("norm", keeps, elements * e, elements * r, beside, saves=saves, at_once=2 if one_by_one else None)
-
-
-def _residual(sizes: LayerSizes) -> int:
-    """The stream that waits in a forward for the block's result, where the norm before has kept wider copies instead."""
-    r = sizes.residual_bytes
-    return sizes.stream * r if sizes.rms and not sizes.accelerator and r != sizes.grad_bytes else 0
-
-
-def _norm_rows(sizes: LayerSizes) -> int:
-    return 2 * sizes.tokens * (sizes.grad_bytes if sizes.accelerator else sizes.residual_bytes)
-
-
-def _linear(sizes: LayerSizes, name: str, inputs: int, outputs: int, *, column: bool) -> Step:
-    """x [tokens, inputs] -> [tokens, outputs], with the moves of tensor parallelism on the side of the whole width."""
-    tokens, e, apart = sizes.s * sizes.b, sizes.param_bytes, sizes.sequence_parallel
-    kept = (sizes.tokens if column else tokens) * inputs * e
-    moved = tokens * inputs * e if column and apart else 0  # x or its gradient, whole
-    widened = _weight_gradient_bytes(sizes, inputs, outputs)
-    grad_out, grad_in = tokens * outputs * e, (sizes.tokens if column else tokens) * inputs * e
-    arriving = sizes.tokens * outputs * e if not column and apart else 0
-    keeps = kept if column or name == "fc2" else 0  # attention keeps what proj takes
-    return Step(
-        name, keeps, grad_out, grad_in, 2 * moved + arriving + widened, deferred=kept + grad_out, deferred_beside=moved + widened,
-        saves=((keeps, e),) if keeps else (), reads=() if keeps else ((kept, e),),
-    )  # fmt: skip
-
-
-def _weight_gradient_bytes(sizes: LayerSizes, inputs: int, outputs: int) -> int:
-    """Room for a product that is wider than its factors: the product itself, or, on a CPU, factors that are widened."""
-    if sizes.param_bytes == sizes.main_grad_bytes:
-        return 0
-    if sizes.accelerator:
-        return inputs * outputs * sizes.main_grad_bytes
-    tokens = sizes.s * sizes.b
-    block = min(tokens, _TOKENS_AT_ONCE) * min(outputs, _FEATURES_AT_ONCE)
-    return (tokens * inputs + block) * sizes.main_grad_bytes
-
-
-def _dropout(sizes: LayerSizes) -> tuple[Step, ...]:
-    if not sizes.hidden_dropout:
-        return ()
-    e = sizes.param_bytes
-    mask = sizes.stream * _BOOL
-    return (Step("dropout", mask, sizes.stream * e, sizes.stream * e, saves=((mask, _BOOL),)),)
-
-
-def _mlp(sizes: LayerSizes) -> tuple[Step, ...]:
-    e = sizes.param_bytes
-    inner = sizes.s * sizes.b * sizes.f * e
-    if sizes.gated:  # gate and up are one tensor, whose gradient is put together at the end
-        activation = Step("swiglu", 3 * inner, 2 * inner, 2 * inner, saves=((2 * inner, e), (inner, e)))
-    else:
-        activation = Step("gelu", inner, inner, inner, saves=((inner, e),))
-    return activation, _linear(sizes, "fc2", sizes.f, sizes.h, column=False)
-
-
-def _head_norms(sizes: LayerSizes) -> Step:
-    """Of each query and key head."""
-    e, g, tokens = sizes.param_bytes, sizes.grad_bytes, sizes.s * sizes.b
-    rows = tokens * sizes.heads, tokens * sizes.kv_heads
-    elements = sum(rows) * sizes.d
-    saves = [(2 * row * (g if sizes.accelerator else e), g) for row in rows]
-    beside = 0
-    if sizes.rms and not sizes.accelerator:  # of single operations, as `_norm`
-        saves += [(row * sizes.d * g, g) for row in rows] * (2 if e < g else 1)
-        beside = 3 * elements * g
-    if _norms_look_in(sizes):
-        saves.append((tokens * _fused_width(sizes) * e, e))
-        saves += [(rows[0] * sizes.d * e, e)] if _copies_queries(sizes) else []
-    return Step("head norms", sum(size for size, _ in saves), elements * e, elements * e, beside, saves=tuple(saves))
-
-
-def _norms_look_in(sizes: LayerSizes) -> bool:
-    """Whether the norms of heads keep what the product has made, and not wider copies."""
-    return sizes.qk_norm and (sizes.accelerator or not sizes.rms or sizes.param_bytes == sizes.grad_bytes)
-
-
-def _copies_queries(sizes: LayerSizes) -> bool:
-    """Whether the groups' queries are copied to lie side by side."""
-    return sizes.kv_heads > 1 and sizes.heads > sizes.kv_heads
-
-
-def _fused_width(sizes: LayerSizes) -> int:
-    return (sizes.heads + 2 * sizes.kv_heads) * sizes.d
-
-
-def _qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
-    """The memories that queries, keys and values lie in when attention takes them, but for what norms before it keep."""
-    widths = [] if _norms_look_in(sizes) else [_fused_width(sizes)]
-    if sizes.rotary_width > 0 or sizes.qk_norm:  # turned
-        widths += [sizes.heads * sizes.d, sizes.kv_heads * sizes.d]
-    elif _copies_queries(sizes):
-        widths.append(sizes.heads * sizes.d)
-    e = sizes.param_bytes
-    return tuple((sizes.s * sizes.b * width * e, e) for width in widths)
-
-
-def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
-    """From the fused q/k/v to what proj takes."""
-    tokens, e = sizes.s * sizes.b, sizes.param_bytes
-    fused, out = tokens * _fused_width(sizes) * e, tokens * sizes.heads * sizes.d * e
-    before = [_head_norms(sizes)] if sizes.qk_norm else []
-    if sizes.rotary_width:
-        rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
-        before.append(Step("rotary", rotary, fused, fused))
-    if sizes.fused_attention:
-        joined = out if sizes.by_document else 0  # what proj takes is put together from the documents
-        saves = (*_qkv(sizes), (out, e), (tokens * sizes.heads * _FLOAT, _FLOAT), *([(joined, e)] if joined else []))
-        reads = ((fused, e),) if _norms_look_in(sizes) else ()  # values
-        core = (_kept_step("attention", saves, out, fused)._replace(reads=reads),)
-    else:
-        core = _plain_attention(sizes)
-    return (
-        Step("split", 0, fused, fused),
-        *before,
-        *core,
-        _linear(sizes, "proj", sizes.heads * sizes.d, sizes.h, column=False),
-    )
-
-
-def _plain_attention(sizes: LayerSizes) -> tuple[Step, ...]:
-    """softmax(Q K^T) V with its scores. Each of q, k, v is a copy, as large as what comes out."""
-    tokens, e, g = sizes.s * sizes.b, sizes.param_bytes, sizes.grad_bytes
-    fused, out = tokens * _fused_width(sizes) * e, tokens * sizes.heads * sizes.d * e
-    scores = sizes.b * sizes.heads * sizes.s * sizes.s
-    mask = 0 if sizes.by_document else sizes.s * sizes.s * _BOOL
-    # Scores, filled with -inf, and their softmax; or scores, softmax, what is dropped of it and that divided, and two masks.
-    wide = scores * (4 * g + 2 * _BOOL if sizes.attention_dropout else 3 * g)
-    forward = sum(size for size, _ in _qkv(sizes)) + out + mask + wide + _residual(sizes)
-    dropped, kept = scores * _BOOL, scores * e  # by the product with v, where the softmax is not what it takes
-    takes = ((kept, e),) if sizes.attention_dropout or sizes.is_half else ()
-    return (
-        _kept_step("attention", ((out, e), (out, e)), scores * e, fused, waiting=out),
-        _kept_step("softmax", ((mask, _BOOL), (scores * g, g)), scores * g, scores * g, waiting=out, forward=forward),
-        *(
-            [_kept_step("drop", ((dropped, _BOOL),), scores * g, scores * g, waiting=out)]
-            if sizes.attention_dropout
-            else []
-        ),
-        _kept_step("values", ((out, e), *takes), out, scores * e + out),
-        _kept_step("together", ((out, e),), out, out),  # of all heads, for proj
-    )
-
-
-def _kept_step(name: str, saves: tuple[Saved, ...], grad_out: int, grad_in: int, **more: int) -> Step:
-    """One that keeps just these memories."""
-    return Step(name, sum(size for size, _ in saves), grad_out, grad_in, saves=saves, **more)
-
-
-def listed(tape: Sequence[Segment]) -> list[tuple[str, int]]:
-    """What each step keeps, by name, for a table."""
-    return [(step.name, step.keeps) for segment in tape for step in segment.steps]

@@ -8,10 +8,10 @@ activations    bytes a layer, arXiv:2205.05198, table 2
 
 from dataclasses import dataclass
 
-from megatron.training.memory.activations import layer_segments
 from megatron.training.memory.estimate import RankMemory
 from megatron.training.memory.parameters import held_count, layer_parameters, parameter_count
 from megatron.training.memory.sizes import LayerSizes, RunSizes
+from megatron.training.memory.steps import layer_segments
 
 AGREES = 0.01
 

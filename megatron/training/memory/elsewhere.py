@@ -34,8 +34,6 @@ def _sent(sizes: LayerSizes, group: int, segment: Segment, is_input: bool) -> Se
     """With what leaves: an input always, of what autograd saves the larger memories."""
     least = 0 if is_input else sizes.smallest_offloaded
     pieces = tuple(size for size, _ in _moving(segment.saves, least))
-    if not pieces:
-        return segment
     # A part is a view of the whole, which it keeps.
     source = sizes.stream * sizes.residual_bytes if is_input else sum(pieces)
     return segment._replace(part=0, away=Away(group, least, sum(pieces), source, pieces))
