@@ -119,6 +119,14 @@ CASES = [
     Case(f"{_FUSED} {_BATCH} --zero-stage 1 --bf16 --optimizer-cpu-offload", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 --offload-dir state --optimizer-offload-fraction 0.5", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --offload-dir state --offload-params --overlap-param-gather", 4, 1),
+    Case(f"{_P2} {_FUSED} {_BATCH} --num-layers-per-virtual-pipeline-stage 1 --zero-stage 1 --bf16 --main-grads-dtype bf16 "
+         "--reduce-scatter-with-fp32-accumulation --overlap-grad-reduce --ddp-bucket-size 30000", 4, 2),
+    Case(f"{_P2} {_FUSED} {_BATCH} --bf16 --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1000", 4, 0),
+    Case(f"{_P2} {_FUSED} {_BATCH} {_UNIFORM} 1 --cpu-offloading-num-layers 1 --contiguous-checkpointing --pipeline-schedule zb-h1", 4, 1),
+    Case(f"{_T2} {_FUSED} {_UNIFORM} 1 --distribute-saved-activations --contiguous-checkpointing", 2, 1),
+    Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 {_UNIFORM} 2 --cpu-offloading-num-layers 4 --offload-dir state "
+         "--optimizer-offload-fraction 0.3", 4, 3),
+    Case(f"--bf16 {_PARTS} core_attn mlp layernorm"),
 ]  # fmt: skip
 # Too long for a test: GPT-2 with half of its layers (82 M parameters), and deeper ones on many ranks.
 LARGE = [

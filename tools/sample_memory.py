@@ -92,8 +92,13 @@ def _pipeline(draw: Draw) -> tuple[int, int, int]:
         draw.value("--pipeline-schedule", "1f1b", "gpipe", "zb-h1")
     if p > 1:
         draw.words += ["--pipeline-model-parallel-size", str(p)]
-        if v == 1 and layers > p:
-            draw.flag(f"--decoder-first-pipeline-num-layers {draw.one(1, layers // p)}", 0.2)
+        if (
+            v == 1
+            and layers > p
+            and not draw.flag(f"--decoder-first-pipeline-num-layers {draw.one(1, layers // p)}", 0.2)
+        ):
+            for flag in ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"):
+                layers -= draw.flag(flag, 0.2)
     return p, v, layers
 
 
@@ -134,6 +139,9 @@ def _precision(draw: Draw) -> None:
     if half == "bf16":
         draw.flag("--main-grads-dtype bf16", 0.15)
         draw.flag("--reuse-fp32-param", 0.25)
+    if half not in ("bf16", "fp16"):
+        draw.flag("--grad-reduce-in-bf16", 0.15)
+    draw.flag("--clip-grad 0", 0.1)
     if draw.flag("--optimizer sgd", 0.15):
         draw.flag("--sgd-momentum 0", 0.3)
 

@@ -150,7 +150,8 @@ def test_stage_3_holds_two_units_while_one_is_fetched_ahead():
 
 # Elements of a model of 6 layers without positions, whose parts come out even: 12 h^2 + 13 h a layer, two tables, a norm.
 _H = 32
-_NUMEL = 6 * (12 * _H * _H + 13 * _H) + 2 * 8 * _H + 2 * _H
+_NUMEL_OF_LAYER = 12 * _H * _H + 13 * _H
+_NUMEL = 6 * _NUMEL_OF_LAYER + 2 * 8 * _H + 2 * _H
 
 
 def even(**more) -> RunSizes:
@@ -169,6 +170,53 @@ def test_what_is_offloaded_is_counted_where_it_lives():
     (host,) = estimate(even(tier="host", offload_fraction=0.25))
     assert 0.25 * 12 * _NUMEL <= host.on["host"]["optimizer"] < 0.4 * 12 * _NUMEL  # rounded up to whole parameters
     assert host.on["host"]["optimizer"] + host.on[DEVICE]["optimizer"] == 12 * _NUMEL == host.bytes["optimizer"]
+
+
+def recomputed_in_four_stages(**more) -> RunSizes:
+    """Two recomputed layers a stage, each a group."""
+    return RunSizes(
+        layer(recompute="uniform", **more), layers=tuple(range(2 * n, 2 * n + 2) for n in range(4)), p=4, m=8
+    )
+
+
+def test_offloaded_inputs_wait_on_the_host():
+    """1F1B has 3 microbatches alive on rank 1: 3 x 2 inputs. On the device, of the 4 of two others, the 2 of the last forward are still
+    on their way out; of a microbatch in its backward the next input is on its way in, and lies where it would have waited."""
+    plain, away = (estimate(recomputed_in_four_stages(offloaded_layers=n))[1] for n in (0, 2))
+    one = 16 * 3 * 32 * 2
+    assert away.on["host"] == {"activations": 3 * 2 * one}
+    assert away.on[DEVICE]["activations"] == plain.on[DEVICE]["activations"] - 4 * one + 2 * one
+    assert any("in host memory: activations" in line for line in short_report([away]))
+    half = estimate(recomputed_in_four_stages(offloaded_layers=1))[1]
+    assert half.on["host"] == {"activations": 3 * one}
+
+
+def test_offloaded_inputs_wait_in_the_file():
+    """Read back in blocks of 1 MiB of the host, two layers at a time."""
+    away = estimate(replace(recomputed_in_four_stages(offloaded_layers=2), tier="file", offload_fraction=0.0))[1]
+    assert away.on["file"] == {"activations": 3 * 2 * 16 * 3 * 32 * 2}
+    assert away.on["host"] == {"slices": 2 * 2**20}
+
+
+def test_slots_take_what_inputs_do_and_are_all_there_at_once():
+    """At the peak, in the backward of a stage's first group, the input of the second is gone, and its slot is not. A slot is a multiple
+    of 512 bytes, as an input of 6 x 512 is; one of 18 x 33 x 2 is not. Of GPipe all microbatches wait."""
+    plain, slots = (estimate(recomputed_in_four_stages(contiguous=on))[1].total for on in (False, True))
+    assert slots == plain + 16 * 3 * 32 * 2
+    run = replace(recomputed_in_four_stages(contiguous=True, s=6, h=33), schedule="gpipe")
+    got = estimate(run)[1].total - estimate(replace(run, layer=replace(run.layer, contiguous=False)))[1].total
+    one = 6 * 3 * 33 * 2
+    assert got == 8 * 2 * (3 * 512 - one) + one
+
+
+def test_the_sums_of_two_chunks_end_one_after_the_other():
+    """bfloat16 gradients, summed in float32 over 2 ranks: while the first chunk's sum is taken, 2 bytes an element have been received of
+    both, and 4 of half of the first are made. No transfer is left then, and none counted beside."""
+    sizes = layer(tied=False, words=8, positions=0, main_grad_bytes=2)
+    run = RunSizes(sizes, layers=tuple(range(n, n + 1) for n in range(4)), p=2, m=4, schedule="interleaved",
+                   shards=2, zero_stage=1, overlap_reduce=True, sums_wide=True)  # fmt: skip
+    first, second = _NUMEL_OF_LAYER, _NUMEL_OF_LAYER + 8 * _H + 2 * _H
+    assert estimate(run)[1].bytes["communication"] == max(4 * first + 2 * second, 4 * second)
 
 
 def test_hybrid_shards_divide_optimizer_state_over_both_axes():

@@ -40,11 +40,13 @@ def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
     tape = tape_of_stage(run, stage)
     steps = [step for segment in tape for step in segment.steps]
     passing = partial(Passing, tape, ahead=reads_ahead(run), block=block_of(run))
+    is_last = stage == len(run.layers) - 1
+    beside = 2 + run.layer.hidden_dropout  # a product, that with its bias, and what dropout makes of it
     rounded = sum(passing(is_last=False).rounded(segment, step) for segment in tape for step in segment.steps)
     backward, of_last, by_input, by_input_of_last = (
-        _backward_peak(tape, passing(is_last=is_last), defers=defers)
+        _backward_peak(tape, passing(is_last=just_made), defers=defers)
         for defers in (False, True)
-        for is_last in (False, True)
+        for just_made in (False, True)
     )
     return StageBytes(
         kept=sum(segment.keeps for segment in tape),
@@ -53,8 +55,7 @@ def stage_bytes(run: RunSizes, stage: int) -> StageBytes:
         kept_for_weights=sum(step.deferred for step in steps) + rounded + _small_gradients(run, stage),
         weights=max((step.deferred_beside for step in steps), default=0),
         forward=_forward_peak(tape),
-        # A product, that with its bias, and what dropout makes of it.
-        beside_forward=(3 if run.layer.hidden_dropout else 2) * run.layer.stream * run.layer.param_bytes,
+        beside_forward=0 if is_last else beside * run.layer.stream * run.layer.param_bytes,
         leaving=sum(leaving(tape).values()),
         backward_of_last=of_last,
         input_backward_of_last=by_input_of_last,

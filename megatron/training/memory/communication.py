@@ -46,9 +46,9 @@ def peak_of_rank(run: RunSizes, rank: int, actions: Sequence[Action]) -> int:
             moving -= whole
         elif op is Op.REDUCE:
             summing += sum(one.under_way for one in sums[stage])
-            # Sums begin in the last backward, which holds the gradient it began with.
-            overlaps = run.overlap_reduce and not splits
-            first = whole if overlaps and stage == 0 < len(run.layers) - 1 else 0
+            # Sums begin in the last backward, which holds the gradient it began with, to the end of what is put off.
+            holds = run.layer.hands_on_gradient if splits else stage == 0
+            first = whole if run.overlap_reduce and holds and stage < len(run.layers) - 1 else 0
             peak = max(peak, moving + first + summing)
         elif passing:
             others = before - passing[stage].held

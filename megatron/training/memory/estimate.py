@@ -106,7 +106,8 @@ def _joined(found: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]
 
 
 def _lowered(run: RunSizes) -> Schedule:
-    """Every rank's actions. Of more than 4 microbatches a pipeline rank the later ones repeat, but for gpipe, which keeps all. (The
-    transfers of interleaved schedules need that many to come to their peak.)"""
-    m = run.m if run.schedule == "gpipe" or run.m < 6 * run.p else 4 * run.p
+    """Every rank's actions. Of more than 2 microbatches a pipeline rank, 4 with chunks, the later ones repeat, but for gpipe, which
+    keeps all."""
+    enough = (4 if run.chunks > 1 else 2) * run.p
+    m = run.m if run.schedule == "gpipe" or run.m < enough + 2 * run.p else enough
     return add_reduce(add_transfers(SCHEDULES[run.schedule](run.p, m, run.chunks), loop_placement(run.p)))

@@ -262,7 +262,7 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
     before = [_head_norms(sizes)] if sizes.qk_norm else []
     if sizes.rotary_width:
         rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
-        before.append(Step("rotary", rotary, fused, fused))
+        before.append(Step("rotary", rotary, fused, fused, saves=((rotary // 4, e),) * 4))
     if sizes.fused_attention:
         joined = out if sizes.by_document else 0  # what proj takes is put together from the documents
         saves = (*_qkv(sizes), (out, e), (tokens * sizes.heads * _FLOAT, _FLOAT), *([(joined, e)] if joined else []))
