@@ -7,14 +7,14 @@ Case n is the same in every run. What the settings' own rules refuse is drawn ag
 """
 
 import argparse
+import contextlib
 import json
-import os
 import random
 import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,7 @@ def wrong_of(got: Measured) -> list[str]:
 
 
 def tried(number: int) -> dict[str, Any]:
-    """What came of a case: "equal" with the bytes by kind, "wrong", "refused" or "crashed"."""
+    """What came of a case: "within" or "wrong", with the bytes by kind, "refused" or "crashed"."""
     case = drawn(number)
     found = {"number": number, "words": case.words, "world_size": case.world_size, "rank": case.rank}
     try:
@@ -214,6 +214,21 @@ def tried(number: int) -> dict[str, Any]:
     return found | {"came": "wrong" if wrong else "within", "said": wrong} | sizes
 
 
+def found_in(cases: int, first: int, log: Path | None) -> Iterator[dict[str, Any]]:
+    """What came of the cases from `first` on, until so many have run; from the log, where they are in it."""
+    known = {}
+    if log is not None and log.exists():
+        known = {found["number"]: found for found in map(json.loads, log.read_text().splitlines())}
+    left, number = cases, first
+    while left > 0:
+        found = known.get(number) or tried(number)
+        if log is not None and number not in known:
+            with log.open("a") as lines:
+                lines.write(json.dumps(found) + "\n")
+        yield found
+        left, number = left - (found["came"] != "refused"), number + 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; 1 where a case is wrong or crashed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -224,31 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     own = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    log = Path(own.log).absolute() if own.log else None
     came: Counter[str] = Counter()
-    known = (
-        {found["number"]: found for found in map(json.loads, log.read_text().splitlines())}
-        if log and log.exists()
-        else {}
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # where the cases with an --offload-dir have it
-        number = own.first
-        while came["within"] + came["wrong"] + came["crashed"] < own.cases:
-            found = known.get(number) or tried(number)
-            if log and number not in known:
-                with log.open("a") as lines:
-                    lines.write(json.dumps(found) + "\n")
+    log = Path(own.log).absolute() if own.log else None
+    # Where the cases with an --offload-dir have it.
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for found in found_in(own.cases, own.first, log):
             came[found["came"]] += 1
             if found["came"] in ("wrong", "crashed"):
                 place = f"rank {found['rank']} of {found['world_size']}"
-                print(
-                    "\n".join(
-                        [f"{number}: {found['came']}, {place}: {found['words']}", *(f"    {x}" for x in found["said"])]
-                    ),
-                    flush=True,
-                )
-            number += 1
+                print(f"{found['number']}: {found['came']}, {place}: {found['words']}")
+                print("\n".join(f"    {line}" for line in found["said"]), flush=True)
     print(", ".join(f"{count} {what}" for what, count in sorted(came.items())))
     return int(came["wrong"] + came["crashed"] > 0)
 

@@ -42,6 +42,7 @@ COMMANDS = {
     "docs/memory.md": {
         "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_a_thousand_ranks_are_estimated_in_one_process",
         "python tools/measure_memory.py ...": "tests/ranks/test_memory_measured.py::test_a_rank_takes_what_is_predicted",
+        "python tools/sample_memory.py ...": "tests/ranks/test_memory_measured.py::test_random_settings_are_measured_and_those_of_the_log_are_not_again",
     },
     "docs/generation.md": {
         "python tools/generate.py ...": READS_ON,

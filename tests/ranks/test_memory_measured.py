@@ -13,9 +13,9 @@ from megatron.core.enums import ModelType
 from megatron.training.memory.estimate import KINDS
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.training import pretrain
+from tools import sample_memory
 from tools.measure_memory import CASES, Case, measure
-
-TOLERANCE = {kind: 0.10 if kind == "activations" else 0.03 for kind in KINDS}
+from tools.sample_memory import TOLERANCE
 
 
 def check(case: Case) -> None:
@@ -40,6 +40,20 @@ def test_a_rank_takes_what_is_predicted():
 def test_measured_memory_is_the_predicted(case: Case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where those with an --offload-dir have it
     check(case)
+
+
+@pytest.mark.full
+def test_random_settings_are_measured_and_those_of_the_log_are_not_again(tmp_path, capsys, monkeypatch):
+    log = tmp_path / "cases.jsonl"
+    assert sample_memory.main(["--cases", "2", "--log", str(log)]) == 0
+    assert "2 within" in capsys.readouterr().out
+    monkeypatch.setattr(sample_memory, "measure", None)
+    assert sample_memory.main(["--cases", "2", "--log", str(log)]) == 0
+    (first, *_) = log.read_text().splitlines()
+    wrong = re.sub('"came": "[a-z]*"', '"came": "wrong"', first)
+    log.write_text(wrong + "\n")
+    assert sample_memory.main(["--cases", "1", "--log", str(log)]) == 1
+    assert "0: wrong, rank" in capsys.readouterr().out
 
 
 @pytest.mark.full
