@@ -79,7 +79,7 @@ def _after_norm(sizes: LayerSizes, block: tuple[Step, ...], again: bool) -> tupl
     refill = Step("norm again", 0, last.grad_out, 0, normed + _norm_rows(sizes), waiting=normed)
     if again:
         return (*block, refill)
-    return (block[0], *(step._replace(waiting=normed) for step in block[1:]), refill)
+    return (block[0], *(step._replace(waiting=step.waiting + normed) for step in block[1:]), refill)
 
 
 def _row_linear(sizes: LayerSizes, step: Step) -> Step:
@@ -220,14 +220,15 @@ def _head_norms(sizes: LayerSizes) -> Step:
     rows = tokens * sizes.heads, tokens * sizes.kv_heads
     elements = sum(rows) * sizes.d
     saves = [(2 * row * (g if sizes.accelerator else e), g) for row in rows]
-    beside = 0
+    beside, at_once = 0, None
     if sizes.rms and not sizes.accelerator:  # of single operations, as `_norm`
         saves += [(row * sizes.d * g, g) for row in rows] * (2 if e < g else 1)
-        beside = 3 * elements * g
+        beside, at_once = 3 * elements * g, 2
     if _norms_look_in(sizes):
         saves.append((tokens * _fused_width(sizes) * e, e))
         saves += [(rows[0] * sizes.d * e, e)] if _copies_queries(sizes) else []
-    return Step("head norms", sum(size for size, _ in saves), elements * e, elements * e, beside, saves=tuple(saves))
+    keeps, numel = sum(size for size, _ in saves), elements * e
+    return Step("head norms", keeps, numel, numel, beside, saves=tuple(saves), at_once=at_once)
 
 
 def _norms_look_in(sizes: LayerSizes) -> bool:
@@ -287,16 +288,13 @@ def _plain_attention(sizes: LayerSizes) -> tuple[Step, ...]:
     # Scores, filled with -inf, and their softmax; or scores, softmax, what is dropped of it and that divided, and two masks.
     wide = scores * (4 * g + 2 * _BOOL if sizes.attention_dropout else 3 * g)
     forward = sum(size for size, _ in _qkv(sizes)) + out + mask + wide + _residual(sizes)
-    dropped, kept = scores * _BOOL, scores * e  # by the product with v, where the softmax is not what it takes
-    takes = ((kept, e),) if sizes.attention_dropout or sizes.is_half else ()
+    # What the product with v takes, where that is not the softmax itself.
+    takes = ((scores * e, e),) if sizes.attention_dropout or sizes.is_half else ()
+    drop = _kept_step("drop", ((scores * _BOOL, _BOOL),), scores * g, scores * g, waiting=out)
     return (
         _kept_step("attention", ((out, e), (out, e)), scores * e, fused, waiting=out),
         _kept_step("softmax", ((mask, _BOOL), (scores * g, g)), scores * g, scores * g, waiting=out, forward=forward),
-        *(
-            [_kept_step("drop", ((dropped, _BOOL),), scores * g, scores * g, waiting=out)]
-            if sizes.attention_dropout
-            else []
-        ),
+        *((drop,) if sizes.attention_dropout else ()),
         _kept_step("values", ((out, e), *takes), out, scores * e + out),
         _kept_step("together", ((out, e),), out, out),  # of all heads, for proj
     )
