@@ -150,7 +150,7 @@ def _norm(sizes: LayerSizes) -> Step:
     saves = ((elements * r, r), *[row] * (1 if sizes.rms else 2))
     if sizes.rms and not sizes.accelerator:  # which torch makes of single operations, on a copy where that is wider
         keeps += elements * (2 * g - (0 if sizes.recomputes("layernorm") and r != g else r))
-        beside = 3 * elements * g
+        beside = (3 if e == r else 2) * elements * g  # one less beside the gradient widened
         saves = ((elements * g, g), (elements * g, g), (sizes.tokens * g, g))
     if e != r:  # weight, and bias, as wide as the stream
         saves += ((sizes.h * r, r),) * (1 if sizes.rms else 2)
@@ -200,15 +200,17 @@ def _dropout(sizes: LayerSizes) -> tuple[Step, ...]:
     if not sizes.hidden_dropout:
         return ()
     e = sizes.param_bytes
-    mask = sizes.stream * _BOOL
-    return (Step("dropout", mask, sizes.stream * e, sizes.stream * e, saves=((mask, _BOOL),)),)
+    mask, stream = sizes.stream * _BOOL, sizes.stream * e
+    # A product, and that with its bias, before there is a mask: what the forward of a recomputed group ends with.
+    forward = stream * (1 + sizes.linear_bias)
+    return (Step("dropout", mask, stream, stream, saves=((mask, _BOOL),), forward=forward),)
 
 
 def _mlp(sizes: LayerSizes) -> tuple[Step, ...]:
     e = sizes.param_bytes
     inner = sizes.s * sizes.b * sizes.f * e
     if sizes.gated:  # gate and up are one tensor, whose gradient is put together at the end
-        activation = Step("swiglu", 3 * inner, 2 * inner, 2 * inner, saves=((2 * inner, e), (inner, e)))
+        activation = Step("swiglu", 3 * inner, inner, 2 * inner, saves=((2 * inner, e), (inner, e)))
     else:
         activation = Step("gelu", inner, inner, inner, saves=((inner, e),))
     return activation, _linear(sizes, "fc2", sizes.f, sizes.h, column=False)
@@ -263,7 +265,7 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
     before = [_head_norms(sizes)] if sizes.qk_norm else []
     if sizes.rotary_width:
         rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
-        before.append(Step("rotary", rotary, fused, fused, saves=((rotary // 4, e),) * 4))
+        before.append(Step("rotary", rotary, fused, fused, saves=((rotary // 4, e),) * 4, at_once=1))
     if sizes.fused_attention:
         joined = out if sizes.by_document else 0  # what proj takes is put together from the documents
         saves = (*_qkv(sizes), (out, e), (tokens * sizes.heads * _FLOAT, _FLOAT), *([(joined, e)] if joined else []))
