@@ -97,7 +97,9 @@ class Passing:
         if self._ahead:
             self._here[away.group] -= sum(away.pieces)  # which the steps count from here on
         elif segment.kept_input is not None and not _is_part(away):
-            self._of_segment = sum(self._read(size) - size for size in away.pieces)
+            read = _moving(segment.inputs if segment.reads is None else segment.reads, away.least)
+            self._of_segment = sum(self._read(size) - size for size, _ in read)
+            self._of_segment += sum(self._read(size) for size, _ in _moving(segment.lent, away.least))
 
     def gathered(self, segment: Segment) -> int:
         """Bytes of a part that has come back and of the whole, while that is put together."""

@@ -28,7 +28,11 @@ def layer_segments(sizes: LayerSizes) -> Tape:
             kept += run
             continue
         segments += [Segment(tuple(kept))] if kept else []
-        segments.append(Segment(tuple(run), sum(size for size, _ in saved), inputs=saved))
+        segment = Segment(tuple(run), sum(size for size, _ in saved), inputs=saved)
+        if run[0].name == _CORE[0]:  # which gives the last of them
+            fused = sizes.s * sizes.b * _fused_width(sizes) * sizes.param_bytes, sizes.param_bytes
+            segment = segment._replace(reads=saved[:-1], lent=(fused,) if _norms_look_in(sizes) else ())
+        segments.append(segment)
         kept = []
     return (*segments, Segment(tuple(kept))) if kept else tuple(segments)
 

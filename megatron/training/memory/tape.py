@@ -39,6 +39,8 @@ class Segment(NamedTuple):
     kept_input: int | None = None
     part: int = 0  # of it, that stays beside the whole while the backward runs
     inputs: tuple[Saved, ...] = ()  # the memories of `kept_input`
+    reads: tuple[Saved, ...] | None = None  # those of `inputs` that computing again reads; None: all
+    lent: tuple[Saved, ...] = ()  # what it reads beside, that other segments keep
     away: Away | None = None
     slot: int = 0  # bytes of it in the stage's buffer of slots
 
