@@ -78,10 +78,8 @@ def _bytes_of_rank(run: RunSizes, rank: int, lowered: Schedule) -> dict[str, dic
     stages = run.stages_of(rank)
     plans = [plan for stage in stages for plan in plans_of_stage(run, stage)]
     on = _joined([state_of(run, plan) for plan in plans])
-    if run.fixed_order:  # gradients of each microbatch, and of two from all ranks
-        ranks = run.replicas * run.shards
-        among = min(2, run.m) * ranks * max(plan.numel for plan in plans) if ranks > 1 else 0
-        on[DEVICE]["gradients"] += (run.m * sum(plan.numel for plan in plans) + among) * run.layer.grad_bytes
+    if run.fixed_order:
+        on[DEVICE]["gradients"] += _in_fixed_order(run, [plan.numel for plan in plans])
     tapes = {stage: activations.tape_of_stage(run, stage) for stage in stages}
     on = _joined([on, bytes_elsewhere(run, tapes, lowered[rank])])
     of_stage = {stage: activations.stage_bytes(run, stage) for stage in stages}
@@ -89,6 +87,14 @@ def _bytes_of_rank(run: RunSizes, rank: int, lowered: Schedule) -> dict[str, dic
     on[DEVICE]["activations"] = on[DEVICE].get("activations", 0) + passing
     on[DEVICE]["communication"] = communication.peak_of_rank(run, rank, lowered[rank])
     return on
+
+
+def _in_fixed_order(run: RunSizes, numels: list[int]) -> int:
+    """The gradients of each microbatch, and of two from all ranks while those of a buffer are summed; then it is the next one's turn."""
+    ranks = run.replicas * run.shards
+    gathered = min(2, run.m) * ranks if ranks > 1 else 0
+    left = [run.m * sum(numels[at:]) + gathered * numel for at, numel in enumerate(numels)]
+    return max(left) * run.layer.grad_bytes
 
 
 _KIND_OF = {"masters": "optimizer", "moments": "optimizer"}  # here, of a kind of core/offload/plan.py

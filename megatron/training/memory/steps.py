@@ -271,10 +271,12 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
         rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
         before.append(Step("rotary", rotary, fused, fused, saves=((rotary // 4, e),) * 4, at_once=1))
     if sizes.fused_attention:
-        joined = out if sizes.by_document else 0  # what proj takes is put together from the documents
-        saves = (*_qkv(sizes), (out, e), (tokens * sizes.heads * _FLOAT, _FLOAT), *([(joined, e)] if joined else []))
+        parts = sizes.b if sizes.by_document else 1  # of which each is one operation's
+        given = ((out // parts, e), (tokens * sizes.heads * _FLOAT // parts, _FLOAT)) * parts
+        joined = ((out, e),) if sizes.by_document else ()  # what proj takes is put together from the documents
+        saves = (*_qkv(sizes), *given, *joined)
         reads = ((fused, e),) if _norms_look_in(sizes) else ()  # values
-        core = (_kept_step("attention", saves, out, fused)._replace(reads=reads),)
+        core = (_kept_step("attention", saves, out, fused)._replace(reads=reads, at_once=len(_qkv(sizes)) + 2),)
     else:
         core = _plain_attention(sizes)
     return (
