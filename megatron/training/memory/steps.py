@@ -133,7 +133,7 @@ def _keeps_batch(sizes: LayerSizes) -> bool:
 def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     tokens, e = sizes.s * sizes.b, sizes.param_bytes
     scores = tokens * sizes.words * e
-    at_once = tokens if sizes.accelerator else min(tokens, max(1, sizes.cached_elements // max(1, sizes.real_words)))
+    at_once = min(tokens, max(1, sizes.cached_elements // max(1, sizes.real_words)))
     wide = at_once * sizes.real_words * sizes.grad_bytes
     kept = tokens * (
         (2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + _FLOAT
@@ -258,6 +258,8 @@ def _qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
         widths += [sizes.heads * sizes.d, sizes.kv_heads * sizes.d]
     elif _copies_queries(sizes):
         widths.append(sizes.heads * sizes.d)
+    if sizes.fused_attention and sizes.accelerator and not sizes.is_half and sizes.heads > sizes.kv_heads:
+        widths += [sizes.heads * sizes.d] * 2  # keys and values repeated for every query head
     e = sizes.param_bytes
     return tuple((sizes.s * sizes.b * width * e, e) for width in widths)
 
