@@ -27,7 +27,7 @@ from megatron.core.optimizer.split_master import SplitMaster
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 _ROOT = str(Path(__file__).resolve().parents[2])
 _GIVES_UP = "core/transformer/norm.py"  # whose outputs may lose their memory, and get it back, without an operator
-_READS = "core/offload/tier.py"  # whose thread makes memory, which is seen when it is first looked into
+_READS = "core/offload/tier.py"  # where what is read from a file is a slice of the host's until it is first looked into
 # By the file, or by file and function, that asks for memory; None: whoever called it says.
 _KIND_OF = {
     "core/comm.py": None,
@@ -70,7 +70,7 @@ class MemoryTracker(TorchDispatchMode):
                 frame = frame or _own_frame(sys._getframe(1))
                 if frame is not None and frame.f_code is Transient.__init__.__code__:
                     self._watch(storage)
-                else:
+                elif frame is None or frame.f_code.co_name != "start_read":
                     self._add(storage, _kind_from(frame))
                     if frame is not None and frame.f_code.co_filename.endswith(_GIVES_UP):
                         self._given_up[id(storage)] = self._ends[id(storage)]
