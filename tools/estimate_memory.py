@@ -4,7 +4,7 @@
         --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 \\
         --global-batch-size 1536 --bf16 --sequence-parallel --use-distributed-optimizer --vocab-size 51200
 
-Takes the flags of pretrain_gpt.py; of data and steps none is needed. docs/memory.md says what is counted.
+Takes the flags of pretrain_gpt.py, or with --model bert of pretrain_bert.py; of data and steps none is needed. docs/memory.md says what is counted.
 """
 
 import argparse
@@ -22,14 +22,23 @@ from megatron.training.arguments import ArgumentsError, parse_args
 from megatron.training.initialize import collected
 from megatron.training.memory.estimate import estimate
 from megatron.training.memory.report import as_json, full_report
-from megatron.training.memory.sizes import RunSizes
+from megatron.training.memory.sizes import MODELS, RunSizes
+from megatron.training.model_rules import BERT_RULES, GPT_RULES
 from megatron.training.rules import apart_from, check, filled_in
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Estimate")
     group.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default: 1)")
+    add_model_flag(group)
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def add_model_flag(group: argparse._ActionsContainer) -> None:
+    help_text = "what the run trains: the other flags are those of pretrain_gpt.py, pretrain_bert.py (default: gpt)"
+    group.add_argument(
+        "--model", choices=MODELS, default="gpt", metavar="NAME", help=f"{', '.join(MODELS)}; {help_text}"
+    )
 
 
 def defaults_for(words: Sequence[str]) -> dict[str, Any]:
@@ -55,12 +64,18 @@ def read(words: Sequence[str]) -> tuple[RunSizes, bool]:
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
     check(config, args.world_size)
+    if problems := _RULES[args.model].problems(config, None):
+        raise ConfigError(problems)
     try:
         vocab_size = build_tokenizer(config.tokenizer).vocab_size
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     # A laptop plans for the machine that will run it, unless it says that this is a CPU.
-    return RunSizes.of(config, vocab_size, args.world_size, accelerator=config.device.device != "cpu"), args.json
+    accelerator = config.device.device != "cpu"
+    return RunSizes.of(config, vocab_size, args.world_size, accelerator=accelerator, model=args.model), args.json
+
+
+_RULES = {"gpt": GPT_RULES, "bert": BERT_RULES}
 
 
 def _world_size_in(words: Sequence[str]) -> int:

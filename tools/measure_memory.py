@@ -1,6 +1,7 @@
 """Count the memory of one rank of any layout in this process alone, beside what is predicted for it.
 
     python tools/measure_memory.py --world-size 8 --rank 2 --tensor-model-parallel-size 2 ... flags of pretrain_gpt.py
+    python tools/measure_memory.py --model bert ... flags of pretrain_bert.py
     python tools/measure_memory.py --write docs/memory.md     the table of that page anew: some minutes, at most 3 GB
 
 The other ranks are not there: their answers are made up, since how much memory is taken does not depend on what it holds.
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import use_mesh
@@ -43,6 +46,7 @@ from megatron.training.memory.watch import of_rank
 from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.train_step import train_step
+from tools.estimate_memory import add_model_flag
 
 _DEFAULTS = {"tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-4, "mock_data": True}
 SMALL = (
@@ -62,6 +66,12 @@ class Case(NamedTuple):
     words: str
     world_size: int = 1
     rank: int = 0
+    model: str = "gpt"
+
+    @property
+    def shown(self) -> str:
+        """The flags of the tool."""
+        return self.words if self.model == "gpt" else f"--model {self.model} {self.words}".rstrip()
 
     @property
     def arguments(self) -> list[str]:
@@ -195,12 +205,17 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     return mesh
 
 
-def batches_of(config: Config, vocab_size: int) -> Iterator[dict[str, Tensor]]:
+def batches_of(config: Config, vocab_size: int, model: str) -> Iterator[dict[str, Tensor]]:
     """Microbatches without end."""
     shape = (config.training.micro_batch_size, config.data.seq_length)
     generator = torch.Generator().manual_seed(1)
     while True:
         tokens = torch.randint(0, vocab_size, shape, generator=generator)
+        if model == "bert":
+            zeros, ones = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.int64)
+            batch = {"text": tokens, "types": zeros, "labels": tokens, "loss_mask": ones, "padding_mask": ones}
+            yield batch | {"is_random": zeros[:, 0]}
+            continue
         positions = torch.arange(shape[1]).expand(shape)
         batch = {"tokens": tokens, "labels": tokens, "position_ids": positions, "loss_mask": torch.ones(shape)}
         yield batch | {"document_ids": torch.zeros(shape, dtype=torch.int64)}
@@ -227,7 +242,10 @@ class Measured:
         return self.predicted.within(*IN_MEMORY)
 
 
-def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) -> Measured:
+SCRIPTS = {"gpt": pretrain_gpt, "bert": pretrain_bert}
+
+
+def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt", steps: int = 2) -> Measured:
     """Train this rank for some steps, and count in the last of them. Raises ConfigError."""
     config, args, _ = parse_args([*words, "--device", "cpu"], None, _DEFAULTS)
     check(config, world_size)
@@ -241,12 +259,12 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
     set_runtime(runtime, this_thread_only=True)
     try:
         with MemoryTracker() as tracker:
-            chunks = dict(_chunks_of(runtime))
+            chunks = dict(_chunks_of(runtime, SCRIPTS[model]))
             optimizer = build_optimizer(chunks, runtime)
-            pipeline = build_pipeline(chunks, runtime, pretrain_gpt.forward_step)
+            pipeline = build_pipeline(chunks, runtime, SCRIPTS[model].forward_step)
             tracker.assign_state(chunks.values(), optimizer)
             ever = tracker.peak["total"]
-            data = batches_of(config, tokenizer.vocab_size)
+            data = batches_of(config, tokenizer.vocab_size, model)
             for _ in range(steps):
                 tracker.restart()
                 train_step(
@@ -259,7 +277,8 @@ def measure(words: Sequence[str], world_size: int, rank: int, steps: int = 2) ->
             tier.close()
         use_mesh(None)
         set_runtime(None, this_thread_only=True)
-    run = RunSizes.of(config, tokenizer.vocab_size, world_size, accelerator=False, threads=torch.get_num_threads())
+    threads = torch.get_num_threads()
+    run = RunSizes.of(config, tokenizer.vocab_size, world_size, accelerator=False, threads=threads, model=model)
     run = of_rank(run, mesh)
     kinds, total = {kind: tracker.peak[kind] for kind in KINDS}, tracker.peak["total"]
     return Measured(run, mesh["pp"].rank, kinds, total, max(ever, total), in_file)
@@ -278,12 +297,12 @@ def bytes_in_file(chunks: Iterable[DistributedDataParallel], optimizer: FlatOpti
     )
 
 
-def _chunks_of(runtime: Runtime) -> Iterator[tuple[int, DistributedDataParallel]]:
+def _chunks_of(runtime: Runtime, script: ModuleType) -> Iterator[tuple[int, DistributedDataParallel]]:
     mesh, config = runtime.mesh, runtime.config
     last = config.chunks_per_rank * mesh["pp"].size - 1
     for number in range(config.chunks_per_rank):
         stage, mesh.virtual_rank = number * mesh["pp"].size + mesh["pp"].rank, number
-        model = pretrain_gpt.model_provider(stage == 0, stage == last, number)
+        model = script.model_provider(stage == 0, stage == last, number)
         for parameter in model.parameters():
             parameter.data.zero_()  # no weight matters, but a chance one may be no number
         if config.offload.tier == "file":
@@ -303,12 +322,12 @@ BEGIN, END = (
 def rows_of(cases: Sequence[Case]) -> Iterator[list[str]]:
     """A row of a Markdown table for each case."""
     for case in cases:
-        got = measure(case.arguments, case.world_size, case.rank)
+        got = measure(case.arguments, case.world_size, case.rank, case.model)
         expected = got.expected
         print(f"measured {case.words}", file=sys.stderr, flush=True)
         cells = [beside(got.bytes[kind], expected[kind]) for kind in KINDS]
         yield [
-            f"`{case.words or 'no more flags'}`",
+            f"`{case.shown or 'no more flags'}`",
             f"{case.rank} of {case.world_size}",
             *cells,
             beside(got.total, sum(expected.values())),
@@ -340,6 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default: 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the one that is measured (default: 0)")
+    add_model_flag(parser)
     parser.add_argument(
         "--write", metavar="FILE", help="measure the cases of docs/memory.md and put their table into FILE"
     )
@@ -349,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if own.write:
             write_into(Path(own.write), section([*CASES, *LARGE]))
             return 0
-        got = measure(words, own.world_size, own.rank)
+        got = measure(words, own.world_size, own.rank, own.model)
     except ConfigError as error:
         lines = "\n".join(f"  - {problem}" for problem in error.problems)
         print(f"cannot measure, {len(error.problems)} problem(s):\n{lines}", file=sys.stderr)

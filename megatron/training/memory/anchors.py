@@ -65,7 +65,7 @@ def anchors_of(run: RunSizes, ranks: list[RankMemory]) -> list[Anchor]:
 
 def _parameters(run: RunSizes) -> list[Anchor]:
     sizes = run.layer.undivided
-    if not (_is_gpt2(sizes) and sizes.tied and sizes.positions):
+    if sizes.is_bert or not (_is_gpt2(sizes) and sizes.tied and sizes.positions):
         return []
     published = gpt_parameters(sum(map(len, run.layers)), sizes.h, sizes.words, sizes.positions)
     return [Anchor("arXiv:2104.04473 eq. 2, parameters", published, parameter_count(run))]

@@ -94,7 +94,9 @@ def partial_bytes(run: RunSizes, stage: int) -> int:
     if sizes.sequence_parallel:
         numel += layers * (2 * norm + 2 * sizes.linear_bias) * sizes.h
         numel += norm * sizes.h if stage == len(run.layers) - 1 else 0
-        numel += sizes.positions * sizes.h if stage == 0 else 0
+        numel += (sizes.positions + sizes.token_types) * sizes.h if stage == 0 else 0
+        if sizes.is_bert and stage == len(run.layers) - 1:
+            numel += (sizes.h + 1 + norm) * sizes.h  # what stands before the output layer
     numel += layers * 2 * norm * sizes.d if sizes.qk_norm else 0
     shared = layers * 2 * sizes.d * (sizes.h + sizes.qkv_bias) if sizes.ranks_per_kv_head > 1 else 0
     return max(numel, shared) * sizes.grad_bytes // (run.shards if run.zero_stage > 0 else 1)

@@ -1,6 +1,6 @@
 """What lies in the buffers of a pipeline stage, from sizes alone. Pure.
 
-The parameters are listed as a `GPTModel` makes them, and laid out by the plan that `DistributedDataParallel` uses, gaps included:
+The parameters are listed as a `GPTModel` or a `BertModel` makes them, and laid out by the plan that `DistributedDataParallel` uses, gaps included:
 what is predicted is what will be allocated, to the byte.
 """
 
@@ -11,6 +11,7 @@ from megatron.core.offload.plan import Element, bytes_by_tier, cut_by_fraction
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 
 WORDS, OUTPUT = "embedding.word_embeddings", "output_layer"  # units
+WORD_BIAS, HEAD, ORDER = "word_bias", ("lm_head.dense", "lm_head.norm"), ("pooler.dense", "binary_head")  # of a BERT
 
 
 def plans_of_stage(run: RunSizes, stage: int) -> list[BufferPlan]:
@@ -29,17 +30,29 @@ def items_of_stage(run: RunSizes, stage: int) -> list[Item]:
         units.append((WORDS, table))
     if first and sizes.positions:
         units.append(("embedding.position_embeddings", {"weight": sizes.positions * sizes.h}))
+    if first and sizes.token_types:
+        units.append(("embedding.tokentype_embeddings", {"weight": sizes.token_types * sizes.h}))
     units += [(f"decoder.layers.{layer}", layer_parameters(sizes)) for layer in run.layers[stage]]
     if last:
         units.append(("decoder.final_layernorm", _norm(sizes, sizes.h)))
     if last and not sizes.tied:
         units.append((OUTPUT, table))
+    if last and sizes.is_bert:
+        units += bert_head(sizes)
     shared = sizes.tied and run.p > 1  # by the first and the last stage
     return [
         Item(f"{unit}.{name}", numel, "tied" if unit == WORDS and shared else "own", unit)
         for unit, numels in units
         for name, numel in numels.items()
     ]
+
+
+def bert_head(sizes: LayerSizes) -> list[tuple[str, dict[str, int]]]:
+    """The units behind a BERT's layers, beside its output layer; their linear layers are whole on every rank."""
+    h = sizes.h
+    head, bias = (_linear(h, h, True), _norm(sizes, h)), (WORD_BIAS, {"bias": sizes.words})
+    units, order = [*zip(HEAD, head), bias], [*zip(ORDER, (_linear(h, h, True), _linear(h, 2, True)))]
+    return units + (order if sizes.binary_head else [])
 
 
 def layer_parameters(sizes: LayerSizes) -> dict[str, int]:
@@ -60,6 +73,9 @@ def layer_parameters(sizes: LayerSizes) -> dict[str, int]:
     return {f"{part}.{name}": numel for part, numels in parts.items() for name, numel in numels.items()}
 
 
+_MATRICES = (OUTPUT, HEAD[0], *ORDER)
+
+
 def _linear(inputs: int, outputs: int, bias: bool) -> dict[str, int]:
     return {"weight": inputs * outputs} | ({"bias": outputs} if bias else {})
 
@@ -70,7 +86,8 @@ def _norm(sizes: LayerSizes, width: int) -> dict[str, int]:
 
 def is_small(name: str) -> bool:
     """Whether a parameter is that of a norm, or a bias: neither a table nor the matrix of a linear layer."""
-    return name.startswith("decoder.") and not (name.endswith(".weight") and ".linear_" in name)
+    is_matrix = name.endswith(".weight") and (".linear_" in name or name.startswith(_MATRICES))
+    return not (name.startswith("embedding.") or is_matrix)
 
 
 def state_of(run: RunSizes, plan: BufferPlan) -> dict[str, dict[str, int]]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron.core.distributed.plan import BucketPlan
 from megatron.core.pipeline_parallel.schedule import Op
-from megatron.training.memory.parameters import WORDS, items_of_stage, plans_of_stage
+from megatron.training.memory.parameters import HEAD, ORDER, OUTPUT, WORD_BIAS, WORDS, items_of_stage, plans_of_stage
 from megatron.training.memory.sizes import RunSizes
 
 
@@ -56,13 +56,17 @@ class PassingBytes:
         self._known: dict[tuple, tuple] = {}
 
     def _order_of_uses(self, stage: int) -> list[str]:
-        """The parameters as a forward uses them. A tied output layer takes the table that the embedding holds."""
-        items = items_of_stage(self.run, stage)
-        names = [item.name for item in items]
-        if self._lends_table:
-            words = next(item.name for item in items if item.unit == WORDS)
-            names = (names if stage == 0 else [name for name in names if name != words]) + [words]
-        return names
+        """The parameters as a forward uses them. A tied output layer takes the table that the embedding holds; a BERT tells the order
+        of its sentences first."""
+        of_unit: dict[str, list[str]] = {}
+        for item in items_of_stage(self.run, stage):
+            of_unit.setdefault(item.unit, []).append(item.name)
+        units = list(of_unit)
+        if stage == len(self.run.layers) - 1:
+            ends = [*ORDER, *HEAD, WORDS if self._lends_table else OUTPUT, WORD_BIAS]
+            before = [unit for unit in units if unit not in ends or (unit == WORDS and stage == 0)]
+            units = before + [unit for unit in ends if unit in of_unit]
+        return [name for unit in units for name in of_unit[unit]]
 
     def _recomputed_together(self, stage: int) -> dict[int, set[int]]:
         """The buckets that are fetched before a bucket's backward, where a group of layers is computed again first."""
@@ -113,17 +117,19 @@ class PassingBytes:
     def input_backward(self) -> int:
         """A backward whose gradients wait, but for those of tables that are looked up in; the parameters go as in any backward."""
         order = list(reversed(self._uses))
-        return self._run(order, written=[not self._waits(at, name) for at, name in enumerate(order)])
+        return self._run(order, written=[not self._waits(name) for name in order])
 
     def weights(self) -> int:
         """The gradients that were put off."""
         order = list(reversed(self._uses))
-        return self._run([name for at, name in enumerate(order) if self._waits(at, name)], fetches=False)
+        return self._run([name for name in order if self._waits(name)], fetches=False)
 
-    def _waits(self, at: int, name: str) -> bool:
-        """Whether the gradient of this use, counted from the back, is put off where a schedule asks for that. That of a table is where
+    def _waits(self, name: str) -> bool:
+        """Whether the gradient of this parameter is put off where a schedule asks for that. That of a table is where
         its stage multiplies by it and does not look up in it."""
-        return not name.startswith("embedding.") or (at == 0 and self._lends_table and self._uses.count(name) == 1)
+        return not name.startswith("embedding.") or (
+            self._lends_table and name.startswith(WORDS) and self._uses.count(name) == 1
+        )
 
     def _begin(self) -> None:
         self._open_params.clear()

@@ -7,6 +7,8 @@ parallelism, s / t positions.
 from dataclasses import dataclass, replace
 from typing import Any
 
+MODELS = ("gpt", "bert")
+
 
 @dataclass(frozen=True)
 class LayerSizes:
@@ -15,6 +17,8 @@ class LayerSizes:
     s: int  # positions of a sample
     b: int  # samples of a microbatch
     h: int  # width of the residual stream
+    model: str = "gpt"  # of MODELS; a BERT's tokens see all but padding
+    binary_head: bool = False  # of a BERT, with its two kinds of token
     t: int = 1  # tensor-parallel ranks
     sequence_parallel: bool = False
     heads: int = 1  # query heads of this rank
@@ -70,6 +74,15 @@ class LayerSizes:
         return min(self.words, max(self.all_real_words - self.tensor_rank * self.words, 0))
 
     @property
+    def is_bert(self) -> bool:
+        return self.model == "bert"
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the table of kinds of token; 0: there is none."""
+        return 2 if self.binary_head else 0
+
+    @property
     def is_half(self) -> bool:
         return self.param_bytes < self.grad_bytes
 
@@ -96,9 +109,11 @@ class LayerSizes:
         return self.t * self.kv_heads // self.all_kv_heads
 
     @classmethod
-    def of(cls, config: Any, vocab_size: int, *, accelerator: bool, threads: int = 1) -> "LayerSizes":
+    def of(
+        cls, config: Any, vocab_size: int, *, accelerator: bool, threads: int = 1, model: str = "gpt"
+    ) -> "LayerSizes":
         """The sizes of a `Config`, of whose words `vocab_size` are real. threads: those of a rank on a CPU."""
-        model, parallel = config.transformer, config.parallel
+        kind, model, parallel = model, config.transformer, config.parallel
         t = parallel.tensor_model_parallel_size
         learned = model.position_embedding_type == "learned_absolute"
         full = model.recompute_granularity == "full"
@@ -106,6 +121,8 @@ class LayerSizes:
             s=config.data.seq_length,
             b=config.training.micro_batch_size,
             h=model.hidden_size,
+            model=kind,
+            binary_head=kind == "bert" and config.masked_data.bert_binary_head,
             t=t,
             sequence_parallel=parallel.sequence_parallel_on,
             heads=model.num_attention_heads // t,
@@ -134,7 +151,7 @@ class LayerSizes:
             offloaded_layers=model.cpu_offloading_num_layers,
             smallest_offloaded=model.min_offloaded_tensor_size,
             contiguous=model.contiguous_checkpointing,
-            z_loss=model.z_loss_coeff > 0,
+            z_loss=model.z_loss_coeff > 0 and kind == "gpt",
             param_bytes=model.params_dtype.itemsize,
             residual_bytes=model.residual_dtype.itemsize,
             grad_bytes=max(4, model.params_dtype.itemsize),
@@ -200,12 +217,14 @@ class RunSizes:
         return range(rank, len(self.layers), self.p)
 
     @classmethod
-    def of(cls, config: Any, vocab_size: int, world_size: int, *, accelerator: bool, threads: int = 1) -> "RunSizes":
+    def of(
+        cls, config: Any, vocab_size: int, world_size: int, *, accelerator: bool, threads: int = 1, model: str = "gpt"
+    ) -> "RunSizes":
         """The sizes of a checked `Config` on so many ranks."""
         parallel, data_parallel = config.parallel, config.data_parallel
         ranks, replicas = config.data_parallel_size(world_size), data_parallel.num_distributed_optimizer_instances
         return cls(
-            layer=LayerSizes.of(config, vocab_size, accelerator=accelerator, threads=threads),
+            layer=LayerSizes.of(config, vocab_size, accelerator=accelerator, threads=threads, model=model),
             layers=tuple(config.layer_split),
             p=parallel.pipeline_model_parallel_size,
             m=max(config.batch_sizes(world_size).sizes) // config.samples_at_once(world_size),

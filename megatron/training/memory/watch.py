@@ -1,7 +1,7 @@
 """A run's memory as predicted, at its start, and as measured, beside it: by the allocator of an accelerator, or, on a CPU and where
 asked for, by counting every tensor of a step.
 
-The prediction is one for a `GPTModel`. Of a script's own model, whose parameters are others, nothing is said.
+The prediction is one for a `GPTModel` or a `BertModel` of our layers. Of a script's own model, a line says that there is none.
 """
 
 import contextlib
@@ -13,8 +13,11 @@ import torch
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
+from megatron.core.models.bert import BertModel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.offload.plan import bytes_line
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training.memory.estimate import DEVICE, IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.parameters import plans_of_stage
 from megatron.training.memory.report import amount, short_report, table
@@ -23,6 +26,7 @@ from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.offload import room_left, state_bytes
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
 
+_MODELS: dict[type, str] = {GPTModel: "gpt", BertModel: "bert"}
 _STEADY = 2  # the step of a run, counted from 1, from which on all that it will need is there
 
 
@@ -44,23 +48,29 @@ class MemoryWatch:
         """What is predicted; of a script's own model, where something is offloaded, what can be said of it too: its state."""
         if self.predicted:
             return short_report(self.predicted)
-        if self.runtime.tier is None:
-            return []
-        return [f"state of a rank, without what passes: {bytes_line(state_bytes(self.runtime, self.chunks))}"]
+        known = " or ".join(model.__name__ for model in _MODELS)
+        lines = [
+            f"memory of a rank: activations are not predicted, since this script's model is no {known} of our layers"
+        ]
+        if self.runtime.tier is not None:
+            lines.append(f"state of a rank, without what passes: {bytes_line(state_bytes(self.runtime, self.chunks))}")
+        return lines
 
     def _predict(self) -> None:
-        """Nothing on any rank unless every rank's buffers are those of a GPT."""
+        """Nothing on any rank unless every rank's model, and its buffers, are those of a GPT or a BERT."""
         runtime, pp = self.runtime, self.runtime.mesh["pp"]
+        model = model_of(self.chunks)
         run = RunSizes.of(
             runtime.config,
             runtime.tokenizer.vocab_size,
             runtime.world_size,
             accelerator=not self._counts,
             threads=torch.get_num_threads(),
+            model=model or "gpt",
         )
         planned = [[plan.numel for plan in plans_of_stage(run, stage)] for stage in run.stages_of(pp.rank)]
         there = [[buffer.plan.numel for buffer in chunk.buffers] for chunk in self.chunks]
-        other = torch.tensor([planned != there], dtype=torch.int64, device=runtime.device.torch_device)
+        other = torch.tensor([model is None or planned != there], dtype=torch.int64, device=runtime.device.torch_device)
         if not comm.all_reduce(other, runtime.mesh["world"], "max").item():
             mine = of_rank(run, runtime.mesh)
             self.predicted = estimate(run)
@@ -125,6 +135,15 @@ class MemoryWatch:
 
     def _beside(self, size: int, expected: int) -> str:
         return f"{amount(size)} / {amount(expected)}" if self.predicted else amount(size)
+
+
+def model_of(chunks: Sequence[DistributedDataParallel]) -> str | None:
+    """Which of our models these are parts of; None: a script's own, or one with a script's own layers."""
+    names = {_MODELS.get(type(chunk.module)) for chunk in chunks}
+    if len(names) > 1 or None in names:
+        return None
+    layers = (layer for chunk in chunks for layer in chunk.module.language_model.decoder.layers.values())
+    return names.pop() if all(type(layer) is ParallelTransformerLayer for layer in layers) else None
 
 
 def of_rank(run: RunSizes, mesh: Mapping[str, Axis]) -> RunSizes:
