@@ -161,7 +161,9 @@ def tape_of_stage(run: RunSizes, stage: int) -> Tape:
     if last:
         head = head_steps(sizes)
         if first and sizes.tied:  # a table that is looked up in too, whose gradient is not put off
-            head = tuple(step._replace(deferred=0, deferred_beside=0) for step in head)
+            head = tuple(
+                step._replace(deferred=0, deferred_beside=0) if step.name == "scores" else step for step in head
+            )
         return (*segments, Segment(head))
     return _with_received_gradient(sizes, tuple(segments)) if layers else tuple(segments)
 

@@ -10,6 +10,7 @@ the 34 of arXiv:2205.05198, equation 1. Its second term, 5 a s / h for the score
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.training.memory.sizes import LayerSizes
 from megatron.training.memory.tape import Saved, Segment, Step, Tape
@@ -114,20 +115,23 @@ def shared_steps(sizes: LayerSizes, first: bool) -> tuple[Step, ...]:
     full = sizes.recompute in ("uniform", "block")
     angles = sizes.s * (sizes.rotary_width // 2) * sizes.grad_bytes if full else 0
     batch = mask = 0
-    if sizes.by_document:
+    if sizes.is_bert and (full or sizes.recomputes("core_attn") or not sizes.fused_attention):
+        mask = sizes.b * sizes.s * _BOOL  # of padding; a fused kernel has one of its own
+    elif sizes.by_document:
         batch = _batch(sizes) if (full or sizes.recomputes("core_attn")) and not (first and _keeps_batch(sizes)) else 0
         mask = 0 if sizes.fused_attention else sizes.b * sizes.s * sizes.s * _BOOL
     return (Step("shared", angles + batch + mask, 0, 0),)
 
 
 def _batch(sizes: LayerSizes) -> int:
-    """Tokens, labels, positions and documents, which are one tensor."""
-    return (4 if sizes.by_document else 3) * sizes.s * sizes.b * _INT
+    """Tokens, labels, positions and documents, which are one tensor; so are a BERT's tokens, their kinds, labels and two masks."""
+    fields = 5 if sizes.is_bert else 4 if sizes.by_document else 3
+    return fields * sizes.s * sizes.b * _INT
 
 
 def _keeps_batch(sizes: LayerSizes) -> bool:
     """Whether what the embedding keeps looks into it."""
-    return sizes.t == 1 or sizes.positions > 0
+    return sizes.t == 1 or (sizes.token_types if sizes.is_bert else sizes.positions) > 0
 
 
 def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
@@ -135,14 +139,28 @@ def head_steps(sizes: LayerSizes) -> tuple[Step, ...]:
     scores = tokens * sizes.words * e
     at_once = min(tokens, max(1, sizes.cached_elements // max(1, sizes.real_words)))
     wide = at_once * sizes.real_words * sizes.grad_bytes
-    kept = tokens * (
-        (2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + _FLOAT
-    )  # of a token: log-sum-exp, target, mask
+    of_mask = sizes.grad_bytes if sizes.is_bert else _FLOAT
+    # Of a token: log-sum-exp, target, whose word it is, mask.
+    kept = tokens * ((2 if sizes.z_loss else 1) * sizes.grad_bytes + _INT + _BOOL + of_mask)
     return (
         _norm(sizes),
+        *(_before_words(sizes) if sizes.is_bert else ()),
         _linear(sizes, "scores", sizes.h, sizes.words, column=True),
         Step("loss", scores + kept, 0, scores, wide),
     )
+
+
+def _before_words(sizes: LayerSizes) -> tuple[Step, ...]:
+    """Of a BERT, behind the final norm: the order of sentences, told of one token a sample, and the dense layer of the words."""
+    e = sizes.param_bytes
+    part = replace(sizes, s=sizes.tokens // sizes.b, sequence_parallel=False, residual_bytes=e)  # which a rank works on
+    dense, numel = _linear(part, "dense", sizes.h, sizes.h, column=True), sizes.stream * e
+    head = (dense, _kept_step("gelu", ((numel, e),), numel, numel), _norm(part))
+    if not sizes.binary_head:
+        return head
+    whole = sizes.s * sizes.b * sizes.h * e  # of which one position is looked at, and gets a gradient
+    gathered = whole if sizes.sequence_parallel else 0
+    return Step("order", gathered, 0, whole, gathered, waiting=numel, deferred=gathered), *head
 
 
 def _norm(sizes: LayerSizes) -> Step:
@@ -258,7 +276,8 @@ def _qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
         widths += [sizes.heads * sizes.d, sizes.kv_heads * sizes.d]
     elif _copies_queries(sizes):
         widths.append(sizes.heads * sizes.d)
-    if sizes.fused_attention and sizes.accelerator and not sizes.is_half and sizes.heads > sizes.kv_heads:
+    repeats = sizes.is_bert or not sizes.is_half  # for a kernel that takes masks, or float32
+    if sizes.fused_attention and sizes.accelerator and repeats and sizes.heads > sizes.kv_heads:
         widths += [sizes.heads * sizes.d] * 2  # keys and values repeated for every query head
     e = sizes.param_bytes
     return tuple((sizes.s * sizes.b * width * e, e) for width in widths)
@@ -276,9 +295,14 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
         parts = sizes.b if sizes.by_document else 1  # of which each is one operation's
         given = ((out // parts, e), (tokens * sizes.heads * _FLOAT // parts, _FLOAT)) * parts
         joined = ((out, e),) if sizes.by_document else ()  # what proj takes is put together from the documents
-        saves = (*_qkv(sizes), *given, *joined)
+        padding = ((tokens * e, e),) if sizes.is_bert else ()  # what is added to the scores of a key
+        saves = (*_qkv(sizes), *given, *joined, *padding)
         reads = ((fused, e),) if _norms_look_in(sizes) else ()  # values
-        core = (_kept_step("attention", saves, out, fused)._replace(reads=reads, at_once=len(_qkv(sizes)) + 2),)
+        core = (
+            _kept_step("attention", saves, out, fused)._replace(
+                reads=reads, at_once=len(_qkv(sizes)) + 2 + sizes.is_bert
+            ),
+        )
     else:
         core = _plain_attention(sizes)
     return (
@@ -294,7 +318,7 @@ def _plain_attention(sizes: LayerSizes) -> tuple[Step, ...]:
     tokens, e, g = sizes.s * sizes.b, sizes.param_bytes, sizes.grad_bytes
     fused, out = tokens * _fused_width(sizes) * e, tokens * sizes.heads * sizes.d * e
     scores = sizes.b * sizes.heads * sizes.s * sizes.s
-    mask = 0 if sizes.by_document else sizes.s * sizes.s * _BOOL
+    mask = 0 if sizes.by_document or sizes.is_bert else sizes.s * sizes.s * _BOOL
     # Scores, filled with -inf, and their softmax; or scores, softmax, what is dropped of it and that divided, and two masks.
     wide = scores * (4 * g + 2 * _BOOL if sizes.attention_dropout else 3 * g)
     forward = sum(size for size, _ in _qkv(sizes)) + out + mask + wide + _residual(sizes)
