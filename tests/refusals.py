@@ -37,6 +37,7 @@ REFUSALS = {
     "out of range": (1, MOCK + "--seed -1", ["--seed is -1", "[0, 2^32)"]),
     "negative": (1, MOCK + "--weight-decay -1", ["--weight-decay is -1", "not be negative"]),
     "dropout": (1, MOCK + "--hidden-dropout 1", ["--hidden-dropout is 1.0", "[0, 1)"]),
+    "no width": (1, MOCK + "--swiglu --hidden-size 20", ["--swiglu and --hidden-size 20 make an MLP of width 0", "give --ffn-hidden-size"]),
     "local rank": (1, MOCK + "--local-rank -1", ["--local-rank is -1", "must not be negative"]),
     "loss scale": (1, MOCK + "--initial-loss-scale 3", ["--initial-loss-scale is 3.0", "power of two"]),
     "two precisions": (1, MOCK + "--bf16 --fp16", ["--bf16 and --fp16 exclude each other", "give one"]),

@@ -133,6 +133,11 @@ class TransformerConfig:
                 f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads {self.num_attention_heads}; "
                 "change one or give --kv-channels"
             )
+        if self.ffn_hidden_size is None and self.ffn_size < 1:
+            problems.append(
+                f"--swiglu and --hidden-size {self.hidden_size} make an MLP of width 0, the multiple of 64 below two thirds of 4 x "
+                f"{self.hidden_size}; give --ffn-hidden-size, or a --hidden-size of at least 24"
+            )
         if self.num_attention_heads % self.query_groups:
             problems.append(
                 f"--num-attention-heads {self.num_attention_heads} is not a multiple of "
