@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import ArgumentsError, parse_args
+from megatron.training.config import Config
 from megatron.training.initialize import collected
 from megatron.training.memory.estimate import estimate
 from megatron.training.memory.report import as_json, full_report
@@ -63,9 +64,7 @@ def read(words: Sequence[str]) -> tuple[RunSizes, bool]:
         raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
-    check(config, args.world_size)
-    if problems := _RULES[args.model].problems(config, None):
-        raise ConfigError(problems)
+    check_run(config, args.world_size, args.model)
     try:
         vocab_size = build_tokenizer(config.tokenizer).vocab_size
     except (ValueError, OSError) as error:
@@ -76,6 +75,15 @@ def read(words: Sequence[str]) -> tuple[RunSizes, bool]:
 
 
 _RULES = {"gpt": GPT_RULES, "bert": BERT_RULES}
+
+
+def check_run(config: Config, world_size: int, model: str) -> None:
+    """Raise ConfigError where so many ranks cannot train this model with these settings."""
+    found: list[str] = []
+    with collected(found):
+        check(config, world_size)
+    if found := found + _RULES[model].problems(config, None):
+        raise ConfigError(found)
 
 
 def _world_size_in(words: Sequence[str]) -> int:

@@ -43,10 +43,9 @@ from megatron.training.memory.report import amount, table
 from megatron.training.memory.sizes import RunSizes
 from megatron.training.memory.tracker import MemoryTracker, kept_apart
 from megatron.training.memory.watch import of_rank
-from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.train_step import train_step
-from tools.estimate_memory import add_model_flag
+from tools.estimate_memory import add_model_flag, check_run
 
 _DEFAULTS = {"tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-4, "mock_data": True}
 SMALL = (
@@ -137,6 +136,11 @@ CASES = [
     Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 {_UNIFORM} 2 --cpu-offloading-num-layers 4 --offload-dir state "
          "--optimizer-offload-fraction 0.3", 4, 3),
     Case(f"--bf16 {_PARTS} core_attn mlp layernorm"),
+    Case("", model="bert"),
+    Case(f"{_T2} --sequence-parallel {_FUSED} --bf16", 2, 1, "bert"),
+    Case(f"{_P4} {_FUSED} {_BATCH} --hidden-dropout 0 --pipeline-schedule zb-h1", 4, 3, "bert"),
+    Case(f"{_P2} {_FUSED} {_BATCH} --zero-stage 3 --pipeline-schedule zb-h1 {_OVERLAP} --bf16", 4, 2, "bert"),
+    Case(f"{_P2} {_T2} {_FUSED} {_BATCH} --bert-no-binary-head {_UNIFORM} 1 --distribute-saved-activations", 4, 0, "bert"),
 ]  # fmt: skip
 # Too long for a test: GPT-2 with half of its layers (82 M parameters), and deeper ones on many ranks.
 LARGE = [
@@ -248,7 +252,7 @@ SCRIPTS = {"gpt": pretrain_gpt, "bert": pretrain_bert}
 def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt", steps: int = 2) -> Measured:
     """Train this rank for some steps, and count in the last of them. Raises ConfigError."""
     config, args, _ = parse_args([*words, "--device", "cpu"], None, _DEFAULTS)
-    check(config, world_size)
+    check_run(config, world_size, model)
     if not 0 <= rank < world_size:
         raise ConfigError(f"--rank is {rank}; there are ranks 0 to {world_size - 1}")
     mesh = mesh_of(config, world_size, rank)

@@ -2,6 +2,7 @@
 
     python tools/sample_memory.py --cases 300 --log cases.jsonl      goes on where the log ends
     python tools/sample_memory.py --first 17 --cases 1               case 17 alone
+    python tools/sample_memory.py --model bert --cases 100           of BERTs
 
 Case n is the same in every run. What the settings' own rules refuse is drawn again. docs/memory.md has the tolerances and the record.
 """
@@ -24,6 +25,7 @@ import torch
 
 from megatron.core.config import ConfigError
 from megatron.training.memory.estimate import KINDS
+from tools.estimate_memory import add_model_flag
 from tools.measure_memory import Case, Measured, measure
 
 TOLERANCE = {kind: 0.10 if kind == "activations" else 0.03 for kind in KINDS}
@@ -57,8 +59,8 @@ class Draw:
         return value
 
 
-def drawn(number: int) -> Case:
-    """The case of this number; not every one may run."""
+def drawn(number: int, model: str = "gpt") -> Case:
+    """The case of this number; not every one may run. A BERT's is a GPT's, without what a BERT's data refuse."""
     draw = Draw(number)
     t = draw.one(1, 1, 2, 4)
     p, v, layers = _pipeline(draw)
@@ -76,7 +78,14 @@ def drawn(number: int) -> Case:
     _recompute(draw, layers // (p * v))
     _offload(draw, layers // (p * v))
     world = t * p * ranks
-    return Case(" ".join(draw.words), world, draw.one(*range(world)))
+    rank = draw.one(*range(world))
+    if model == "bert":
+        draw.words = [word for word in draw.words if word not in _OF_GPT]
+        draw.flag("--bert-no-binary-head", 0.3)
+    return Case(" ".join(draw.words), world, rank, model)
+
+
+_OF_GPT = ("--reset-attention-mask", "--reset-position-ids")
 
 
 def _pipeline(draw: Draw) -> tuple[int, int, int]:
@@ -199,12 +208,12 @@ def wrong_of(got: Measured) -> list[str]:
     return wrong
 
 
-def tried(number: int) -> dict[str, Any]:
+def tried(number: int, model: str) -> dict[str, Any]:
     """What came of a case: "within" or "wrong", with the bytes by kind, "refused" or "crashed"."""
-    case = drawn(number)
-    found = {"number": number, "words": case.words, "world_size": case.world_size, "rank": case.rank}
+    case = drawn(number, model)
+    found = {"number": number, "model": model, "words": case.words, "world_size": case.world_size, "rank": case.rank}
     try:
-        got = measure(case.arguments, case.world_size, case.rank)
+        got = measure(case.arguments, case.world_size, case.rank, model)
         wrong = wrong_of(got)
     except ConfigError as error:
         return found | {"came": "refused", "said": error.problems}
@@ -214,14 +223,15 @@ def tried(number: int) -> dict[str, Any]:
     return found | {"came": "wrong" if wrong else "within", "said": wrong} | sizes
 
 
-def found_in(cases: int, first: int, log: Path | None) -> Iterator[dict[str, Any]]:
+def found_in(cases: int, first: int, log: Path | None, model: str) -> Iterator[dict[str, Any]]:
     """What came of the cases from `first` on, until so many have run; from the log, where they are in it."""
     known = {}
     if log is not None and log.exists():
-        known = {found["number"]: found for found in map(json.loads, log.read_text().splitlines())}
+        logged = map(json.loads, log.read_text().splitlines())
+        known = {found["number"]: found for found in logged if found.get("model", "gpt") == model}
     left, number = cases, first
     while left > 0:
-        found = known.get(number) or tried(number)
+        found = known.get(number) or tried(number, model)
         if log is not None and number not in known:
             with log.open("a") as lines:
                 lines.write(json.dumps(found) + "\n")
@@ -237,13 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--log", metavar="FILE", help="a line of JSON for each case; those that it has are not run again"
     )
+    add_model_flag(parser)
     own = parser.parse_args(arguments)
     torch.set_num_threads(1)
     came: Counter[str] = Counter()
     log = Path(own.log).absolute() if own.log else None
     # Where the cases with an --offload-dir have it.
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for found in found_in(own.cases, own.first, log):
+        for found in found_in(own.cases, own.first, log, own.model):
             came[found["came"]] += 1
             if found["came"] in ("wrong", "crashed"):
                 place = f"rank {found['rank']} of {found['world_size']}"

@@ -79,6 +79,19 @@ def test_parameters_of_gpt3():
     assert parameter_count(run) == pytest.approx(174.6e9, rel=1e-3)
 
 
+# What transformers' BertForPreTraining and BertForMaskedLM count for bert-base-uncased. Theirs have a norm behind the embedding, ours behind
+# the last layer; without the order of sentences ours has no kinds of token either.
+@pytest.mark.parametrize(
+    ("more", "expected"), [("", 110_106_428), (" --bert-no-binary-head", 109_514_298 - 2 * 768)]
+)  # fmt: skip
+def test_parameters_of_bert_base(more: str, expected: int):
+    words = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --micro-batch-size 1"
+    assert (
+        parameter_count(sizes_of(f"--model bert {words} --vocab-size 30521 --make-vocab-size-divisible-by 1{more}"))
+        == expected
+    )
+
+
 # arXiv:2205.05198, table 2, in units of s b h, without scores; ours has two numbers a row of each norm and one a row and head more.
 @pytest.mark.parametrize(
     ("sizes", "units"),
@@ -243,6 +256,11 @@ def test_what_is_computed_again_is_not_kept(modules: tuple[str, ...], units: int
     assert kept_by_layer(sizes) == units * sizes.s * sizes.b * sizes.h + 2 * sizes.tokens * 2 * 4 + scores
 
 
+def test_a_fused_kernel_keeps_what_it_adds_to_the_scores_of_padding():
+    gpt = layer()
+    assert kept_by_layer(replace(gpt, model="bert")) == kept_by_layer(gpt) + gpt.s * gpt.b * 2
+
+
 def test_every_step_of_a_tape_is_named_and_counted():
     names = [step.name for segment in tape_of_stage(RunSizes(layer(), layers=(range(1),)), 0) for step in segment.steps]
     assert names[:3] == ["shared", "words", "dropout"] and names[-1] == "loss"
@@ -276,6 +294,7 @@ def test_json_says_what_the_table_says(capsys):
         ("--hiden-size 3", "unknown flag --hiden-size; did you mean --hidden-size?"),
         ("--world-size 0", "--world-size is 0; it must be at least 1"),
         ("--world-size 10 --tensor-model-parallel-size 4", "--world-size 10"),
+        ("--model bert --mask-prob 0.3 --reset-attention-mask", "--reset-attention-mask has no meaning for BERT"),
         (
             "--zero-stage 3 --fixed-order-grad-reduce",
             "--fixed-order-grad-reduce keeps the gradients of every microbatch",

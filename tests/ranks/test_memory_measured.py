@@ -4,10 +4,12 @@ The count knows nothing of the prediction: it sees every operator and every stor
 """
 
 import re
+from types import ModuleType
 
 import pytest
 import torch
 
+import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.training.memory.estimate import KINDS
@@ -19,7 +21,7 @@ from tools.sample_memory import TOLERANCE
 
 
 def check(case: Case) -> None:
-    got = measure(case.arguments, case.world_size, case.rank)
+    got = measure(case.arguments, case.world_size, case.rank, case.model)
     expected = got.expected
     for kind in KINDS:
         # torch keeps a few numbers of a token more than we say; every size of a tensor is exact.
@@ -36,7 +38,7 @@ def test_a_rank_takes_what_is_predicted():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.words.replace("--", "") or "plain")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.shown.replace("--", "") or "plain")
 def test_measured_memory_is_the_predicted(case: Case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where those with an --offload-dir have it
     check(case)
@@ -79,17 +81,18 @@ def test_a_tracker_sees_what_comes_and_goes():
 
 
 @pytest.mark.full
-def test_a_run_prints_what_it_takes_beside_what_was_predicted(capsys, tmp_path):
+@pytest.mark.parametrize("script", [pretrain_gpt, pretrain_bert], ids=["gpt", "bert"])
+def test_a_run_prints_what_it_takes_beside_what_was_predicted(script: ModuleType, capsys, tmp_path):
     words = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 30 --mock-data"
     more = (
         "--tokenizer-type NullTokenizer --train-iters 3 --lr 0.001 --eval-iters 0 --device cpu --log-memory-interval 2"
     )
     pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
-        pretrain_gpt.model_provider,
+        script.train_valid_test_datasets_provider,
+        script.model_provider,
         ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
-        argv=f"{words} {more} --attention-dropout 0 --bf16 --offload-dir {tmp_path}".split(),
+        script.forward_step,
+        argv=f"{words} {more} --mask-prob 0.3 --attention-dropout 0 --bf16 --offload-dir {tmp_path}".split(),
     )
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("memory of a rank, predicted:")
