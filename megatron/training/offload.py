@@ -13,18 +13,20 @@ from megatron.core.config import ConfigError
 from megatron.core.offload.host_memory import free_on_machine, free_to_process
 from megatron.core.offload.plan import Element, bytes_by_tier, show_bytes
 from megatron.core.offload.tier import FileTier
+from megatron.training.memory.estimate import activations_elsewhere
+from megatron.training.memory.of_run import model_of, of_rank, sizes_of
 from megatron.training.runtime import Runtime
 
 Bytes = dict[str, dict[str, int]]  # by tier and kind
 
-_ADVICE = "more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+_ADVICE = "more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction or --cpu-offloading-num-layers"
 
 
 def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
     """What lasts of this rank's state in each tier, once these model chunks are trained."""
     config, shards = runtime.config, runtime.mesh["dp_inner"].size
     outer = runtime.mesh["dp_outer"].size if config.data_parallel.outer_dp_sharding_strategy == "optim" else 1
-    total: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    total: Bytes = {}
     for parameter in (p for module in modules for p in module.parameters() if p.requires_grad):
         found = bytes_by_tier(
             parameter.numel(),
@@ -41,10 +43,8 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
             fraction=config.offload.optimizer_offload_fraction,
             offload_params=config.offload.offload_params,
         )
-        for tier, kinds in found.items():
-            for kind, nbytes in kinds.items():
-                total[tier][kind] = max(total[tier][kind], nbytes) if kind == "slices" else total[tier][kind] + nbytes
-    return {tier: dict(kinds) for tier, kinds in total.items()}
+        _add(total, found)
+    return total
 
 
 def check_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
@@ -52,14 +52,26 @@ def check_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
 
     Does nothing where nothing is offloaded. Every rank must call, before it makes the buffers.
     """
-    if runtime.tier is None:
+    moves_activations = runtime.config.transformer.cpu_offloading_num_layers > 0
+    if runtime.tier is None and not moves_activations:
         return
     modules, world = list(modules), runtime.mesh["world"]
     found = state_bytes(runtime, modules)
+    if moves_activations and (model := model_of(modules)) is not None:  # of a script's own, they are not known
+        run = of_rank(sizes_of(runtime, model), runtime.mesh)
+        _add(found, activations_elsewhere(run, runtime.mesh["pp"].rank))
     need = _need_of(runtime, found, sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad))
     texts = comm.all_gather_texts(json.dumps(need), world, runtime.device.torch_device)
     if problems := problems_of_needs([json.loads(text) for text in texts]):
         raise ConfigError(problems)
+
+
+def _add(total: Bytes, found: Bytes) -> None:
+    """All pass through the same slices."""
+    for tier, kinds in found.items():
+        held = total.setdefault(tier, {})
+        for kind, nbytes in kinds.items():
+            held[kind] = max(held.get(kind, 0), nbytes) if kind == "slices" else held.get(kind, 0) + nbytes
 
 
 def room_left(runtime: Runtime) -> list[str]:
@@ -104,7 +116,7 @@ def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> list[str]:
             if total > free:
                 where = f"the disk of --offload-dir {sharing[0]['dir']}" if what == "disk" else f"the memory of {name}"
                 problems.append(
-                    f"offloaded state does not fit {where}: {len(sharing)} rank(s) need {show_bytes(total)}, and {show_bytes(free)} are "
+                    f"what is offloaded does not fit {where}: {len(sharing)} rank(s) need {show_bytes(total)}, and {show_bytes(free)} are "
                     f"free; {advice}"
                 )
     for rank, need in enumerate(needs):

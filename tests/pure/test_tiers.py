@@ -373,11 +373,11 @@ def test_what_does_not_fit_is_said_once_for_all_who_share_it():
     assert problems_of_needs([need(), need(), need(disk="b:1", host="b")]) == []
     (disk,) = problems_of_needs([need()] * 3)
     assert disk.startswith(
-        "offloaded state does not fit the disk of --offload-dir D: 3 rank(s) need 120 bytes, and 100 bytes are free; free"
+        "what is offloaded does not fit the disk of --offload-dir D: 3 rank(s) need 120 bytes, and 100 bytes are free; free"
     )
     (host,) = problems_of_needs([need(disk=None, disk_free=None, host_needs=60)] * 2)
     assert host.startswith(
-        "offloaded state does not fit the memory of a: 2 rank(s) need 120 bytes, and 100 bytes are free; give --offload-dir"
+        "what is offloaded does not fit the memory of a: 2 rank(s) need 120 bytes, and 100 bytes are free; give --offload-dir"
     )
     (process,) = problems_of_needs([need(), need(process_free=5)])
     assert process.startswith("rank 1 needs 10 bytes of memory, and its limit (ulimit -d) leaves 5 bytes; raise that")

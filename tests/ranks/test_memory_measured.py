@@ -4,14 +4,19 @@ The count knows nothing of the prediction: it sees every operator and every stor
 """
 
 import re
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
+from local_ranks import run_ranks
+from script_run import trainer_of
 
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
+from megatron.core.mesh import Mesh
+from megatron.training import offload
 from megatron.training.memory.estimate import KINDS
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.training import pretrain
@@ -78,6 +83,25 @@ def test_a_tracker_sees_what_comes_and_goes():
         tracker.assign("gradients", [view])
     assert live == 400 and tracker.peak["activations"] == 400 + 2 * 4000
     assert tracker.live["gradients"] == 400 and tracker.live["activations"] == 0
+
+
+@pytest.mark.full
+def test_offloaded_activations_need_room_too(monkeypatch):
+    """2,048 tokens of width 16 are 128 KiB of float32, of which a layer keeps more than ten; the state is 16 bytes of 9,000 parameters."""
+    words = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 512 --micro-batch-size 4 --attention-dropout 0 --train-iters 1 "
+        "--position-embedding-type rope --vocab-size 60 --tokenizer-type NullTokenizer --mock-data --lr 1e-3 --device cpu --eval-iters 0 "
+        "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size "
+    )
+
+    def build(mesh: Mesh, least: int) -> None:
+        with trainer_of(pretrain_gpt, mesh, f"{words} {least}"):
+            pass
+
+    monkeypatch.setattr(offload, "free_on_machine", lambda: 2**20)
+    run_ranks({"dp": 1}, partial(build, least=10**6))  # none leaves
+    with pytest.raises(Exception, match=r"what is offloaded does not fit the memory of .*: 1 rank.* need [3-9].* MiB"):
+        run_ranks({"dp": 1}, partial(build, least=1))
 
 
 @pytest.mark.full

@@ -6,7 +6,8 @@
     elsewhere       what of it waits in a tier, or in slots
     communication   units of ZeRO that come and go, sums under way, transfers between stages
     estimate        all of it, for each pipeline stage; `report` prints it
-    tracker         the bytes that a run really has, by the same kinds
+    of_run          the sizes of a run that has begun
+    tracker         the bytes that a run really has, by the same kinds; `watch` prints them beside the prediction
 
-All but the tracker are pure integers.
+All but the last two lines are pure integers.
 """

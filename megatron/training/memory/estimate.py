@@ -89,6 +89,13 @@ def _bytes_of_rank(run: RunSizes, rank: int, lowered: Schedule) -> dict[str, dic
     return on
 
 
+def activations_elsewhere(run: RunSizes, rank: int) -> dict[str, dict[str, int]]:
+    """Bytes by tier and kind that a pipeline rank's activations have off the device."""
+    tapes = {stage: activations.tape_of_stage(run, stage) for stage in run.stages_of(rank)}
+    found = bytes_elsewhere(run, tapes, _lowered(run)[rank])
+    return {tier: kinds for tier, kinds in found.items() if tier != DEVICE}
+
+
 def _in_fixed_order(run: RunSizes, numels: list[int]) -> int:
     """The gradients of each microbatch, and of two from all ranks while those of a buffer are summed; then it is the next one's turn."""
     ranks = run.replicas * run.shards

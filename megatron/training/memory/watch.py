@@ -5,28 +5,22 @@ The prediction is one for a `GPTModel` or a `BertModel` of our layers. Of a scri
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.grid import Axis
-from megatron.core.models.bert import BertModel
-from megatron.core.models.gpt import GPTModel
 from megatron.core.offload.plan import bytes_line
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training.memory.estimate import DEVICE, IN_MEMORY, KINDS, RankMemory, estimate
+from megatron.training.memory.of_run import MODELS, model_of, of_rank, sizes_of
 from megatron.training.memory.parameters import plans_of_stage
 from megatron.training.memory.report import amount, short_report, table
-from megatron.training.memory.sizes import RunSizes
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.offload import room_left, state_bytes
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
 
-_MODELS: dict[type, str] = {GPTModel: "gpt", BertModel: "bert"}
 _STEADY = 2  # the step of a run, counted from 1, from which on all that it will need is there
 
 
@@ -48,7 +42,7 @@ class MemoryWatch:
         """What is predicted; of a script's own model, where something is offloaded, what can be said of it too: its state."""
         if self.predicted:
             return short_report(self.predicted)
-        known = " or ".join(model.__name__ for model in _MODELS)
+        known = " or ".join(model.__name__ for model in MODELS)
         lines = [
             f"memory of a rank: activations are not predicted, since this script's model is no {known} of our layers"
         ]
@@ -59,15 +53,8 @@ class MemoryWatch:
     def _predict(self) -> None:
         """Nothing on any rank unless every rank's model, and its buffers, are those of a GPT or a BERT."""
         runtime, pp = self.runtime, self.runtime.mesh["pp"]
-        model = model_of(self.chunks)
-        run = RunSizes.of(
-            runtime.config,
-            runtime.tokenizer.vocab_size,
-            runtime.world_size,
-            accelerator=not self._counts,
-            threads=torch.get_num_threads(),
-            model=model or "gpt",
-        )
+        model = model_of(chunk.module for chunk in self.chunks)
+        run = sizes_of(runtime, model or "gpt")
         planned = [[plan.numel for plan in plans_of_stage(run, stage)] for stage in run.stages_of(pp.rank)]
         there = [[buffer.plan.numel for buffer in chunk.buffers] for chunk in self.chunks]
         other = torch.tensor([model is None or planned != there], dtype=torch.int64, device=runtime.device.torch_device)
@@ -135,23 +122,3 @@ class MemoryWatch:
 
     def _beside(self, size: int, expected: int) -> str:
         return f"{amount(size)} / {amount(expected)}" if self.predicted else amount(size)
-
-
-def model_of(chunks: Sequence[DistributedDataParallel]) -> str | None:
-    """Which of our models these are parts of; None: a script's own, or one with a script's own layers."""
-    names = {_MODELS.get(type(chunk.module)) for chunk in chunks}
-    if len(names) > 1 or None in names:
-        return None
-    layers = (layer for chunk in chunks for layer in chunk.module.language_model.decoder.layers.values())
-    return names.pop() if all(type(layer) is ParallelTransformerLayer for layer in layers) else None
-
-
-def of_rank(run: RunSizes, mesh: Mapping[str, Axis]) -> RunSizes:
-    """The same with the few numbers in which ranks of one stage differ: the part of each bucket that a rank updates, where a share of
-    that is offloaded, and the real words of a padded table."""
-    layer, outer = run.layer, mesh["dp_outer"]
-    part = 0
-    if run.zero_stage > 0 and 0 < run.offload_fraction < 1:
-        part = mesh["dp_inner"].rank * (outer.size if run.divides_outer else 1) + run.divides_outer * outer.rank
-    rank = mesh["tp"].rank if replace(layer, tensor_rank=mesh["tp"].rank).real_words < layer.real_words else 0
-    return replace(run, part=part, layer=replace(layer, tensor_rank=rank))

@@ -1,0 +1,49 @@
+"""The sizes of a run that has begun: of its settings, of the model that its script makes, of one of its ranks."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from megatron.core.grid import Axis
+from megatron.core.models.bert import BertModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
+from megatron.training.memory.sizes import RunSizes
+from megatron.training.runtime import Runtime
+
+MODELS: dict[type, str] = {GPTModel: "gpt", BertModel: "bert"}
+
+
+def model_of(chunks: Iterable[nn.Module]) -> str | None:
+    """Which of our models these are parts of; None: a script's own, or one with a script's own layers."""
+    chunks = list(chunks)
+    names = {MODELS.get(type(chunk)) for chunk in chunks}
+    if len(names) > 1 or None in names:
+        return None
+    layers = (layer for chunk in chunks for layer in chunk.language_model.decoder.layers.values())
+    return names.pop() if all(type(layer) is ParallelTransformerLayer for layer in layers) else None
+
+
+def sizes_of(runtime: Runtime, model: str) -> RunSizes:
+    """Those of the first data-parallel and tensor-parallel rank."""
+    return RunSizes.of(
+        runtime.config,
+        runtime.tokenizer.vocab_size,
+        runtime.world_size,
+        accelerator=runtime.device.module is not None,
+        threads=torch.get_num_threads(),
+        model=model,
+    )
+
+
+def of_rank(run: RunSizes, mesh: Mapping[str, Axis]) -> RunSizes:
+    """The same with the few numbers in which ranks of one stage differ: the part of each bucket that a rank updates, where a share of
+    that is offloaded, and the real words of a padded table."""
+    layer, outer = run.layer, mesh["dp_outer"]
+    part = 0
+    if run.zero_stage > 0 and 0 < run.offload_fraction < 1:
+        part = mesh["dp_inner"].rank * (outer.size if run.divides_outer else 1) + run.divides_outer * outer.rank
+    rank = mesh["tp"].rank if replace(layer, tensor_rank=mesh["tp"].rank).real_words < layer.real_words else 0
+    return replace(run, part=part, layer=replace(layer, tensor_rank=rank))
