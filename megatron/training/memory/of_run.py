@@ -27,7 +27,7 @@ def model_of(chunks: Iterable[nn.Module]) -> str | None:
 
 
 def sizes_of(runtime: Runtime, model: str) -> RunSizes:
-    """Those of the first data-parallel and tensor-parallel rank."""
+    """Those of the first data-parallel and tensor-parallel rank, were this the model: one of `sizes.MODELS`."""
     return RunSizes.of(
         runtime.config,
         runtime.tokenizer.vocab_size,
