@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     return parser
 
 
+@cache
+def _plain_parser() -> FlagParser:
+    """The parser without flags of a script's own, which nothing changes: to make it takes longer than to parse."""
+    return make_parser()
+
+
 def meaning_of_shorthand(flag: str) -> str:
     fields = SHORTHAND[flag].items()
     said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
@@ -136,7 +143,7 @@ def parse_args(
     args_defaults: values for settings that the command line leaves out. unread: fields that this script does not look at, with the
     reason. Raises ConfigError with all problems at once.
     """
-    parser = make_parser(extra_args_provider)
+    parser = make_parser(extra_args_provider) if extra_args_provider else _plain_parser()
     words = sys.argv[1:] if argv is None else list(argv)
     sources = _given_in_file(parser, words) + [_given(parser, words)]
     settings = {name: value for source in sources for name, value in source.settings.items()}

@@ -16,6 +16,8 @@ ROWS = [
     if line and not line.startswith("#")
 ]
 
+PARSER = make_parser()
+
 
 def lines_that(outcome: str) -> list[list[str]]:
     """The command lines with this outcome."""
@@ -37,7 +39,7 @@ def test_every_line_says_what_becomes_of_it():
 def test_a_flag_that_works_is_a_setting(words: list[str]):
     _, args, notes = parse_args(words)
     assert not any(note.startswith("no effect") for note in notes)
-    flags = make_parser().actions_by_flag()
+    flags = PARSER.actions_by_flag()
     fields = SHORTHAND.get(words[0]) or {flags[words[0]].dest: None}
     assert words[0] in ("--yaml-cfg", "--no-position-embedding") or all(name in args for name in fields)
 
@@ -69,7 +71,7 @@ def test_a_refused_value_is_refused_alone(words: list[str]):
 
 def test_flags_that_are_pending_are_unknown_still():
     """As soon as one works its line must say so."""
-    known = make_parser().known_flags()
+    known = PARSER.known_flags()
     done = [line[0] for line in lines_that("pending") if line[0] in known]
     assert not done, f"{', '.join(done)}: no longer pending; change the line in classic_flags.txt"
 
