@@ -4,14 +4,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
-torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU the tests in tests/gpu are skipped, and say so; GPU_TESTS_ON=cpu runs them nevertheless."""
+    """One thread each. Without a GPU the tests in tests/gpu are skipped, and say so; GPU_TESTS_ON=cpu runs them nevertheless."""
+    import torch  # here, since the process that hands out the tests to the others has no use for it and would keep them waiting
+
+    torch.set_num_threads(1)
     if torch.cuda.is_available() or os.environ.get("GPU_TESTS_ON"):
         return
     for item in items:
