@@ -232,16 +232,19 @@ def _best_case(missing: np.ndarray, inside: np.ndarray, seed: tuple[int, ...], r
         best = added + np.array([random.random() for _ in options])[:, None]  # a draw among equals
         rows = np.column_stack([rows, np.array(options)[best.argmax(axis=0)]])
     cases = [Case(*(_CHOICE[number] for number in row)) for row in rows.tolist()]
-    gains = sum(missing[tuple(rows[:, list(dims)].T)] for dims in combinations(range(rows.shape[1]), missing.ndim))
+    gains = missing[_combined(rows, missing.ndim)].sum(axis=1)
     return max(zip(gains, cases), key=lambda pair: pair[0] / (60 + pair[1].cost))[1]
 
 
 def _gain_of_next(missing: np.ndarray, rows: np.ndarray, option: int) -> np.ndarray:
     """Missing combinations that each row would newly have with one more choice."""
-    return sum(
-        missing[(*rows[:, list(dims)].T, np.full(len(rows), option))]
-        for dims in combinations(range(rows.shape[1]), missing.ndim - 1)
-    )
+    return missing[option][_combined(rows, missing.ndim - 1)].sum(axis=1)
+
+
+def _combined(rows: np.ndarray, strength: int) -> tuple[np.ndarray, ...]:
+    """Where all `strength` choices of each row stand in the table of combinations: an index a choice, of [row, combination]."""
+    dims = np.array(list(combinations(range(rows.shape[1]), strength)))  # [combination, strength]
+    return tuple(rows[:, dims].transpose(2, 0, 1))
 
 
 def _strike(missing: np.ndarray, numbers: tuple[int, ...]) -> None:

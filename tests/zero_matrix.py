@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from heapq import heapify, heapreplace
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
@@ -133,10 +134,16 @@ def cover(cases: Iterable[T], contents: Callable[[T], frozenset], chosen: Iterab
     """`chosen` and more of the cases, until all contents of all cases occur; each the one that adds most."""
     found, has = list(chosen), {case: contents(case) for case in cases}
     missing = frozenset().union(*has.values()).difference(*(has[case] for case in found))
+    # What a case would add only shrinks: what it would have added earlier says of most that they are not the best.
+    adds = [(-len(inside), number, case) for number, (case, inside) in enumerate(has.items())]
+    heapify(adds)
     while missing:
-        best = max(has, key=lambda case: len(has[case] & missing))
-        found.append(best)
-        missing -= has[best]
+        _, number, case = adds[0]
+        now = (-len(has[case] & missing), number, case)
+        if now > heapreplace(adds, now):
+            continue
+        found.append(case)
+        missing -= has[case]
     return tuple(found)
 
 
