@@ -229,11 +229,15 @@ def test_files_and_functions_stay_short(folder: str):
         name = str(path.relative_to(ROOT))
         if folder != next(prefix for prefix in ("megatron/core", "megatron", "tests", "") if name.startswith(prefix)):
             continue
+        functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
+        long = [node for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION]
+        if not long and path.read_text().count("\n") < MAX_FILE:
+            continue  # short enough with all that is no code
         lines = code_lines(path)
         if name not in LONGER_WITH_REASON:
             assert len(lines) <= MAX_FILE, f"{name} has {len(lines)} code lines; what is the second idea in it?"
-        for node in nodes_of(path):
-            if isinstance(node, ast.FunctionDef) and f"{name}:{node.name}" not in LONGER_WITH_REASON:
+        for node in long:
+            if f"{name}:{node.name}" not in LONGER_WITH_REASON:
                 length = len(lines & set(range(node.lineno, node.end_lineno + 1)))
                 assert length <= MAX_FUNCTION, f"{name}: {node.name} has {length} code lines"
 
