@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,8 +112,9 @@ class Texts:
     as_mask: bool = True  # ... with a mask of s x s, or else with the numbers of the documents
 
 
+@cache
 def sample(number: int, texts: Texts = Texts()) -> dict[str, Tensor]:
-    """Sample `number` of an endless data set, with a mask of its own."""
+    """Sample `number` of an endless data set, with a mask of its own; to be read only."""
     generator = torch.Generator().manual_seed(1000 + number)
     text = torch.randint(0, texts.vocab, (SEQ + 1,), generator=generator)
     mask = (torch.rand(SEQ, generator=generator, dtype=torch.float32) > 0.3).double()
@@ -330,10 +331,13 @@ def my_pieces(
         if buffer.stage
         for slot in buffer.plan.slots
     }
+    if not hasattr(module, "owned_by_rank"):  # asked for after every step
+        module.owned_by_rank = [
+            (name, p, owned_pieces(p.placement, tuple(p.shape), mesh)) for name, p in module.named_parameters()
+        ]
     result = []
-    for name, p in module.named_parameters():
+    for name, p, owned in module.owned_by_rank:
         shape, placement = tuple(p.shape), p.placement
-        owned = owned_pieces(placement, shape, mesh)
         if name not in held:
             if mesh["dp"].is_first:
                 result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
