@@ -8,11 +8,12 @@ from functools import cache
 from itertools import product
 
 import pytest
-from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
+from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, assert_equal, run
 
+LLAMA = replace(TINY_LLAMA, num_query_groups=4)  # a key head for each of four tensor-parallel ranks
 MODELS = {
-    "gpt2-tied": GPT2,
-    "gpt2-untied": replace(GPT2, untie_embeddings_and_output_weights=True),
+    "gpt2-tied": TINY_GPT2,
+    "gpt2-untied": replace(TINY_GPT2, untie_embeddings_and_output_weights=True),
     "llama-tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "llama-untied": LLAMA,
 }
@@ -25,12 +26,14 @@ LAYOUTS = [
 
 
 @cache
-def one_process(model: str) -> Outcome:
-    return run(MODELS[model], Layout())
+def one_process(model: str, global_batch: int) -> Outcome:
+    return run(MODELS[model], Layout(), global_batch=global_batch)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_equals_one_process(layout: Layout, model: str):
-    assert_equal(run(MODELS[model], layout), one_process(model), 1e-10)
+    global_batch = 12 if 12 % (layout.dp * layout.m) == 0 else 24
+    got = run(MODELS[model], layout, global_batch=global_batch)
+    assert_equal(got, one_process(model, global_batch), 1e-10)
