@@ -150,8 +150,18 @@ def test_prompts_from_everywhere_go_to_one_file(runs, tool, tmp_path, monkeypatc
     assert re.search(rf"^{sum(r['length'] for r in records)} tokens in [\d.]+ s: [\d.]+ tokens/s$", err, re.MULTILINE)
 
 
-@pytest.mark.parametrize("kind", ["learned", "rotary"])
-@pytest.mark.parametrize("more", [("--batch-size", 4), ("--recompute",)], ids=("batch", "recompute"))
+BATCH, RECOMPUTE = ("--batch-size", 4), ("--recompute",)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        pytest.param(BATCH, "learned", id="batch-learned"),
+        pytest.param(RECOMPUTE, "rotary", id="recompute-rotary"),
+        pytest.param(BATCH, "rotary", id="batch-rotary", marks=pytest.mark.full),
+        pytest.param(RECOMPUTE, "learned", id="recompute-learned", marks=pytest.mark.full),
+    ],
+)
 def test_neither_batch_nor_cache_changes_the_text(runs, tool, kind, more):
     flags = ("--load", runs / kind, "--prompt", "5 6", "--prompt", "1 2 3 4", "--num-samples", 3)
     flags += ("--max-new-tokens", 20, "--top_k", 20, "--top_p", 0.9)
