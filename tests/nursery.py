@@ -28,6 +28,8 @@ _PRELOADED = (
     "tokenizers",
     "megatron.training.training",
     "megatron.core.models.gpt",
+    "megatron.core.models.bert",
+    "megatron.core.inference",
 )
 
 

@@ -7,8 +7,8 @@
         job.kill(1)
         outcome = job.wait(timeout=30)
 
-pretrain_gpt.py and pretrain_bert.py are forked from a process that has imported torch already (`nursery.py`); anything else is
-started from nothing.
+pretrain_gpt.py, pretrain_bert.py, tools/generate.py and the scripts of tests/gloo are forked from a process that has imported torch
+already (`nursery.py`); anything else is started from nothing.
 
 Every line that looks like a training or validation line must match the format that scripts parse, to the blank.
 """
@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
 _OF_TESTS = (
     str(ROOT / "tests" / "gloo" / f"{name}.py")
-    for name in ("refused_script", "failing_script", "zero_ranks", "limited")
+    for name in ("refused_script", "failing_script", "own_script", "zero_ranks", "limited")
 )
-_FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, *_OF_TESTS)
+_FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, str(ROOT / "tools" / "generate.py"), *_OF_TESTS)
 
 _GRACE = 40.0  # seconds that the other ranks have to end once one has failed
 _LAUNCHER_VARIABLES = re.compile(
