@@ -21,7 +21,7 @@ if [ "${1:-}" = --fast ]; then
 fi
 cd "$ROOT"
 
-# Dozens of processes import the same files: one compiles them for all, wherever that is switched off too.
+# Dozens of processes import the same files: one compiles them for all, even where keeping that is switched off.
 unset PYTHONDONTWRITEBYTECODE
 
 # pytest's 5 says that a selection (-k) left nothing to run, which is no failure of one half.
