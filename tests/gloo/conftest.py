@@ -1,11 +1,16 @@
 """What the tests of this folder share: real text made ready by the tools, and runs that several tests look at."""
 
+import fcntl
 import json
+import os
+import pickle
 import shutil
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import split
+from typing import TypeVar
 
 import pytest
 from processes import Layout, Outcome, pretrain
@@ -31,10 +36,35 @@ STEPS = split("--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --weight-dec
 TWENTY = split("--train-iters 20 --log-interval 1 --eval-interval 10 --eval-iters 2")
 
 
+T = TypeVar("T")
+
+
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags of a data set and its tokenizer, made by the tools from Python's own source."""
-    folder = tmp_path_factory.mktemp("data")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the processes of one test run have in common, where they are several."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def once(path: Path, make: Callable[[], T]) -> T:
+    """What `make` returns, called by the first of the processes that ask for `path`; the others wait and are handed a copy."""
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(pickle.dumps(make()))
+        return pickle.loads(path.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def data(shared: Path) -> list[str]:
+    """Flags of a data set and its tokenizer."""
+    return once(shared / "data_flags", lambda: make_data(shared))
+
+
+def make_data(folder: Path) -> list[str]:
+    """By the tools from Python's own source."""
     text, tokenizer, prefix = folder / "text.jsonl", folder / "tokenizer.json", folder / "source"
     text.write_text("".join(json.dumps({"text": source}) + "\n" for source in _sources()))
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
@@ -59,7 +89,7 @@ ONE_PROCESS = Layout()
 
 @dataclass
 class TwentySteps:
-    """Runs of 20 steps, saved at 10 and 20, each made when first asked for."""
+    """Runs of 20 steps, saved at 10 and 20, each made when first asked for, by whichever process of the test run asks."""
 
     data: list[str]
     folder: Path
@@ -69,7 +99,7 @@ class TwentySteps:
         key = (model, layout)
         if key not in self._made:
             flags = [*self.flags(model), "--save", str(self.saved(model, layout)), "--save-interval", "10"]
-            self._made[key] = pretrain(flags, layout)
+            self._made[key] = once(self.folder / f"{model}-{layout}-outcome", lambda: pretrain(flags, layout))
         return self._made[key]
 
     def flags(self, model: str) -> list[str]:
@@ -81,8 +111,8 @@ class TwentySteps:
 
 
 @pytest.fixture(scope="session")
-def twenty_steps(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> TwentySteps:
-    return TwentySteps(data, tmp_path_factory.mktemp("twenty"))
+def twenty_steps(data: list[str], shared: Path) -> TwentySteps:
+    return TwentySteps(data, shared)
 
 
 def rewound(saved: Path, iteration: int, copy: Path) -> Path:
