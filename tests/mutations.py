@@ -23,6 +23,8 @@ CALLS = "tests/ranks/test_local_ranks.py::test_a_collective_has_its_result_when_
 IN_PARTS = "tests/ranks/test_parity.py::test_no_wait_is_missing_where_copies_travel_in_parts"
 ZERO = "tests/ranks/test_zero.py::test_shards_equal_one_process"
 _AWAY = "tests/ranks/test_offload.py::test_offload_equals_one_process"
+OWN_CLASS = "tests/ranks/test_odd_models.py::test_a_model_of_plain_modules_is_trained_as_torch_does[of a class-1]"
+BESIDE = "tests/ranks/test_odd_models.py::test_parameters_that_are_used_beside_their_module_are_waited_for"
 OUTER = f"{_AWAY}[outer-params-tp1-pp1-dp4-m2-delayed-overlap-tied]"
 HYBRID = f"{_AWAY}[hybrid-host-tp1-pp1-dp4-m2-delayed-overlap-tied]"
 AGAIN = "tests/ranks/test_offload.py::test_what_was_read_ahead_is_forgotten_before_an_update"
@@ -76,7 +78,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a bucket whose memory is written again", "distributed/bucket.py",
-        "        self.finish_reduce()\n        if not self._grads", "        if not self._grads", ZERO,
+        "            self.finish_reduce()\n            if not self._grads", "            if not self._grads", ZERO,
     ),
     Mutation(
         "the parameters of a unit", "distributed/fetch.py",
@@ -84,7 +86,11 @@ MUTATIONS = [
     ),
     Mutation(
         "a module's parameters after the update", "distributed/distributed_data_parallel.py",
-        "[bucket.finish_gather() for bucket in buckets] and None", "None", ZERO,
+        "[bucket.finish_gather() for bucket in buckets] and None", "None", OWN_CLASS,
+    ),
+    Mutation(
+        "updated parameters, used beside their module", "distributed/bucket.py",
+        "            released.expect(self._holders, self.finish_gather)\n", "", BESIDE,
     ),
     Mutation(
         "the sum over groups of shards", "distributed/bucket.py",
@@ -105,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a read from a file", "offload/tier.py",
-        "return lambda: reading.result()", "return lambda: (reading.result() if reading.done() else torch.full((stored.nbytes,), 127, dtype=torch.uint8))",
+        "return lambda: reading.result()", "return lambda: (reading.result() if reading.done() else torch.full((self.nbytes,), 127, dtype=torch.uint8))",
         OUTER,
     ),
     Mutation(
@@ -160,6 +166,8 @@ def failing_test(copy: Path, test: str) -> tuple[str, str] | None:
     if result.returncode != 1 or found is None:
         raise RuntimeError(f"{test} could not be run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
     why = re.findall(r"^.*?(?:Error|Failed): (.*)$", result.stdout, re.MULTILINE)
+    if "NameError" in result.stdout:
+        raise RuntimeError(f"{test} fails by the words of the mutation, not by the wait that it lacks: {why}")
     return found[1], (why[0] if why else found[2] or "")[:110]
 
 
