@@ -33,6 +33,12 @@ rank issues; a test holds this page current, and `tests/ranks/test_ledger.py` ho
 
 The model has {layers} layers and tied embeddings. Bytes are those of the tensor that one rank hands in, in units of N, one activation
 [s, b, h] of the whole batch of a rank: {activation:,} bytes in float64. *Per layer* is what one more layer adds to a step.
+What the stages of ZeRO send is derived in [memory](memory.md) and printed at a run's start.
+
+Not in this ledger, nor in what a run's start prints: in ZeRO stages 2 and 3 data-parallel ranks see to it that all come to the same
+call (`megatron/core/distributed/agreement.py`, with a ledger of its own). That is an all-reduce of two integers, 16 bytes, within
+each group that holds all shards: on a CPU before each bucket's reduce-scatter, in stage 3 also before each all-gather of a unit, and
+once at the end of a step; on an accelerator only that last one. It costs time (0.1 to 0.2 ms a call between processes), not bytes.
 
 """
 

@@ -1,5 +1,6 @@
 """Data-parallel ranks whose forwards part: an error that says who is where, and no wait for ever, nor wrong numbers without a word."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from local_ranks import run_ranks
 from torch import Tensor, nn
 
+from megatron.core import comm
 from megatron.core.distributed.agreement import difference
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 
 
@@ -63,6 +66,28 @@ def test_ranks_that_use_other_layers_are_told(case: str):
 @pytest.mark.parametrize(("paths", "stage"), [(["ab", "cb"], 1), (["ba", "ba"], 2), (["ba", "ba"], 3)])
 def test_a_branch_that_all_take_or_that_stage_1_takes_is_none(paths: list[str], stage: int):
     run_ranks({"dp": 2}, partial(train, paths=paths, config=DataParallelConfig(zero_stage=stage)))
+
+
+@pytest.mark.parametrize(("stage", "at_once", "times"), [(2, True, 3 + 1), (3, True, 3 * 3 + 1), (3, False, 1)])
+def test_a_step_compares_as_often_as_the_pages_say(stage: int, at_once: bool, times: int, monkeypatch):
+    """Three layers: 16 bytes before each sum, in stage 3 before both gathers of each, and once at the end. In no ledger of the mesh."""
+    compared, plain = [], comm.all_reduce
+
+    def counting(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+        if axis.name.endswith("(order)"):
+            compared.append((axis.rank, x.nbytes))
+        return plain(x, axis, op)
+
+    monkeypatch.setattr(comm, "all_reduce", counting)
+    config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=10)
+
+    def noted(mesh: Mesh) -> list[int]:
+        with mesh.ledger.record() as calls:
+            train(mesh, ["abc", "abc"], config, at_once)
+        return [call.bytes for call in calls if call.op == "all_reduce"]
+
+    assert 16 not in [size for sizes in run_ranks({"dp": 2}, noted) for size in sizes]
+    assert Counter(compared) == {(rank, 16): 2 * times for rank in range(2)}, "two steps"
 
 
 def test_ranks_that_are_together_are_named_together():
