@@ -4,6 +4,8 @@ import mutations
 
 
 def test_every_mutation_has_its_place_in_the_source():
-    places = {one.what: (mutations.ROOT / mutations.CORE / one.file).read_text().count(one.old) for one in mutations.MUTATIONS}
+    places = {
+        one.what: (mutations.ROOT / mutations.CORE / one.file).read_text().count(one.old) for one in mutations.MUTATIONS
+    }
     assert {what: count for what, count in places.items() if count != 1} == {}
     assert len(places) == len(mutations.MUTATIONS) > 25, "two have one name"
