@@ -28,6 +28,7 @@ BESIDE = "tests/ranks/test_odd_models.py::test_parameters_that_are_used_beside_t
 OUTER = f"{_AWAY}[outer-params-tp1-pp1-dp4-m2-delayed-overlap-tied]"
 HYBRID = f"{_AWAY}[hybrid-host-tp1-pp1-dp4-m2-delayed-overlap-tied]"
 AGAIN = "tests/ranks/test_offload.py::test_what_was_read_ahead_is_forgotten_before_an_update"
+INTO_FILE = "tests/pure/test_tiers.py::test_what_other_groups_have_updated_is_in_the_file_when_the_call_is_over"
 WRITES = "tests/pure/test_tiers.py::test_an_update_ends_when_its_last_write_does"
 
 
@@ -108,6 +109,11 @@ MUTATIONS = [
     Mutation(
         "the same, on its way to a file", "distributed/bucket.py",
         "comm.all_gather(mine, outer)", "comm.start_all_gather(mine, outer)._result", OUTER,
+    ),
+    Mutation(
+        "the write of it", "distributed/bucket.py",
+        "start_writing(self.held_params, comm.all_gather(mine, outer))()", "start_writing(self.held_params, comm.all_gather(mine, outer))",
+        INTO_FILE,
     ),
     Mutation(
         "a read from a file", "offload/tier.py",

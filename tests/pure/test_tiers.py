@@ -8,11 +8,14 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.core.config import ConfigError
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.grid import ALONE
 from megatron.core.offload import block_file
 from megatron.core.offload.block_file import BlockFile, OffloadError
 from megatron.core.offload.folder import RankFolder, folder_problems, remove_left_behind
@@ -150,6 +153,22 @@ def test_an_update_ends_when_its_last_write_does(tier, number, monkeypatch):
     monkeypatch.setattr(BlockFile, "write", fail)
     with pytest.raises(OffloadError, match="this write"):
         updater.step(lambda _: (0.1, 0.0), 0)
+
+
+def test_what_other_groups_have_updated_is_in_the_file_when_the_call_is_over(tier, monkeypatch):
+    """Hybrid shards with parameters in files: a write that fails is the step's error, though whoever reads next would wait for it."""
+
+    def fail(*_):
+        time.sleep(0.05)
+        raise OffloadError("this write")
+
+    bucket = SimpleNamespace(
+        held_params=tier.zeros(32, torch.float32),
+        buffer=SimpleNamespace(outer_axis=ALONE, device=torch.device("cpu")),
+    )
+    monkeypatch.setattr(BlockFile, "write", fail)
+    with pytest.raises(OffloadError, match="this write"):
+        Bucket.gather_updated(bucket)
 
 
 def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
