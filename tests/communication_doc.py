@@ -37,8 +37,8 @@ What the stages of ZeRO send is derived in [memory](memory.md) and printed at a 
 
 Not in this ledger, nor in what a run's start prints: in ZeRO stages 2 and 3 data-parallel ranks see to it that all come to the same
 call (`megatron/core/distributed/agreement.py`, with a ledger of its own). That is an all-reduce of two integers, 16 bytes, within
-each group that holds all shards: on a CPU before each bucket's reduce-scatter, in stage 3 also before each all-gather of a unit, and
-once at the end of a step; on an accelerator only that last one. It costs time (0.1 to 0.2 ms a call between processes), not bytes.
+each group that holds all shards, once at the end of a step; with `--poison-released-buffers` also before each bucket's reduce-scatter and,
+in stage 3, before each all-gather of a unit.
 
 """
 

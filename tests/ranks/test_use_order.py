@@ -28,11 +28,9 @@ class Branching(nn.Module):
         return x
 
 
-def train(mesh: Mesh, paths: list[str], config: DataParallelConfig, at_once: bool = True) -> None:
+def train(mesh: Mesh, paths: list[str], config: DataParallelConfig) -> None:
     """A step in which all use all layers, and one in which each rank has a path of its own."""
     chunk = DistributedDataParallel(Branching(), mesh, config)
-    if chunk._order is not None:
-        chunk._order._at_once = at_once
     for path in ("abc", paths[mesh["dp"].rank]):
         chunk.zero_grad_buffer(1)
         chunk.begin_microbatch(0, backward=False)
@@ -56,9 +54,11 @@ CASES = {  # paths of ranks 0 and 1, ZeRO stage, compared at once -> what is sai
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_use_other_layers_are_told(case: str):
     paths, stage, at_once, told = CASES[case]
-    config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=10, overlap_grad_reduce=stage == 3)
+    config = DataParallelConfig(
+        zero_stage=stage, ddp_bucket_size=10, overlap_grad_reduce=stage == 3, poison_released_buffers=at_once
+    )
     with pytest.raises(RuntimeError) as error:
-        run_ranks({"dp": 2}, partial(train, paths=paths, config=config, at_once=at_once))
+        run_ranks({"dp": 2}, partial(train, paths=paths, config=config))
     for words in (*told, "--zero-stage 1"):
         assert words in str(error.value)
 
@@ -70,7 +70,8 @@ def test_a_branch_that_all_take_or_that_stage_1_takes_is_none(paths: list[str], 
 
 @pytest.mark.parametrize(("stage", "at_once", "times"), [(2, True, 3 + 1), (3, True, 3 * 3 + 1), (3, False, 1)])
 def test_a_step_compares_as_often_as_the_pages_say(stage: int, at_once: bool, times: int, monkeypatch):
-    """Three layers: 16 bytes before each sum, in stage 3 before both gathers of each, and once at the end. In no ledger of the mesh."""
+    """16 bytes once at the end; with poison, of three layers before each sum too, in stage 3 before both gathers of each. In no ledger of the
+    mesh."""
     compared, plain = [], comm.all_reduce
 
     def counting(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -79,11 +80,11 @@ def test_a_step_compares_as_often_as_the_pages_say(stage: int, at_once: bool, ti
         return plain(x, axis, op)
 
     monkeypatch.setattr(comm, "all_reduce", counting)
-    config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=10)
+    config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=10, poison_released_buffers=at_once)
 
     def noted(mesh: Mesh) -> list[int]:
         with mesh.ledger.record() as calls:
-            train(mesh, ["abc", "abc"], config, at_once)
+            train(mesh, ["abc", "abc"], config)
         return [call.bytes for call in calls if call.op == "all_reduce"]
 
     assert 16 not in [size for sizes in run_ranks({"dp": 2}, noted) for size in sizes]

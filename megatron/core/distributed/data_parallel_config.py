@@ -52,7 +52,7 @@ class DataParallelConfig:
     poison_released_buffers: bool = knob(
         False, "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, and in "
         "a pipeline what is to be received until it is there, and in every stage gradients that the first of a step overwrites: a use while they "
-        "are away shows in the loss; for debugging",
+        "are away shows in the loss; and compare before each call of stages 2 and 3 that all ranks come to it; for debugging",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -146,8 +146,7 @@ class DistributedDataParallel(nn.Module):
     def _use_order(self) -> UseOrder | None:
         if self.config.stage < 2 or not self.buffers:
             return None
-        device = self.buffers[0].device
-        return UseOrder(self.mesh["dp_inner"], device, at_once=device.type == "cpu")
+        return UseOrder(self.mesh["dp_inner"], self.buffers[0].device, at_once=self.config.poison_released_buffers)
 
     def _count_uses(self) -> Uses:
         """Gradients of one backward by bucket, as the model says it, and in which buckets it says nothing."""
