@@ -30,12 +30,19 @@ from megatron.core.pipeline_parallel.simulate import (
 )
 from megatron.core.pipeline_parallel.stage import loop_placement
 
+# What a schedule tells a training run to change -> what there is to change here.
+_FLAG_INSTEAD = {
+    "--global-batch-size": "--microbatches",
+    "lower --num-layers-per-virtual-pipeline-stage to at most num_layers / pipeline size": "raise --chunks",
+    "--num-layers-per-virtual-pipeline-stage": "--chunks",
+}
+
 
 @dataclass(frozen=True)
 class PlotConfig:
     """Schedule to draw."""
 
-    schedule: str = knob("1f1b", f"one of {', '.join(SCHEDULES)}")
+    schedule: str = knob("1f1b", f"one of {', '.join(SCHEDULES)}", flags=("--schedule", "--pipeline-schedule"))
     all: bool = knob(False, "draw every schedule; those that do not fit the sizes are left out, and why is said")
     pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
     microbatches: int = knob(8, "microbatches in a step")
@@ -218,9 +225,16 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print("\n".join(report(config, config.schedule)))
     except (ValueError, OSError) as error:
-        print(f"plot_schedule: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"plot_schedule: {_in_flags_of_the_tool('; '.join(str(error).splitlines()))}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
     return 0
+
+
+def _in_flags_of_the_tool(message: str) -> str:
+    """What a schedule says to a training run, in the flags that this tool has instead."""
+    for of_training, here in _FLAG_INSTEAD.items():
+        message = message.replace(of_training, here)
+    return message
 
 
 def _report_all(config: PlotConfig) -> None:
@@ -230,7 +244,7 @@ def _report_all(config: PlotConfig) -> None:
         try:
             reports.append("\n".join(report(config, name)))
         except ValueError as error:
-            reasons.append(f"{'; '.join(str(error).splitlines())}")
+            reasons.append(_in_flags_of_the_tool("; ".join(str(error).splitlines())))
     if not reports:
         raise ValueError("\n".join(reasons))
     print("\n\n".join([*reports, *(f"left out     {reason}" for reason in reasons)]))

@@ -45,6 +45,7 @@ def test_all_prints_every_schedule_that_fits_and_why_another_does_not(capsys):
     assert names == list(SCHEDULES)
     lines = printed(capsys, "--all", "--microbatches", "6", "--transfer-cost", "0.5")
     assert "left out     interleaved: num_microbatches (6) must be a multiple of the pipeline size (4); " in lines[-1]
+    assert lines[-1].endswith("use 1f1b or change --microbatches")
     assert any(line.endswith("a transfer 0.5") for line in lines)
     assert any("closed form: none with transfers" in line for line in lines)
 
@@ -81,9 +82,11 @@ def test_costs_that_are_not_given_follow_from_those_that_are(given, cost):
 # fmt: off
 MISTAKES = [
     ("--schedule zb",             "--schedule (zb) must be one of gpipe, 1f1b, interleaved, zb-h1"),
-    ("--chunks 2",                "1f1b: it has one chunk per rank, not 2; use interleaved, or leave out"),
-    ("--schedule interleaved --microbatches 6", "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4)"),
-    ("--all --microbatches 0",    "gpipe: num_microbatches (0) must be at least 1; raise --global-batch-size; 1f1b: "),
+    ("--chunks 2",                "1f1b: it has one chunk per rank, not 2; use interleaved, or leave out --chunks\n"),
+    ("--schedule interleaved --chunks 0", "interleaved: chunks per rank (0) must be at least 1; raise --chunks\n"),
+    ("--pipeline-schedule interleaved --microbatches 6",
+     "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4); use 1f1b or change --microbatches"),
+    ("--all --microbatches 0",    "gpipe: num_microbatches (0) must be at least 1; raise --microbatches; 1f1b: "),
     ("--weight-cost 5",           "--input-cost (-3) must be positive; raise it, or change the other costs of backward"),
     ("--transfer-cost -1",        "--transfer-cost (-1) must be a finite time, and not negative"),
     ("--transfer-cost inf",       "--transfer-cost: inf is not a finite number"),
