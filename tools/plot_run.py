@@ -40,7 +40,10 @@ class PlotRunConfig:
 
     def __post_init__(self) -> None:
         needed = {"--log": self.log, "--output": self.output}
-        if problems := [f"{flag} is needed" for flag, value in needed.items() if not value]:
+        problems = [f"{flag} is needed" for flag, value in needed.items() if not value]
+        if self.output and Path(self.output).suffix.lower() != ".png":
+            problems.append(f"--output ({self.output}) must end in .png: a PNG is what is written")
+        if problems:
             raise ConfigError(problems)
 
 

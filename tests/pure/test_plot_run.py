@@ -104,3 +104,12 @@ def test_missing_files_and_flags_are_said(tmp_path, capsys):
     assert plot_run.main([]) == 2
     error = capsys.readouterr().err
     assert "No such file" in error and "--log is needed; --output is needed" in error
+
+
+@pytest.mark.parametrize("output", ["x.xyz", "x", "x.pdf", ".png"])
+def test_an_output_that_is_no_png_by_its_name_is_refused(tmp_path, capsys, monkeypatch, output: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").write_text(log_of_run())
+    assert plot_run.main(["--log", "run", "--output", output]) == 2
+    assert capsys.readouterr().err == f"plot_run: --output ({output}) must end in .png: a PNG is what is written\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
