@@ -35,6 +35,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.training.config import COMPONENTS, Config
+from tools.errors import naming_flag
 
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character
 
@@ -240,7 +241,8 @@ def read_texts(settings: GenerateConfig) -> list[str]:
 def read_file(flag: str, path: str) -> str:
     """The text of a file, of standard input for `-`."""
     try:
-        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
+        with naming_flag(flag, path, "give a file of text, or - for standard input"):
+            return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag} {path} is not UTF-8 at byte {error.start}") from None
 
@@ -275,6 +277,11 @@ def text_pieces(tokenizer: Tokenizer, before: list[int], new_ids: Iterable[int])
             yield text[shown:]
             shown = len(text)
     yield text[shown:]
+
+
+def open_genfile(path: str) -> TextIO:
+    with naming_flag("--genfile", path, "choose a file that can be written, in a folder that exists"):
+        return open(path, "w", encoding="utf-8")
 
 
 class Writer:
@@ -347,7 +354,7 @@ def run(settings: Settings, world: Axis) -> None:
     with comm.together(world, device.torch_device):
         if world.is_first:
             prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))
-            genfile = open(generation.genfile, "w", encoding="utf-8") if generation.genfile else None  # noqa: SIM115
+            genfile = open_genfile(generation.genfile) if generation.genfile else None
     prompts = prompts.told(world, device.torch_device)
     model, mesh = load_model(generation, checkpoint, device, world)
     writer = Writer(tokenizer, genfile, numbered=len(prompts.ids) * generation.num_samples > 1)

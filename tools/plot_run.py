@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
-from tools.errors import say_what_is_wrong
+from tools.errors import naming_flag, say_what_is_wrong
 
 # The lines of megatron/training/log.py: training_line and validation_line. An interval of skipped steps has no loss.
 _TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
@@ -111,7 +111,10 @@ def read_metrics(text: str) -> Curves:
 
 def read_log(path: str) -> Curves:
     """The numbers in the log or metrics file at `path`. Raises ValueError if it has none."""
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    with naming_flag(
+        "--log", path, "give what pretrain_gpt.py printed, saved with tee, or the file of its --metrics-file"
+    ):
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
     if not text.strip():
         raise ValueError(f"{path} is empty; a run writes its first line after --log-interval steps")
     try:
@@ -164,8 +167,9 @@ def draw(runs: dict[str, Curves], output: str) -> None:
         axes.tick_params(labelbottom=True)
         axes.grid(alpha=0.3)
         axes.legend()
-    Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120, format="png")
+    with naming_flag("--output", output, "choose a file that can be written"):
+        Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=120, format="png")
     pyplot.close(figure)
 
 
