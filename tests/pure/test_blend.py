@@ -100,6 +100,10 @@ def test_bad_weights_and_missing_files_are_named(tmp_path):
     assert len(problems) == 3
     assert problems[0].startswith("--data-path 0.3: 0.3.idx does not exist")
     assert problems[0].endswith("is 0.3 a weight? then every prefix needs one before it: 0.3 A 0.7 B")
+    (tmp_path / "books_text_document.idx").touch()
+    (problem,) = DataConfig(data_path=[f"{tmp_path}/books"]).missing_files()
+    assert problem.startswith(f"--data-path {tmp_path}/books: {tmp_path}/books.idx does not exist")
+    assert problem.endswith(f"; did you mean {tmp_path}/books_text_document?")
 
 
 def test_samples_of_each_are_rounded_up_twice():

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.core.datasets.indexed import meant_prefix
+
 MAX_DATASETS = np.iinfo(np.int16).max - 1
 
 # Of `weighted_indices`, all only for speed:
@@ -67,7 +69,7 @@ class Blend:
             if missing:
                 lines.append(
                     f"--data-path {prefix}: {missing[0]} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, "
-                    f"without the ending{hint}"
+                    f"without the ending{meant_prefix(prefix) or hint}"
                 )
         return lines
 

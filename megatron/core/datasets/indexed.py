@@ -152,7 +152,7 @@ class IndexedDataset:
             if not os.path.isfile(path):
                 raise FileNotFoundError(
                     f"{path} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without the ending"
-                    + _meant(self.prefix)
+                    + meant_prefix(self.prefix)
                 )
         self.dtype, *arrays = _read_index(self.index_path, multimodal)
         self.sequence_lengths, self._starts, self.document_indices, modes = arrays
@@ -216,7 +216,7 @@ class IndexedDataset:
             )
 
 
-def _meant(prefix: str) -> str:
+def meant_prefix(prefix: str) -> str:
     """The prefix that was perhaps meant, for a message: with what preprocessing appends to it, or without a file's ending."""
     folder, name = os.path.split(prefix)
     longer = [
