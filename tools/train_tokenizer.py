@@ -162,7 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
         return say_what_is_wrong("train_tokenizer", error)
     except KeyboardInterrupt:
         return say_interrupted("train_tokenizer", "nothing was written")
-    print(f"wrote {config.output}: {count} ids", file=sys.stderr)
+    fewer = f", fewer than --vocab-size {config.vocab_size}: the text has no more to learn from; give more of it"
+    print(f"wrote {config.output}: {count} ids{fewer if count < config.vocab_size else ''}", file=sys.stderr)
     return 0
 
 

@@ -175,13 +175,26 @@ def test_a_trained_tokenizer_is_the_same_every_time_and_writes_any_text(tmp_path
     for output in outputs:
         arguments = ["--input", tmp_path / "in", "--json-key", "body", "--vocab-size", 270, "--output", output]
         assert train(*arguments) == 0
-        assert f"wrote {output}: 270 ids" in capsys.readouterr().err
+        assert f"wrote {output}: 270 ids\n" in capsys.readouterr().err
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(outputs[0])))
     assert (tokenizer.vocab_size, tokenizer.eod) == (270, 0)
     assert len(tokenizer.tokenize("the")) == 1
     for text in ("the cat", "\u4f60\u597d \x00\n  "):
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("bpe", 256 + 1 + 1), ("wordpiece", 5 + 2 * 2 + 1)],  # bytes, end of document, "ab"; special, letters twice, "ab"
+)
+def test_a_text_too_small_for_the_vocabulary_is_said(tmp_path, capsys, kind, count):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("ab\n")
+    output = tmp_path / "out"
+    assert train("--input", tmp_path / "a.txt", "--kind", kind, "--vocab-size", 300, "--output", output) == 0
+    error = capsys.readouterr().err
+    assert f"wrote {output}: {count} ids, fewer than --vocab-size 300: the text has no more to learn from" in error
 
 
 def test_a_tokenizer_has_the_special_tokens_that_are_asked_for(tmp_path):
