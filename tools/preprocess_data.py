@@ -12,6 +12,7 @@ import functools
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder, line_texts, without_mark
 from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_summary, settings_text, write_piece
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
-from tools.preprocessing.sources import Piece, input_files, read_pieces, total_size
+from tools.preprocessing.sources import ENDINGS, Piece, input_files, read_pieces, total_size
 
 __all__ = ["input_files", "line_texts", "main", "preprocess", "without_mark"]
 
@@ -267,8 +268,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
         try:
             for done in finish_pieces(read_pieces(files, config.keys), store, pool, ahead):
                 if done.summary.bad and config.on_error == "fail":
-                    reason = f"{done.summary.bad[0]}; mend the line, or pass over such lines with --on-error skip"
-                    raise ValueError(reason)
+                    raise ValueError(f"{done.summary.bad[0]}; {advice_on(done.summary.bad[0])}")
                 names.write(f"{os.path.basename(done.path)}\n")
                 progress.add(done)
         except BrokenProcessPool:
@@ -280,6 +280,15 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
         merge_pieces(paths, config, token_dtype(encoder.tokenizer.vocab_size))
         store.clear()
     return progress
+
+
+def advice_on(bad_line: str) -> str:
+    """What to do about "file:line: reason". A file that is not called JSON may be plain text."""
+    mend = "mend the line, or pass over such lines with --on-error skip"
+    match = re.match(r"(.*):\d+: not (?:valid JSON|a JSON object)", bad_line, re.DOTALL)
+    if match is None or match[1].endswith(ENDINGS):
+        return mend
+    return f"of plain text make JSON lines first (docs/data_preparation.md, step 1); of JSON lines {mend}"
 
 
 def make_folder(output_prefix: str) -> None:

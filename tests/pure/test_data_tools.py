@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -312,7 +313,7 @@ def commands_of(page):
 
 @pytest.mark.full
 def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    """In the order of the page, in an empty folder: the tools called as functions, gzip and zcat by their names here."""
+    """In the order of the page, in an empty folder: the tools called as functions, gzip and the like by their names here."""
     pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
     ran = set()
@@ -323,6 +324,15 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
         if words[0] == "echo":
             assert words[2] == ">"
             Path(words[3]).write_text(words[1])
+            continue
+        if words[0] == "printf":
+            assert words[2] == ">"
+            Path(words[3]).write_text(words[1].replace("\\n", "\n"))
+            continue
+        if words[:2] == ["python", "-c"]:
+            assert words[3] == ">"
+            with open(words[4], "wb") as output:
+                subprocess.run([sys.executable, *words[1:3]], stdout=output, check=True)
             continue
         if words[0] == "zcat":
             monkeypatch.setattr(
@@ -336,6 +346,8 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
         ran.add(tool.__name__.removeprefix("tools."))
     tools = {"stdlib_corpus", "train_tokenizer", "preprocess_data", "inspect_dataset", "merge_datasets", "data_plan"}
     assert ran == tools | {"prepare_cache"}
+    documents = [json.loads(line)["text"] for line in Path("plain.jsonl").read_text().splitlines()]
+    assert documents == ["A first document,\nof two lines.", "A second one."]
     assert "train data: 70.00% data/library_text_document" in capsys.readouterr().out
     assert len(list(Path("cache").glob("*-train-sample_index.npy"))) == 2, "of the two files of the blend"
     assert len(IndexedDataset("data/merged_text_document")) == 2 * len(IndexedDataset("data/library_text_document"))

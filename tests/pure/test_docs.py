@@ -65,6 +65,8 @@ COMMANDS = {
         "python tools/data_plan.py ...": PREPARES,
         "python tools/prepare_cache.py ...": PREPARES,
         "echo ...": PREPARES,
+        "printf ...": PREPARES,
+        "python -c ...": PREPARES,
         "gzip --keep corpus/library.jsonl": PREPARES,
         "zcat corpus/library.jsonl.gz | python tools/preprocess_data.py ...": PREPARES,
     },

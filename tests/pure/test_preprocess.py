@@ -113,6 +113,17 @@ def test_a_bad_line_is_located_and_stops_the_run_or_is_skipped(tmp_path, capsys,
     assert contents(tmp_path / "o_text_document") == [[[1]], [[2]]]
 
 
+@pytest.mark.parametrize("text", ["It was the best of times,\n", "1859\n"])
+def test_plain_text_is_told_where_json_lines_come_from(tmp_path, capsys, text):
+    (tmp_path / "plain.txt").write_text(text)
+    assert preprocess("--input", tmp_path / "plain.txt", "--output-prefix", tmp_path / "o", *NULL) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"preprocess_data: {tmp_path}/plain.txt:1: not ") and error.count("\n") == 1
+    assert "; of plain text make JSON lines first (docs/data_preparation.md, step 1); of JSON lines mend" in error
+    assert preprocess("--input", write_lines(tmp_path / "a.jsonl", b"x\n"), "--output-prefix", "o", *NULL) == 1
+    assert "plain text" not in capsys.readouterr().err
+
+
 def test_a_bad_line_stops_workers_too(tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", *[{"text": "1"}] * 700, b"{\n")
     assert preprocess("--input", source, "--output-prefix", tmp_path / "o", *NULL, "--workers", 2) == 1
