@@ -6,6 +6,8 @@ A new fenced bash command needs a line in COMMANDS: the test that runs its progr
 import ast
 import re
 import shlex
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -148,6 +150,21 @@ def test_links_lead_somewhere(document: Path):
         if target == "flags.md":  # TODO(flags): generated; take this out when the tool that writes it is there
             continue
         assert (document.parent / target).exists(), f"{name_of(document)} links to {target}, which is not there"
+
+
+def test_what_the_commands_write_is_no_change_to_the_repository():
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a checkout")
+    writes = r"(?:> |tee |--(?:output|output-prefix|save|offload-dir|metrics-file|data-cache-path|tensorboard-dir) )([\w/.]+)"
+    written = {
+        path for document in DOCUMENTS for command in commands_of(document) for path in re.findall(writes, command)
+    }
+    assert {"books.log", "data/books", "state", "run.jsonl", "checkpoints/books"} <= written
+    inside = "".join(f"{path}/x\n" for path in sorted(written))  # a file in it is ignored if it is, file or folder
+    ran = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input=inside, capture_output=True, text=True)  # fmt: skip
+    assert ran.stdout == inside
+    tracked = subprocess.run(["git", "ls-files", "-ic", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    assert (tracked.returncode, tracked.stdout) == (0, "")
 
 
 # ---------------------------------------------------------------- messages
