@@ -1,10 +1,12 @@
 """Predicted memory against published figures, closed forms, and what the tool is asked."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
 import pytest
+from documents import ROOT, commands_of
 
 from megatron.core.config import ConfigError
 from megatron.training.memory.activations import peak_of_rank, stage_bytes, tape_of_stage
@@ -277,6 +279,14 @@ def test_a_thousand_ranks_are_estimated_in_one_process(capsys):
     for published in ("arXiv:2104.04473", "6.75 bytes a parameter", "arXiv:2205.05198"):
         assert published in out.split("agrees with")[1]
     assert "differs" not in out
+
+
+def test_the_page_on_offloading_shows_the_table_of_its_own_command(capsys):
+    page = ROOT / "docs" / "offload.md"
+    (command,) = commands_of(page)
+    assert estimate_memory.main(command.removeprefix("python pretrain_gpt.py").split()) == 0
+    (shown,) = re.findall(r"^  0 +4 .* MiB$", page.read_text(), re.MULTILINE)
+    assert shown.split() in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_json_says_what_the_table_says(capsys):
