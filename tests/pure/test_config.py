@@ -257,6 +257,9 @@ def test_every_knob_says_what_it_does():
         assert all(field.metadata["help"].strip() for field in knobs(component))
 
 
+_OF_A_FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
+
+
 @pytest.mark.parametrize(
     ("flags", "with_effect", "said"),
     [
@@ -264,9 +267,15 @@ def test_every_knob_says_what_it_does():
         ("--ddp-bucket-size 9", "--overlap-grad-reduce", "--ddp-bucket-size: a buffer is one bucket, unless --overlap-grad-reduce"),
         ("--offload-dir x --optimizer-offload-fraction 0", "--cpu-offloading-num-layers 1", "--offload-dir: --optimizer-offload-fraction 0"),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0", None, "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves"),
+        (f"--vocab-size 9 {_OF_A_FILE}", None, "--vocab-size: --tokenizer-type HuggingFaceTokenizer has a vocabulary of its own"),
     ],
 )  # fmt: skip
 def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, with_effect: str | None, said: str):
     (note,) = parse_args(flags.split())[2]
     assert note.startswith(f"no effect here: {said}")
     assert with_effect is None or parse_args(f"{flags} {with_effect}".split())[2] == []
+
+
+@pytest.mark.parametrize("tokenizer", ["NullTokenizer", "TikTokenizer --tokenizer-model x"])
+def test_a_vocabulary_size_that_is_read_is_not_noted(tokenizer: str):
+    assert parse_args(f"--vocab-size 9000 --tokenizer-type {tokenizer}".split())[2] == []

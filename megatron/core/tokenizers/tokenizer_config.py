@@ -17,6 +17,7 @@ NEEDED = {
     "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
+SIZED = ("NullTokenizer", "TikTokenizer")  # which read --vocab-size; the files of the others say it
 EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")  # --vocab-extra-ids is theirs
 
 
@@ -77,6 +78,14 @@ class TokenizerConfig:
         problems += self._extra_problems()
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """The flags that are given and change nothing, with the reason."""
+        has_its_own = self.tokenizer_type in NEEDED and self.tokenizer_type not in SIZED
+        if self.vocab_size is None or not has_its_own:
+            return {}
+        return {"--vocab-size": f"--tokenizer-type {self.tokenizer_type} has a vocabulary of its own, whose size holds"}
 
     def _extra_problems(self) -> list[str]:
         problems = []
