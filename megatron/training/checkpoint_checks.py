@@ -9,6 +9,7 @@ from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError, default_of, knobs
 from megatron.core.grid import Axis
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config import Config
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.state import TrainState
 
@@ -18,6 +19,7 @@ _SHAPE = (
     "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization", "norm_epsilon",
     "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
 )  # fmt: skip
+_POSITIONS = "embedding.position_embeddings.weight"
 # Settings that, changed under a resumed run, change its data or its schedule: said aloud, and allowed.
 _NOTABLE = (
     "seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "train_iters", "train_samples", "seq_length",
@@ -56,6 +58,27 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], given: str) -> Non
         )
     if problems:
         raise ConfigError([f"{given} holds another model; {p}" for p in problems])
+
+
+def check_same_positions(
+    config: Config, mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
+) -> None:
+    """Refuse a learned position table of other rows, by the flag that sets them. One all-reduce; every rank must call."""
+    with comm.together(world, device):
+        for name in (name for name in mine if name.endswith(_POSITIONS) and name in checkpoint.names):
+            saved, rows = checkpoint.manifest.tensors[name].shape[0], mine[name].shape[0]
+            if saved != rows and rows == config.positions:
+                raise ConfigError(
+                    f"{checkpoint.folder} has {saved} learned positions, {_other_positions(config, saved)}"
+                )
+
+
+def _other_positions(config: Config, saved: int) -> str:
+    """What this run has instead of that many, and the flags that go with the saved ones."""
+    length, rows = config.data.seq_length, config.transformer.max_position_embeddings
+    has = f"this run {rows} (--max-position-embeddings)" if rows else f"this run {length} (--seq-length)"
+    shorter = f" with --seq-length {saved} or less, which is now {length}" if length > saved else ""
+    return f"{has}; --max-position-embeddings {saved} keeps the saved table{shorter}"
 
 
 def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from megatron.training.checkpoint_checks import (
     check_same_model,
     check_same_optimizer,
     check_same_parameters,
+    check_same_positions,
     note_changes,
 )
 from megatron.training.runtime import Runtime, print_rank_0
@@ -150,6 +151,7 @@ def load(
     check_same_model(runtime, checkpoint.state, f"{given} {root}")
     wanted = model_tensors(chunks, mesh)
     check_same_parameters(wanted, checkpoint, mesh["world"], device)
+    check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
     goes_on = config.load_optim and not finetune
     if goes_on:
         check_same_optimizer(runtime, checkpoint.state)

@@ -225,7 +225,11 @@ class Config:
     @property
     def without_effect(self) -> dict[str, str]:
         """Flags given whose values change nothing beside the others, with the reason."""
-        found, parallel, offload = self.data.without_effect | self.tokenizer.without_effect, self.data_parallel, self.offload
+        found, parallel, offload = (
+            self.data.without_effect | self.tokenizer.without_effect,
+            self.data_parallel,
+            self.offload,
+        )
         if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
             found["--ddp-bucket-size"] = (
                 "ZeRO stage 3 sums and gathers layer by layer"

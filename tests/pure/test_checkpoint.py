@@ -1,8 +1,10 @@
 """What any layout saves, any other loads, to the bit; and what is damaged, missing or killed is said, not loaded."""
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,8 +20,11 @@ from megatron.core.boxes import intersect, slices, whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import save as saving
+from megatron.core.config import ConfigError
 from megatron.core.grid import Axis, Grid
 from megatron.core.placement import Constant, Placement, is_counted, pieces
+from megatron.training.arguments import parse_args
+from megatron.training.checkpoint_checks import check_same_positions
 
 ALONE = Axis("world", (0,), 0)
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
@@ -638,3 +643,26 @@ def test_format_is_read_without_torch():
     assert "save_checkpoint" in dir(package) and all(hasattr(package, name) for name in dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'pickle'"):
         package.pickle  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 4", "6 learned positions, this run 4 (--seq-length); --max-position-embeddings 6 keeps the saved table"),
+        ("--seq-length 4 --max-position-embeddings 5", "this run 5 (--max-position-embeddings); --max-position-embeddings 6 keeps"),
+        ("--seq-length 8", "keeps the saved table with --seq-length 6 or less, which is now 8"),
+        ("--seq-length 6", None),
+        ("--seq-length 4 --max-position-embeddings 6", None),
+    ],
+)  # fmt: skip
+def test_other_learned_positions_are_refused_by_their_flag(flags: str, said: str | None, tmp_path):
+    config, _, _ = parse_args(flags.split())
+    name, device, everything = "model/embedding.position_embeddings.weight", torch.device("cpu"), {}
+    for rows in (6, config.positions):
+        box = whole((rows, 2))
+        everything[rows] = {name: LocalTensor(torch.ones(rows, 2), (rows, 2), [(box, box)], True)}
+    saved, mine = everything[6], everything[config.positions]
+    save_checkpoint(tmp_path, 1, saved, {}, ALONE)
+    refused = pytest.raises(ConfigError, match=re.escape(said)) if said else contextlib.nullcontext()
+    with refused:
+        check_same_positions(config, mine, open_checkpoint(tmp_path), ALONE, device)
