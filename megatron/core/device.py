@@ -81,6 +81,13 @@ class Device:
         number = getattr(self.module.get_device_properties(self.torch_device), "uuid", None) if self.module else None
         return None if number is None else f"{socket.gethostname()} {number}"
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """All memory that the device has of its own; None where it is the host's, or not said."""
+        return (
+            getattr(self.module.get_device_properties(self.torch_device), "total_memory", None) if self.module else None
+        )
+
     def prepare(self, *, bf16: bool, scarce: bool = False) -> None:
         """Make the process ready for a training run. For whoever decides about the whole process.
 

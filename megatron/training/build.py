@@ -27,7 +27,7 @@ from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
-from megatron.training.offload import check_room
+from megatron.training.offload import check_room, warn_of_room
 from megatron.training.runtime import Runtime, get_runtime
 from megatron.training.train_step import BatchShape, Pipeline
 
@@ -57,6 +57,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
     if problems := name_problems(made, mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
     check_room(runtime, made.values())
+    warn_of_room(runtime, made.values())
     params_tier = runtime.tier if runtime.config.offload.offload_params else None
     for stage, chunk in made.items():
         initialize_parameters(chunk, runtime.config.training.seed, mesh)

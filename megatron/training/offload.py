@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core import comm
+from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.offload.host_memory import free_on_machine, free_to_process
 from megatron.core.offload.plan import Element, bytes_by_tier, show_bytes
 from megatron.core.offload.tier import FileTier
-from megatron.training.memory.estimate import activations_elsewhere
+from megatron.training.memory.estimate import activations_elsewhere, estimate
 from megatron.training.memory.of_run import model_of, of_rank, sizes_of
-from megatron.training.runtime import Runtime
+from megatron.training.memory.room import warning_of_room
+from megatron.training.runtime import Runtime, print_rank_0
 
 Bytes = dict[str, dict[str, int]]  # by tier and kind
 
@@ -64,6 +65,20 @@ def check_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
     texts = comm.all_gather_texts(json.dumps(need), world, runtime.device.torch_device)
     if problems := problems_of_needs([json.loads(text) for text in texts]):
         raise ConfigError(problems)
+
+
+def warn_of_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
+    """Say on the first rank, before the buffers are made, that a prediction is more than its device, or its share of a machine, has."""
+    model = model_of(modules) if runtime.mesh["world"].is_first else None
+    if model is None:  # of a script's own, it is not known
+        return
+    run, shares = sizes_of(runtime, model), 0
+    room = runtime.device.memory_bytes
+    if runtime.device.torch_device.type == "cpu":
+        free, shares = free_on_machine(), parallel_state.launched().local_size
+        room = None if free is None else free // shares
+    for line in warning_of_room(run, estimate(run), room, shares=shares):
+        print_rank_0(line)
 
 
 def _add(total: Bytes, found: Bytes) -> None:

@@ -14,6 +14,7 @@ from megatron.training.memory.anchors import gpt_parameters, layer_activations, 
 from megatron.training.memory.estimate import DEVICE, KINDS, estimate, worst
 from megatron.training.memory.parameters import parameter_count
 from megatron.training.memory.report import amount, full_report, short_report
+from megatron.training.memory.room import warning_of_room
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 from tools import estimate_memory
 
@@ -336,3 +337,36 @@ def test_the_start_of_a_run_shows_few_stages():
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB")])
 def test_amounts(size: int, text: str):
     assert amount(size) == text
+
+
+WIDE = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 --micro-batch-size 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "largest", "flags", "others"),
+    [
+        ("--seq-length 512", "activations", ["--attention-dropout 0", "--recompute-granularity full", "below 4"], ["--zero-stage"]),
+        ("--seq-length 512 --recompute-granularity full --recompute-method uniform --attention-dropout 0", "activations", ["below 4"],
+         ["--recompute-granularity", "--attention-dropout"]),
+        ("--seq-length 8 --hidden-size 512 --world-size 4", "optimizer state", ["--zero-stage 3", "--offload-dir", "--bf16"], ["--recompute"]),
+        ("--seq-length 8 --hidden-size 512 --world-size 4 --zero-stage 3 --bf16 --offload-params --offload-dir x",
+         "", [], ["--zero-stage 3", "--offload-dir", "--bf16"]),
+    ],
+)  # fmt: skip
+def test_a_run_without_room_says_what_takes_most_and_what_makes_it_less(words, largest, flags, others):
+    run = sizes_of(f"{WIDE} {words}")
+    ranks = estimate(run)
+    need = worst(ranks).total
+    assert warning_of_room(run, ranks, need) == warning_of_room(run, ranks, None) == []
+    (line,) = warning_of_room(run, ranks, need - 1)
+    assert line.startswith(f"WARNING: predicted {amount(need)} a rank, this device has {amount(need - 1)}:")
+    assert largest in line and all(flag in line for flag in flags) and not any(flag in line for flag in others), line
+
+
+def test_what_is_offloaded_to_the_host_needs_room_where_that_is_the_device():
+    run = sizes_of(f"{WIDE} --seq-length 8 --optimizer-cpu-offload")
+    (one,) = estimate(run)
+    assert one.tiers["host"] > 0
+    assert warning_of_room(run, [one], one.total) == []
+    (line,) = warning_of_room(run, [one], one.total, shares=2)
+    assert "free for each of its 2 rank(s)" in line and "--offload-dir" in line

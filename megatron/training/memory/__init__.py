@@ -6,6 +6,7 @@
     elsewhere       what of it waits in a tier, or in slots
     communication   units of ZeRO that come and go, sums under way, transfers between stages
     estimate        all of it, for each pipeline stage; `report` prints it
+    room            whether it fits, and which flags make it less
     of_run          the sizes of a run that has begun
     tracker         the bytes that a run really has, by the same kinds; `watch` prints them beside the prediction
 

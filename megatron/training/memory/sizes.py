@@ -40,6 +40,7 @@ class LayerSizes:
     hidden_dropout: bool = False
     attention_dropout: bool = False
     fused_attention: bool = True
+    unfused_by_dropout: bool = False  # for nothing but the dropout of attention weights
     by_document: bool = False  # documents of a sample do not see each other
     recompute: str | None = None  # "selective", "uniform" or "block"
     recompute_layers: int = 1
@@ -143,6 +144,7 @@ class LayerSizes:
             hidden_dropout=model.hidden_dropout > 0,
             attention_dropout=model.attention_dropout > 0,
             fused_attention=model.attention_dropout == 0 and model.attention_backend not in ("unfused", "local"),
+            unfused_by_dropout=model.attention_dropout > 0 and model.attention_backend not in ("unfused", "local"),
             by_document=config.data.reset_attention_mask,
             recompute=model.recompute_method if full else model.recompute_granularity,
             recompute_layers=model.recompute_num_layers or 1,

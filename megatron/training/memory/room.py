@@ -1,0 +1,69 @@
+"""Whether a run's prediction fits what its device has, what takes most of it, and which flags make that less. Pure."""
+
+from collections.abc import Sequence
+
+from megatron.training.memory.estimate import DEVICE, IN_MEMORY, RankMemory
+from megatron.training.memory.report import amount
+from megatron.training.memory.sizes import RunSizes
+
+_STATE = "parameters, gradients and optimizer state"
+
+
+def warning_of_room(run: RunSizes, ranks: Sequence[RankMemory], room: int | None, *, shares: int = 0) -> list[str]:
+    """A line where a rank is predicted to need more than the `room` bytes that its device has; None: it is not known.
+
+    shares: ranks that divide the memory of a machine, whose tiers it holds too; 0: the device has memory of its own.
+    """
+    tiers = IN_MEMORY if shares else (DEVICE,)
+    most = max(ranks, key=lambda one: _needed(one, tiers))
+    if room is None or _needed(most, tiers) <= room:
+        return []
+    has = (
+        f"this machine has {amount(room)} free for each of its {shares} rank(s)"
+        if shares
+        else f"this device has {amount(room)}"
+    )
+    what, size = _largest(most, tiers)
+    return [
+        f"WARNING: predicted {amount(_needed(most, tiers))} a rank, {has}: the run may end for lack of memory. {amount(size)} are {what}; "
+        f"less with {_less(run, what, shares=shares)}"
+    ]  # fmt: skip
+
+
+def _needed(one: RankMemory, tiers: Sequence[str]) -> int:
+    return sum(one.tiers.get(tier, 0) for tier in tiers)
+
+
+def _largest(one: RankMemory, tiers: Sequence[str]) -> tuple[str, int]:
+    """(what takes most, its bytes)."""
+    held = one.within(*tiers)
+    parts = {
+        _STATE: one.state_within(*tiers),
+        "activations": held["activations"],
+        "communication": held["communication"],
+    }
+    return max(parts.items(), key=lambda part: part[1])
+
+
+def _less(run: RunSizes, what: str, *, shares: int) -> str:
+    """The flags that make this less and are not given yet."""
+    sizes = run.layer
+    stage = 3 if run.p == 1 else 1  # with pipelines the higher ones send for every microbatch
+    if what == "activations":
+        flags = {
+            "--attention-dropout 0 (its kernel keeps no attention weights)": sizes.unfused_by_dropout,
+            "--recompute-granularity full --recompute-method uniform": sizes.recompute not in ("uniform", "block"),
+            f"a --micro-batch-size below {sizes.b}": sizes.b > 1,
+            "--sequence-parallel": sizes.t > 1 and not sizes.sequence_parallel,
+        }
+    elif what == _STATE:
+        flags = {
+            f"--zero-stage {stage}": run.shards > 1 and run.zero_stage < stage,
+            "--offload-dir DIR": run.tier == "device" or (shares > 0 and run.tier == "host"),
+            "--bf16": not sizes.is_half,
+        }
+    else:
+        flags = {"a smaller --ddp-bucket-size": run.zero_stage == 2}
+    found = [flag for flag, helps in flags.items() if helps]
+    spread = "a higher --tensor-model-parallel-size or --pipeline-model-parallel-size on more ranks"
+    return ", ".join([*found, f"{spread} of more machines" if shares else spread])
