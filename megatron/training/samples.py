@@ -3,7 +3,8 @@
 from typing import Any
 
 from megatron.core.config import ConfigError
-from megatron.core.datasets.index_map import requested_samples
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.index_map import parse_split, requested_samples
 from megatron.training.config import TrainingConfig
 from megatron.training.state import TrainState
 
@@ -49,3 +50,13 @@ def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) ->
             f"need {needed}; use more data, or lower --train-iters (--train-samples) or --global-batch-size"
         )
     return train, valid, test
+
+
+def notes_of_no_validation(training: TrainingConfig, data: DataConfig, valid: Any, test: Any) -> list[str]:
+    """What a run says that is asked to validate and has no data set for it."""
+    if valid is not None or training.eval_iters == 0:
+        return []
+    nothing = "nothing is validated" if test is not None else "nothing is validated or tested"
+    is_zero = not data.has_own_splits and parse_split(data.split_shares)[1] == 0
+    advice = f"; --split {data.split_shares} leaves it no share; give the second one above 0" if is_zero else ""
+    return [f"no validation set: {nothing}, whatever --eval-iters ({training.eval_iters}){advice}"]

@@ -28,7 +28,7 @@ from megatron.training.initialize import as_settings_problem
 from megatron.training.log import TrainingLog, validation_line
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
-from megatron.training.samples import check_datasets, samples_to_request
+from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.save_folder import note_other_checkpoints, prepare_folder
 from megatron.training.state import TrainState
 from megatron.training.train_step import StepResult, train_step
@@ -136,6 +136,8 @@ class Trainer:
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             train, valid, test = check_datasets(provider(sizes), steps, needed, state)
+        for note in notes_of_no_validation(self.config.training, self.config.data, valid, test):
+            print_rank_0(note)
         datasets = {"train": train, "valid": valid, "test": test}
         for split in ("valid", "test"):
             if datasets[split] is not None and (size := len(datasets[split])) < self.batch_size:

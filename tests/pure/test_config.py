@@ -24,6 +24,7 @@ from megatron.core.config import knob as declare
 from megatron.training.arguments import make_parser, parse_args
 from megatron.training.config import COMPONENTS
 from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND
+from megatron.training.samples import notes_of_no_validation
 
 
 @dataclass(frozen=True)
@@ -279,3 +280,21 @@ def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, wit
 @pytest.mark.parametrize("tokenizer", ["NullTokenizer", "TikTokenizer --tokenizer-model x"])
 def test_a_vocabulary_size_that_is_read_is_not_noted(tokenizer: str):
     assert parse_args(f"--vocab-size 9000 --tokenizer-type {tokenizer}".split())[2] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "valid", "test", "said"),
+    [
+        ("--split 100,0,0 --eval-iters 5", None, None,
+         "no validation set: nothing is validated or tested, whatever --eval-iters (5); --split 100,0,0 leaves it no share"),
+        ("--split 90,0,10", None, [1], "no validation set: nothing is validated, whatever --eval-iters (100); --split 90,0,10"),
+        ("--train-data-path x", None, None, "no validation set: nothing is validated or tested, whatever --eval-iters (100)"),
+        ("--split 100,0,0 --eval-iters 0", None, None, None),
+        ("--split 99,1,0", [1], None, None),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_validation_set_says_so(flags: str, valid: list | None, test: list | None, said: str | None):
+    config = parse_args(flags.split())[0]
+    notes = notes_of_no_validation(config.training, config.data, valid, test)
+    assert len(notes) == (said is not None) and "".join(notes).startswith(said or "")
+    assert ("--split" in "".join(notes)) == ("--split" in (said or ""))
