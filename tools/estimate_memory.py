@@ -23,9 +23,10 @@ from megatron.training.config import Config
 from megatron.training.initialize import collected
 from megatron.training.memory.estimate import estimate
 from megatron.training.memory.report import as_json, full_report
+from megatron.training.memory.room import hint_of_fused
 from megatron.training.memory.sizes import MODELS, RunSizes
 from megatron.training.model_rules import BERT_RULES, GPT_RULES
-from megatron.training.rules import apart_from, check, filled_in
+from megatron.training.rules import NO_TOKENIZER, apart_from, check, filled_in
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,8 @@ def read(words: Sequence[str]) -> tuple[RunSizes, bool]:
         found: list[str] = []
         with collected(found):
             check(filled_in(error.parts), _world_size_in(words))
-        raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
+        problems = error.problems + apart_from(error.problems, error.parts, found)
+        raise ConfigError([_in_terms_of_words(problem) for problem in problems]) from None
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
     check_run(config, args.world_size, args.model)
@@ -83,7 +85,13 @@ def check_run(config: Config, world_size: int, model: str) -> None:
     with collected(found):
         check(config, world_size)
     if found := found + _RULES[model].problems(config, None):
-        raise ConfigError(found)
+        raise ConfigError([_in_terms_of_words(problem) for problem in found])
+
+
+def _in_terms_of_words(problem: str) -> str:
+    """Of a tokenizer only the number of its words is needed here."""
+    enough = "--vocab-size N is required: the number of words is enough, and so are the tokenizer's own flags (--tokenizer-type ...)"
+    return enough if problem == NO_TOKENIZER else problem
 
 
 def _world_size_in(words: Sequence[str]) -> int:
@@ -103,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = "\n".join(f"  - {problem}" for problem in error.problems)
         print(f"cannot estimate, {len(error.problems)} problem(s):\n{lines}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(run, ranks), indent=1) if wants_json else "\n".join(full_report(run, ranks)))
+    report = [*full_report(run, ranks), *hint_of_fused(run, ranks)]
+    print(json.dumps(as_json(run, ranks), indent=1) if wants_json else "\n".join(report))
     return 0
 
 

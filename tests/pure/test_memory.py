@@ -14,7 +14,7 @@ from megatron.training.memory.anchors import gpt_parameters, layer_activations, 
 from megatron.training.memory.estimate import DEVICE, KINDS, estimate, worst
 from megatron.training.memory.parameters import parameter_count
 from megatron.training.memory.report import amount, full_report, short_report
-from megatron.training.memory.room import warning_of_room
+from megatron.training.memory.room import hint_of_fused, warning_of_room
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 from tools import estimate_memory
 
@@ -325,6 +325,30 @@ def test_what_is_missing_is_said_at_once():
     with pytest.raises(ConfigError) as error:
         estimate_memory.read(["--vocab-size", "9"])
     assert error.value.problems == ["--micro-batch-size is required", "--seq-length is required"]
+
+
+@pytest.mark.parametrize("more", ["", "--bert-binary-head --model bert", "--num-layers two"])
+def test_a_vocabulary_size_is_asked_for_and_no_tokenizer(more: str):
+    small = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
+    with pytest.raises(ConfigError) as error:
+        estimate_memory.read([*small.split(), *more.split()])
+    assert error.value.problems[-1].startswith("--vocab-size N is required: the number of words is enough")
+
+
+# A model of 7 billion parameters. Of each of 32 x 4096 x 4096 scores a plain kernel keeps 7 bytes in a layer, see above.
+SEVEN = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 --bf16 --vocab-size 32000"
+
+
+def test_dropout_that_keeps_a_fused_kernel_away_is_hinted_at(capsys):
+    plain, fused = (estimate(sizes_of(SEVEN + more))[0].bytes["activations"] for more in ("", " --attention-dropout 0"))
+    assert estimate_memory.main(SEVEN.split()) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"--attention-dropout 0 uses the fused kernel: activations {amount(fused)} instead of {amount(plain)}"
+    )
+    assert plain - fused == pytest.approx(32 * 7 * 32 * 4096**2, rel=0.05)
+    for more in ("--attention-dropout 0", "--attention-backend unfused", "--seq-length 64"):
+        run = sizes_of(f"{SEVEN} {more}")
+        assert hint_of_fused(run, estimate(run)) == []
 
 
 def test_the_start_of_a_run_shows_few_stages():

@@ -1,8 +1,9 @@
 """Whether a run's prediction fits what its device has, what takes most of it, and which flags make that less. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron.training.memory.estimate import DEVICE, IN_MEMORY, RankMemory
+from megatron.training.memory.estimate import DEVICE, IN_MEMORY, RankMemory, estimate, worst
 from megatron.training.memory.report import amount
 from megatron.training.memory.sizes import RunSizes
 
@@ -28,6 +29,18 @@ def warning_of_room(run: RunSizes, ranks: Sequence[RankMemory], room: int | None
         f"WARNING: predicted {amount(_needed(most, tiers))} a rank, {has}: the run may end for lack of memory. {amount(size)} are {what}; "
         f"less with {_less(run, what, shares=shares)}"
     ]  # fmt: skip
+
+
+def hint_of_fused(run: RunSizes, ranks: Sequence[RankMemory]) -> list[str]:
+    """A line where the dropout of attention weights alone keeps them from a fused kernel, and that halves the activations or better."""
+    if not run.layer.unfused_by_dropout:
+        return []
+    fused = replace(run.layer, attention_dropout=False, fused_attention=True, unfused_by_dropout=False)
+    rank = worst(list(ranks)).rank
+    now, then = (of[rank].bytes["activations"] for of in (ranks, estimate(replace(run, layer=fused))))
+    if now < 2 * then:
+        return []
+    return [f"--attention-dropout 0 uses the fused kernel: activations {amount(then)} instead of {amount(now)}"]
 
 
 def _needed(one: RankMemory, tiers: Sequence[str]) -> int:
