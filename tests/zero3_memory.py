@@ -3,8 +3,8 @@
     python tests/zero3_memory.py                       4 processes over gloo, twice; a minute
 
 Prints the lines of docs/memory.md. The memory is the largest resident size that the kernel has seen (Linux), less that of the same
-process training a model of one narrow layer: what torch, gloo and the optimizer take of their own. The C library is told to give
-freed memory back at once, as a run on a CPU tells it not to: kept memory is resident whoever uses it.
+process training a model of one narrow layer: what torch, gloo and the optimizer take of their own. Freed memory is given back at once
+(--empty-unused-memory-level 2): what a process keeps is resident whoever uses it.
 """
 
 import os
@@ -13,7 +13,6 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,7 +22,7 @@ SHAPE = "--num-layers 24 --hidden-size 320"
 FLAGS = (
     f"{SHAPE} --num-attention-heads 5 --seq-length 32 --micro-batch-size 1 --vocab-size 1000 --bf16 "
     "--attention-dropout 0 --zero-stage 3 --mock-data --tokenizer-type NullTokenizer --train-iters 4 --lr 1e-4 --eval-iters 0 "
-    "--log-interval 4"
+    "--log-interval 4 --empty-unused-memory-level 2"
 )
 
 
@@ -32,25 +31,22 @@ def train() -> None:
     import torch
 
     import pretrain_gpt
-    from megatron.core import device
     from megatron.core.enums import ModelType
 
     torch.set_num_threads(1)
-    with mock.patch.object(device, "set_malloc"):
-        pretrain_gpt.pretrain(
-            pretrain_gpt.train_valid_test_datasets_provider,
-            pretrain_gpt.model_provider,
-            ModelType.encoder_or_decoder,
-            pretrain_gpt.forward_step,
-        )
+    pretrain_gpt.pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+    )
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}", flush=True)
 
 
 def peaks_of(flags: str) -> list[int]:
     """The largest resident size of each process of a job, in bytes."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
-    gives_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **gives_back, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     job = subprocess.run(
         [*launch, __file__, *flags.split()], capture_output=True, text=True, check=True, env=environment
     )

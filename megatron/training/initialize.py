@@ -133,7 +133,8 @@ def read_settings(
     notes += _groups_of_one(config, world_size)
     moved = config.transformer.cpu_offloading_num_layers > 0
     notes += notes_of(device.name, config.offload.tier, moved, torch.get_num_threads())
-    device.prepare(bf16=config.transformer.bf16, scarce=config.offload.tier == "file")
+    empty_level = config.device.empty_unused_memory_level
+    device.prepare(bf16=config.transformer.bf16, empty_level=max(empty_level, int(config.offload.tier == "file")))
     if config.profile.record_memory_history:
         device.record_memory_history()
     return Settings(config, args, notes, device, tokenizer)

@@ -121,7 +121,6 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "Python collects its garbage as it always does": """
         --manual-gc --manual-gc-interval N --no-manual-gc-eval
     """,
-    "torch keeps the memory that tensors give back for the next ones": "--empty-unused-memory-level N",
     "is not built yet, and changes no number": """
         --check-for-spiky-loss --check-for-large-grads --train-sync-interval N --rerun-mode NAME
         --check-weight-hash-across-dp-replicas-interval N --result-rejected-tracker-filename FILE

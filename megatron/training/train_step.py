@@ -184,6 +184,7 @@ def train_step(
     num_microbatches: int | None = None,
     check_finite: bool = True,
     timers: Timers = _NO_TIMERS,
+    empty: Callable[[int], None] = lambda level: None,
 ) -> StepResult:
     """One update of the parameters. Every rank must call; all raise NotFiniteError if the gradient is not finite.
 
@@ -195,7 +196,8 @@ def train_step(
     one number for the model, and the ranks that hold copies have summed their gradients. An adapting scale reacts to that, and
     nothing is raised.
 
-    num_microbatches: of one rank in this step, where steps differ; weight_decay: where it changes.
+    num_microbatches: of one rank in this step, where steps differ; weight_decay: where it changes. empty: called with 1 after the
+    backwards and 2 after the update, to give back memory that tensors no longer need.
 
     Scalars that travel: the token count over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
     """
@@ -209,6 +211,7 @@ def train_step(
     loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
     with timers("forward-backward"):
         totals = pipeline.train(data_iterators, first_sample, loss_scale, num_microbatches)
+    empty(1)
     tokens, losses = share_totals(totals, pipeline.mesh, pipeline.device)
     with timers("all-grads-sync"):
         for chunk in chunks:
@@ -229,6 +232,7 @@ def train_step(
         with timers("params-all-gather"):
             for chunk in chunks:
                 chunk.gather_params()
+    empty(2)
     if scaler is None:
         return StepResult(losses, norm)
     return StepResult(losses, norm, scaler.scale, skipped=overflow)

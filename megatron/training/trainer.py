@@ -196,11 +196,16 @@ class Trainer:
                 num_microbatches=batch_size // self.runtime.samples_at_once,
                 check_finite=self.config.training.check_for_nan_in_loss_and_grad,
                 timers=self.runtime.timers,
+                empty=self._empty_unused,
             )
         state.iteration += 1
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self._report(result, batch_size)
+
+    def _empty_unused(self, level: int) -> None:
+        if self.runtime.config.device.empty_unused_memory_level >= level:
+            self.runtime.device.empty_unused()
 
     def _scheduled(self, batch_size: int) -> int:
         """What a step of this size counts in the schedules: an iteration is always as long as the run's first ones."""

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from local_ranks import run_ranks
+from tiny_run import TINY_GPT2, Layout, TinyTrainer
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
@@ -186,3 +187,14 @@ def test_a_released_gradient_has_a_shape_and_no_values():
     for use in (grad.norm, grad.zero_, lambda: grad + 1, lambda: repr(grad)):
         with pytest.raises(RuntimeError, match="main_grad of odd is used while ZeRO stage 2 or 3 has released it"):
             use()
+
+
+def test_unused_memory_is_given_back_after_the_backwards_and_after_the_update():
+    """By the optimizer's count of updates at each call."""
+
+    def calls(mesh: Mesh) -> list[tuple[int, int]]:
+        trainer, seen = TinyTrainer(mesh, TINY_GPT2, Layout()), []
+        trainer.step(0, empty=lambda level: seen.append((level, trainer.adam.step_count)))
+        return seen
+
+    assert run_ranks({"dp": 1}, calls) == [[(1, 0), (2, 1)]]
