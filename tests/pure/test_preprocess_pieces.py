@@ -309,7 +309,7 @@ def test_a_full_disk_leaves_nothing_under_the_final_name(tmp_path, small_pieces,
     command = [sys.executable, "-c", FULL_DISK, str(limit), *arguments, *NULL]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1, run.stderr
-    assert "File too large" in run.stderr
+    assert "file too large" in run.stderr
     assert named in run.stderr
     assert run.stderr.count("\n") == 1
     assert not list(tmp_path.glob("o_*")), "nothing half-written, no temporary file either"
