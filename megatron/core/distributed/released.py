@@ -69,15 +69,17 @@ class ReleasedGradient(Tensor):
 
 
 def release_gradients(gradients: Iterable[Tensor]) -> None:
-    """From now on these say that their values are not there."""
+    """From now on these say that their values are not there. A tensor of a class of its own is left as it is."""
     for gradient in gradients:
-        gradient.__class__ = ReleasedGradient
+        if type(gradient) is Tensor:
+            gradient.__class__ = ReleasedGradient
 
 
 def restore_gradients(gradients: Iterable[Tensor]) -> None:
     """Their values are there again."""
     for gradient in gradients:
-        gradient.__class__ = Tensor
+        if type(gradient) is ReleasedGradient:
+            gradient.__class__ = Tensor
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
