@@ -38,12 +38,12 @@ ModelProvider = Callable[..., nn.Module]
 def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, DistributedDataParallel]:
     """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers.
 
-    A provider with a parameter `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
+    A provider that takes `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
     """
     mesh, pp, chunks = runtime.mesh, runtime.mesh["pp"], {}
     made: dict[int, nn.Module] = {}
     last_stage = runtime.config.chunks_per_rank * pp.size - 1
-    takes_chunk = "vp_stage" in inspect.signature(model_provider).parameters
+    takes_chunk = takes_vp_stage(model_provider, runtime.config.chunks_per_rank)
     for chunk_number in range(runtime.config.chunks_per_rank):
         stage = chunk_number * pp.size + pp.rank
         mesh.virtual_rank = chunk_number
@@ -69,6 +69,14 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
                 if isinstance(layers, ParallelTransformer):
                     layers.activations.keep_in(runtime.tier)
     return chunks
+
+
+def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
+    """Whether to tell a provider which of a rank's chunks it makes: by name, or among `**options` where there are several, as Megatron
+    tells all."""
+    parameters = inspect.signature(model_provider).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return "vp_stage" in parameters or (takes_any and chunks > 1)
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
