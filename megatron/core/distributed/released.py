@@ -25,9 +25,8 @@ class ReleasedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if _needs_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        held = [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, cls)]
+            return _as_plain(func, args, kwargs)
+        held = _of_class(cls, args, kwargs)
         name = _name_of(held)
         if getattr(func, "__name__", "") == "__repr__":
             return f"ReleasedParameter({name}, {tuple(held[0].shape)})"
@@ -44,12 +43,9 @@ class ArrivingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not _needs_no_values(func):
-            for x in _flat((*args, *(kwargs or {}).values())):
-                if isinstance(x, cls):
-                    x.arrive()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        for x in [] if _needs_no_values(func) else _of_class(cls, args, kwargs):
+            x.arrive()
+        return _as_plain(func, args, kwargs)
 
 
 class ReleasedGradient(Tensor):
@@ -58,9 +54,8 @@ class ReleasedGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if _needs_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        held = [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, cls)]
+            return _as_plain(func, args, kwargs)
+        held = _of_class(cls, args, kwargs)
         raise RuntimeError(
             f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: a rank has it only from its first gradient of "
             "a microbatch until it is summed over the ranks. To add to it, call megatron.core.main_grad.open_main_grad(parameter) first; to "
@@ -102,6 +97,16 @@ def restore(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if type(parameter) in (ReleasedParameter, ArrivingParameter):
             parameter.__class__ = nn.Parameter
+
+
+def _as_plain(func: Any, args: tuple, kwargs: dict | None) -> Any:
+    """What torch does for tensors of no class of their own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _of_class(kind: type, args: tuple, kwargs: dict | None) -> list[Any]:
+    return [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, kind)]
 
 
 def _name_of(held: list[Any]) -> str:
