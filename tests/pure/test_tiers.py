@@ -23,6 +23,7 @@ from megatron.core.offload.host_memory import free_on_machine, free_to_process
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, cut_by_fraction, show_bytes, slices
 from megatron.core.offload.tier import FileTensor, FileTier, HostTier, copy_stored, loaded, start_reading, start_writing
+from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.update import adam_update
@@ -153,6 +154,19 @@ def test_an_update_ends_when_its_last_write_does(tier, number, monkeypatch):
     monkeypatch.setattr(BlockFile, "write", fail)
     with pytest.raises(OffloadError, match="this write"):
         updater.step(lambda _: (0.1, 0.0), 0)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_gradients_are_multiplied_once_where_they_lie_too(copied: bool, monkeypatch):
+    """The host updates with a copy of what lies on an accelerator, and what looks at gradients afterwards finds the clipped ones."""
+    if copied:
+        monkeypatch.setattr(sliced, "_start_fetching", lambda stored: lambda: stored.clone())
+    state, gradients = [torch.zeros(32) for _ in range(3)], torch.full((32,), 3.0)
+    segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), gradients, None, is_away=True)
+    updater = SlicedUpdater([segment], adam_update(beta1=0.0, beta2=0.99, eps=1e-8), 16)
+    updater.step(lambda _: (0.1, 0.0), 0, 0.5)
+    torch.testing.assert_close(gradients, torch.full((32,), 1.5))
+    torch.testing.assert_close(state[1], torch.full((32,), 1.5))  # with beta1 = 0 the moment is the gradient
 
 
 def test_what_other_groups_have_updated_is_in_the_file_when_the_call_is_over(tier, monkeypatch):

@@ -82,6 +82,8 @@ class SlicedUpdater:
             reading = _Reading(following) if following is not None else None
             states = {kind: [values] for kind, values in moments.items()}
             self._update([master], [gradients], states, *rates(current.group), updates, factor)
+            if gradients.data_ptr() != current.gradients.data_ptr():  # a copy on the host was multiplied
+                current.gradients.mul_(factor)
             for written in writing:
                 written()
             writing = _start_writing(current, master, moments)
