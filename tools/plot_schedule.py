@@ -3,14 +3,17 @@
     python tools/plot_schedule.py --schedule zb-h1 --pipeline-model-parallel-size 4 --microbatches 8
     python tools/plot_schedule.py --all --microbatches 16 --transfer-cost 0.1 --svg plots/schedule.svg
     python tools/plot_schedule.py --schedule interleaved --chunks 3 --input-cost 1.2 --weight-cost 0.8 --trace out.json
+    python tools/plot_schedule.py --schedule examples/minimal_fork/schedule.py:rounds --microbatches 6
 
 Costs may be in any unit of time, such as measured milliseconds. --write-docs docs/schedules.md makes that page anew.
 """
 
+import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from megatron.core.pipeline_parallel.simulate import (
     DEFAULT_COST,
     bubble,
     bubble_in_theory,
+    make_schedule,
     peak_live,
     peak_live_in_theory,
     simulate,
@@ -42,7 +46,10 @@ _FLAG_INSTEAD = {
 class PlotConfig:
     """Schedule to draw."""
 
-    schedule: str = knob("1f1b", f"one of {', '.join(SCHEDULES)}", flags=("--schedule", "--pipeline-schedule"))
+    schedule: str = knob(
+        "1f1b", f"one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
+        flags=("--schedule", "--pipeline-schedule"),
+    )  # fmt: skip
     all: bool = knob(False, "draw every schedule; those that do not fit the sizes are left out, and why is said")
     pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
     microbatches: int = knob(8, "microbatches in a step")
@@ -59,8 +66,10 @@ class PlotConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.schedule not in SCHEDULES:
-            problems.append(f"--schedule ({self.schedule}) must be one of {', '.join(SCHEDULES)}")
+        if self.schedule not in SCHEDULES and ".py:" not in self.schedule:
+            problems.append(
+                f"--schedule ({self.schedule}) must be one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION for one of your own"
+            )
         if self.svg is not None and self.svg == self.trace:
             problems.append(f"--svg and --trace ({self.svg}) must be two files")
         if not 0 <= self.transfer_cost < math.inf:
@@ -92,10 +101,45 @@ class PlotConfig:
         return (2 if name == "interleaved" else 1) if self.chunks is None else self.chunks
 
 
+@contextmanager
+def schedule_named(name: str) -> Iterator[str]:
+    """The name in SCHEDULES of --schedule; the function of FILE.py:FUNCTION is there, under its own, for as long as it is drawn."""
+    if ".py:" not in name:
+        yield name
+        return
+    function = name.rpartition(":")[2]
+    SCHEDULES[function] = schedule_in_file(name)
+    try:
+        yield function
+    finally:
+        del SCHEDULES[function]
+
+
+def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
+    """What FILE.py:FUNCTION names. Raises ConfigError where it is no function."""
+    path, _, function = name.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"--schedule {name}: there is no file {path}")
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)  # the file may import its neighbours
+    try:
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a file of the user's raises
+        raise ConfigError(f"--schedule {name}: importing {path} ends in {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise ConfigError(f"--schedule {name}: {path} has no function {function}(p, m, v)")
+    return make
+
+
 def report(config: PlotConfig, name: str) -> Iterator[str]:
     """The lines to print on one schedule; writes its files. Raises ValueError if the sizes do not fit it."""
     p, m, v = config.pipeline_model_parallel_size, config.microbatches, config.chunks_for(name)
-    schedule, cost, transfer = SCHEDULES[name](p, m, v), config.cost, config.transfer_cost
+    schedule, cost, transfer = make_schedule(name, p, m, v), config.cost, config.transfer_cost
     used = {action.op for actions in schedule for action in actions}
     yield (
         f"{name}: {_count(p, 'rank')}, {_count(m, 'microbatch')}, {_count(v, 'chunk')} per rank; "
@@ -104,13 +148,14 @@ def report(config: PlotConfig, name: str) -> Iterator[str]:
     )
     if config.text or not (config.svg or config.trace):
         yield plot_text(schedule, cost, transfer)
-    expected = bubble_in_theory(name, p, m, v, cost, transfer)
-    in_theory = "none with transfers" if expected is None else f"{expected:.2%}"
+    expected, live = bubble_in_theory(name, p, m, v, cost, transfer), peak_live_in_theory(name, p, m, v)
+    in_theory = f"{expected:.2%}" if expected is not None else "none known" if live is None else "none with transfers"
     yield f"time         {max(simulate(schedule, cost, transfer).end.values()):g}"
     yield f"bubble       {bubble(schedule, cost, transfer):.2%} of the compute (closed form: {in_theory})"
     yield (
         f"activations  {_listed(peak_live(schedule))} alive at most, by rank "
-        f"(closed form: {_listed(peak_live_in_theory(name, p, m, v))})" + (f", each 1/{v} of a rank's" if v > 1 else "")
+        f"(closed form: {'none known' if live is None else _listed(live)})"
+        + (f", each 1/{v} of a rank's" if v > 1 else "")
     )
     yield from _write_files(config, name, schedule)
 
@@ -223,7 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
         elif config.all:
             _report_all(config)
         else:
-            print("\n".join(report(config, config.schedule)))
+            with schedule_named(config.schedule) as name:
+                print("\n".join(report(config, name)))
     except (ValueError, OSError) as error:
         print(f"plot_schedule: {_in_flags_of_the_tool('; '.join(str(error).splitlines()))}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2

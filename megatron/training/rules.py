@@ -8,7 +8,8 @@ from typing import Any
 from megatron.core.config import ConfigError, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.parallel_config import grid_for
-from megatron.core.pipeline_parallel.schedule import SCHEDULES
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
+from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.transformer.transformer_config import tensor_parallel_problems
 from megatron.training.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.watch_config import watch_problems
@@ -199,12 +200,17 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             "the number of data-parallel ranks"
         ]
     for size in sorted(set(sizes)):
+        make = make_schedule if size == min(sizes) else _made_unseen  # one size shows what a schedule forgets
         try:
-            SCHEDULES[config.schedule_name](stages, size // config.samples_at_once(world_size), chunks)
+            make(config.schedule_name, stages, size // config.samples_at_once(world_size), chunks)
         except ValueError as error:
             where = f"steps of {size} samples: " if len(sizes) > 1 else ""
             return [where + problem for problem in str(error).split("\n")]
     return []
+
+
+def _made_unseen(name: str, p: int, m: int, v: int) -> Schedule:
+    return SCHEDULES[name](p, m, v)
 
 
 def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | None:

@@ -17,8 +17,8 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Schedule, forward_only
-from megatron.core.pipeline_parallel.simulate import peak_inputs
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forward_only
+from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
@@ -136,7 +136,7 @@ class Pipeline:
         made_for, schedule = self._schedules.get(purpose, (None, []))
         if made_for != m:
             p, v = self.mesh["pp"].size, len(self.chunks)
-            generated = SCHEDULES[self.schedule_name](p, m, v) if purpose == "train" else forward_only(p, m, v)
+            generated = make_schedule(self.schedule_name, p, m, v) if purpose == "train" else forward_only(p, m, v)
             lowered = add_transfers(generated, self.placement)
             schedule = add_reduce(lowered) if purpose == "train" else lowered
             self._schedules[purpose] = m, schedule

@@ -80,6 +80,7 @@ COMMANDS = {
         "torchrun --nproc-per-node 4 pretrain_bert.py ...": "tests/gloo/test_bert.py::test_losses_equal_one_process",
     },
     "docs/adding_a_model.md": {
+        "python tools/plot_schedule.py ...": "tests/pure/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_documents.py::test_the_fork_of_the_page_trains",
     },
 }  # fmt: skip

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config import ConfigError
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
 from megatron.core.pipeline_parallel.plot import plot_text
-from megatron.core.pipeline_parallel.schedule import one_f_one_b
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, one_f_one_b
 from megatron.core.pipeline_parallel.simulate import peak_live
 from megatron.core.pipeline_parallel.stage import loop_placement
+from megatron.training.arguments import parse_args
+from megatron.training.rules import check
 
 FORK = Path(__file__).parents[2] / "examples" / "minimal_fork"
 
@@ -41,3 +44,15 @@ def test_the_drawing_is_what_runs(rounds):
 def test_rounds_have_one_chunk(rounds):
     with pytest.raises(ValueError, match="rounds: it has one chunk per rank, not 2"):
         rounds(2, 4, 2)
+
+
+def test_a_schedule_that_lacks_a_backward_is_found_before_the_run(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "short", lambda p, m, v: [row[:-1] for row in SCHEDULES["1f1b"](p, m, v)])
+    line = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 2 --global-batch-size 8 "
+        "--train-iters 10 --seq-length 32 --lr 1e-3 --num-layers 4 --pipeline-schedule short "
+        "--pipeline-model-parallel-size 2"
+    )
+    with pytest.raises(ConfigError) as error:
+        check(parse_args(line.split())[0], 2)
+    assert "short" in str(error.value) and "B0.3" in str(error.value) and "B1.3" in str(error.value)

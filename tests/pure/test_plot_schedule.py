@@ -61,6 +61,41 @@ def test_writes_svg_and_trace_and_then_prints_the_plot_only_if_told(capsys, tmp_
     assert sorted(path.name for path in tmp_path.glob("*-*.json")) == sorted(f"a-{name}.json" for name in SCHEDULES)
 
 
+def test_a_schedule_of_a_fork_is_drawn_from_its_file(capsys, tmp_path):
+    fork = f"{ROOT}/examples/minimal_fork/schedule.py:rounds"
+    lines = printed(capsys, "--schedule", fork, "--pipeline-model-parallel-size", "2", "--microbatches", "4")
+    assert lines[1] == "rank 0 |F0F1      B0--B1--F2F3      B2--B3--|" and "closed form: none known" in lines[-1]
+    svg = tmp_path / "rounds.svg"
+    printed(capsys, "--schedule", fork, "--svg", str(svg))
+    assert "rounds" not in SCHEDULES and ElementTree.parse(svg).getroot().findall("{*}g")
+
+
+BROKEN = """
+from megatron.core.pipeline_parallel.schedule import one_f_one_b
+def short(p, m, v):
+    rows = one_f_one_b(p, m)
+    return [rows[0][:-1], *rows[1:]]
+no_function = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("broken.py:short", ("short: rank 0 lacks B0.7",)),
+        ("broken.py:no_function", ("broken.py has no function no_function",)),
+        ("none.py:short", ("no file", "none.py")),
+        ("raises.py:short", ("raises.py", "ZeroDivisionError")),
+    ],
+)
+def test_a_schedule_of_a_fork_that_cannot_train_is_refused_in_one_line(capsys, tmp_path, name, says):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    assert main(["--schedule", f"{tmp_path}/{name}"]) == 2
+    error = capsys.readouterr().err
+    assert all(text in error for text in says) and error.count("\n") == 1 and not set(SCHEDULES) & {"short"}
+
+
 # fmt: off
 DERIVED_COSTS = [  # of F, B, I, W
     ({},                                                              (1, 2, 1, 1)),

@@ -4,11 +4,19 @@ import json
 from xml.etree import ElementTree
 
 import pytest
-from schedules import FLAT, costs, parse, refusal
+from schedules import COVERING, FLAT, costs, parse, refusal
 
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
-from megatron.core.pipeline_parallel.schedule import Op, forward_only, gpipe, interleaved, one_f_one_b, zb_h1
-from megatron.core.pipeline_parallel.simulate import peak_bytes, show, simulate
+from megatron.core.pipeline_parallel.schedule import (
+    SCHEDULES,
+    Op,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+)
+from megatron.core.pipeline_parallel.simulate import make_schedule, peak_bytes, problems_of, show, simulate
 
 
 def test_gpipe_pays_each_transfer_once_per_boundary_and_direction():
@@ -25,6 +33,40 @@ def test_simulated_times():
         ("B1.0", 2.25, 4.25),
         ("B0.0", 4.5, 6.5),
     ]
+
+
+INCOMPLETE = [
+    ("F0.0 B0.0 F0.1 \n F1.0 B1.0 F1.1 B1.1", ["B0.1"]),
+    ("F0.0 B0.0 F0.1 I0.1 \n F1.0 B1.0 F1.1 B1.1", ["W0.1"]),
+    ("F0.0 B0.0 B0.0 F0.1 B0.1 \n F1.0 B1.0 F1.1 B1.1", ["B0.0"]),
+    ("F0.0 B0.0 F0.1 B0.1 F0.2 \n F1.0 B1.0 F1.1 B1.1", ["F0.2"]),
+    ("F0.0 B0.0 F0.1 B0.1 F1.1 \n F1.0 B1.0 B1.1", ["F1.1"]),
+    ("F0.0 I0.0 W0.0 B0.0 F0.1 B0.1 \n F1.0 B1.0 F1.1 B1.1", ["B0.0"]),
+    ("F0.0 F0.1 \n F1.0 F1.1", ["B0.0", "B0.1", "B1.0", "B1.1"]),
+    ("F0.0 B0.0 F0.1 B0.1", ["1 ranks"]),
+]
+
+
+@pytest.mark.parametrize(("lists", "named"), INCOMPLETE)
+def test_a_schedule_that_is_not_one_whole_step_is_refused_by_what_it_lacks(monkeypatch, lists, named):
+    schedule = parse(lists)
+    problems = problems_of(schedule, 2, 2)
+    assert len(problems) == len(named) and all(name in problem for name, problem in zip(named, problems))
+    monkeypatch.setitem(SCHEDULES, "mine", lambda p, m, v: schedule)
+    text = refusal(make_schedule, "mine", 2, 2, 1)
+    assert text.startswith("mine: ") and named[0] in text
+
+
+def test_a_schedule_that_can_never_finish_is_refused_when_it_is_made(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "mine", lambda p, m, v: parse("F0.0 B0.0 \n B1.0 F1.0"))
+    assert "B1.0 waits for F1.0" in refusal(make_schedule, "mine", 2, 1, 1)
+
+
+def test_every_schedule_of_ours_is_a_whole_step():
+    for name, make in SCHEDULES.items():
+        for p, m, v in COVERING:
+            if v == 1 or name == "interleaved":
+                assert make_schedule(name, p, m if m % p == 0 else p, v) == make(p, m if m % p == 0 else p, v)
 
 
 def test_plot_draws_one_cell_per_unit_of_time():
@@ -135,6 +177,16 @@ def test_svg_has_a_box_for_every_action_and_a_number_in_it(schedule):
         if rect.get("width") != "100%":
             assert float(rect.get("x")) + float(rect.get("width")) <= width
             assert float(rect.get("y")) + float(rect.get("height")) <= height
+
+
+@pytest.mark.parametrize("schedule", [zb_h1(1, 1), zb_h1(2, 2), interleaved(2, 2, 2)])
+def test_the_legend_of_a_small_drawing_ends_inside_it_and_its_notes_apart(schedule):
+    root = ElementTree.fromstring(plot_svg(schedule))
+    notes = [text for text in root.findall("{*}text") if text.text.startswith(("F:", "B:", "I:", "W:", "lighter"))]
+    ends = [float(text.get("x")) + 0.55 * 12 * len(text.text) for text in notes]  # a letter is half as wide as high
+    starts = [float(text.get("x")) for text in notes]
+    assert len(notes) == 3 and all(end < start for end, start in zip(ends, starts[1:]))
+    assert ends[-1] < float(root.get("width"))
 
 
 def test_chrome_trace_has_the_simulated_times_and_an_arrow_for_every_transfer():

@@ -28,6 +28,7 @@ __getattr__, __dir__ = lazy_names(
         "check_rendezvous": "lower",
         "partner": "lower",
         "DIRECTION_OF": "lower",
+        "make_schedule": "simulate",
         "bubble": "simulate",
         "bubble_in_theory": "simulate",
         "peak_live": "simulate",

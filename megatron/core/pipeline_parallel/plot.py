@@ -9,7 +9,8 @@ from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, bubble, locat
 
 _FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
 _LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
-_ROW, _MARGIN, _DIGIT, _MAX_WIDTH = 26, 60, 7, 6000  # in SVG units, which a browser shows as pixels
+# In SVG units, which a browser shows as pixels. A letter is as wide as any of a sans-serif face at its size: 12, in titles 15.
+_ROW, _MARGIN, _DIGIT, _MAX_WIDTH, _SQUARE, _LETTER, _TITLE_LETTER = 26, 60, 7, 6000, 36, 7, 9
 
 
 def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:
@@ -46,12 +47,16 @@ def plot_svg(
     digits = max(len(str(action.microbatch)) for action in end)
     scale = min(_DIGIT * (digits + 1) / min(cost[action.op] for action in end), _MAX_WIDTH / total)
     num_chunks = max(len({action.stage for action in actions}) for actions in schedule)
-    width, height = max(total * scale, 600) + 2 * _MARGIN, _ROW * (len(schedule) + 2) + _MARGIN
+    ops = sorted({action.op for action in end}, key=list(Op).index)
+    notes = [f"{op.name}: {_LABEL[op]}" for op in ops] + (["lighter: later chunks of a rank"] if num_chunks > 1 else [])
+    title = f"{title}, bubble {bubble(schedule, cost, transfer):.1%}"
+    inside = max(total * scale, _width_of(notes), _TITLE_LETTER * len(title))
+    width, height = inside + 2 * _MARGIN, _ROW * (len(schedule) + 2) + _MARGIN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{_MARGIN}" y="24" font-size="15">{escape(title)}, bubble {bubble(schedule, cost, transfer):.1%}</text>',
+        f'<text x="{_MARGIN}" y="24" font-size="15">{escape(title)}</text>',
     ]
     for rank, actions in enumerate(schedule):
         y = 40 + _ROW * rank
@@ -61,9 +66,7 @@ def plot_svg(
             chunk = (action.stage - first_stage[rank]) // len(schedule)
             x, box = _MARGIN + start[action] * scale, (end[action] - start[action]) * scale
             lines += _box(action, x, y, box, 1 - 0.6 * chunk / num_chunks, f"{start[action]:g} to {end[action]:g}")
-    if num_chunks > 1:
-        lines.append(f'<text x="{_MARGIN + 480}" y="{height - 14:.0f}">lighter: later chunks of a rank</text>')
-    lines += _legend(sorted({action.op for action in end}, key=list(Op).index), 40 + _ROW * len(schedule) + 10)
+    lines += _legend(ops, notes, 40 + _ROW * len(schedule) + 10)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -78,11 +81,18 @@ def _box(action: Action, x: float, y: float, width: float, opacity: float, when:
     yield "</g>"
 
 
-def _legend(ops: list[Op], y: float) -> Iterator[str]:
-    for index, op in enumerate(ops):
-        x = _MARGIN + 150 * index
-        yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_FILL[op]}"/>'
-        yield f'<text x="{x + 20}" y="{y + 12}">{op.name}: {_LABEL[op]}</text>'
+def _width_of(notes: list[str]) -> float:
+    """How far the legend reaches: each note has a square before it and a gap behind."""
+    return sum(_SQUARE + _LETTER * len(note) for note in notes)
+
+
+def _legend(ops: list[Op], notes: list[str], y: float) -> Iterator[str]:
+    """A square in the colour of each op with its note; a note beyond those has none."""
+    for index, note in enumerate(notes):
+        x = _MARGIN + _width_of(notes[:index])
+        if index < len(ops):
+            yield f'<rect x="{x:g}" y="{y}" width="14" height="14" fill="{_FILL[ops[index]]}"/>'
+        yield f'<text x="{x + 20:g}" y="{y + 12}">{note}</text>'
 
 
 def chrome_trace(

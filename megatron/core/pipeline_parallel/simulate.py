@@ -1,10 +1,12 @@
 """Schedules on paper: start and end times, bubble, live activations, and who waits for whom in a deadlock."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.stage import loop_placement
 
 DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # backward multiplies two matrices where forward multiplies one
 
@@ -12,6 +14,62 @@ DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # backward multiplies two m
 class Timeline(NamedTuple):
     start: dict[Action, float]
     end: dict[Action, float]
+
+
+def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """The schedule that SCHEDULES has under `name`, known to do the whole step and to end. Raises ValueError otherwise.
+
+    A schedule may be a fork's. One that forgets a backward would train on a part of its gradients without a word.
+    """
+    schedule = SCHEDULES[name](p, m, v)
+    if problems := problems_of(schedule, p, m, v):
+        more = f", and {len(problems) - 3} more like these" if len(problems) > 3 else ""
+        raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; mend SCHEDULES[{name!r}]")
+    try:
+        simulate(schedule)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return schedule
+
+
+def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
+    """What a schedule lacks to be one whole step of m microbatches through p * v stages, or has too much.
+
+    Every stage computes, on its own rank, F once and B once, or I and W once, of every microbatch.
+    """
+    if len(schedule) != p:
+        return [f"it has lists for {len(schedule)} ranks, and the pipeline has {p}"]
+    home = loop_placement(p)
+    times = Counter(action for actions in schedule for action in actions)
+    wanted = [
+        Action(op, stage, microbatch)
+        for stage, microbatch in product(range(p * v), range(m))
+        for op in (Op.F, *((Op.I, Op.W) if _is_split(times, stage, microbatch) else (Op.B,)))
+    ]
+    needless = times.keys() - set(wanted)
+    return [
+        *(f"rank {home(a.stage)} lacks {a}, {_MEANING[a.op]}" for a in wanted if a not in times),
+        *(f"{action} is there {count} times" for action, count in times.items() if count > 1),
+        *(f"{action} is none of the step's" for action in sorted(needless)),
+        *(
+            f"rank {rank} has {action}, whose stage is on rank {home(action.stage)}"
+            for rank, actions in enumerate(schedule)
+            for action in actions
+            if home(action.stage) != rank and action not in needless
+        ),
+    ]
+
+
+def _is_split(times: Mapping[Action, int], stage: int, microbatch: int) -> bool:
+    return any(Action(op, stage, microbatch) in times for op in (Op.I, Op.W))
+
+
+_MEANING = {
+    Op.F: "a forward",
+    Op.B: "a backward",
+    Op.I: "the input half of a backward",
+    Op.W: "the weight half of a backward",
+}
 
 
 def simulate(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> Timeline:
@@ -47,13 +105,13 @@ def bubble(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer
 def bubble_in_theory(
     name: str, p: int, m: int, v: int = 1, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0
 ) -> float | None:
-    """The closed form of `bubble` for a schedule of SCHEDULES; None where a transfer takes time: there is none then.
+    """The closed form of `bubble`; None for a schedule of a fork, and where a transfer takes time: there is none then.
 
     (p - 1) / (v m) for all but ZB-H1 (arXiv:2104.04473, section 2.2). ZB-H1 idles for (p - 1)(tF + tI - tW) if m >= p
     and no op is cheaper than W (arXiv:2401.10241, table 1). What stands here holds for all costs and all m: it was
     found by trying, and is tested over a grid.
     """
-    if transfer:
+    if transfer or name not in _PEAK_LIVE:
         return None
     if name != "zb-h1":
         return (p - 1) / (v * m)
@@ -70,15 +128,19 @@ def peak_live(schedule: Schedule) -> list[int]:
     return peak_bytes(schedule, [1] * count_stages(schedule))
 
 
-def peak_live_in_theory(name: str, p: int, m: int, v: int = 1) -> list[int]:
-    """The closed form of `peak_live` for a schedule of SCHEDULES (section 2.2 of the same papers)."""
-    live = {
-        "gpipe": lambda rank: m,
-        "1f1b": lambda rank: p - rank,
-        "interleaved": lambda rank: 2 * (p - rank - 1) + (v - 1) * p + 1,
-        "zb-h1": lambda rank: p,
-    }[name]
-    return [min(live(rank), v * m) for rank in range(p)]
+# Microbatches alive on a rank, were there enough of them: section 2.2 of the same papers.
+_PEAK_LIVE = {
+    "gpipe": lambda rank, p, m, v: m,
+    "1f1b": lambda rank, p, m, v: p - rank,
+    "interleaved": lambda rank, p, m, v: 2 * (p - rank - 1) + (v - 1) * p + 1,
+    "zb-h1": lambda rank, p, m, v: p,
+}
+
+
+def peak_live_in_theory(name: str, p: int, m: int, v: int = 1) -> list[int] | None:
+    """The closed form of `peak_live`; None for a schedule of a fork."""
+    live = _PEAK_LIVE.get(name)
+    return None if live is None else [min(live(rank, p, m, v), v * m) for rank in range(p)]
 
 
 def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float], kept_for_weights: float = 1.0) -> list[float]:
