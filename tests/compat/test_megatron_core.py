@@ -381,6 +381,10 @@ def write_sentences(prefix: Path, dice: random.Random) -> str:
     return str(prefix)
 
 
+# Inverses that end in .5, one that the int32 there does not hold, and plain ones.
+SHORT = [0.0, 0.1, 0.5, 0.4, 2 / 3, 2 / 9, 2 / 13, 0.15, 0.3, 1.0, 1e-10]
+
+
 def masked_case(dice: random.Random, prefix: str, cache: str) -> dict:
     geometric = dice.random() < 0.5
     return {
@@ -394,7 +398,7 @@ def masked_case(dice: random.Random, prefix: str, cache: str) -> dict:
             "cache": cache,
             "vocab_words": WORDS,
             "masking_probability": dice.choice([0.15, 0.3]),
-            "short_sequence_probability": dice.choice([0.0, 0.1, 0.5]),
+            "short_sequence_probability": dice.choice(SHORT),
             "masking_max_ngram": dice.choice([1, 3, 10]),
             "masking_do_full_word": dice.random() < 0.7,
             "masking_do_permutation": False,

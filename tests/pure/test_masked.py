@@ -55,9 +55,10 @@ def test_rows_are_runs_of_sentences_of_one_document(tmp_path):
     assert len(targets) > 10
 
 
-def rows_sentence_by_sentence(documents, n, length, sentences, short, seed):
-    """The rows before they are shuffled, as they are defined: one sentence after the other, a target drawn for each row."""
-    rng, ratio, rows, first = np.random.RandomState(seed), round(1 / short), [], 0
+def rows_sentence_by_sentence(documents, n, length, sentences, ratio, seed):
+    """The rows before they are shuffled, as they are defined: one sentence after the other, a target drawn for each row: one
+    in `ratio` of them is short."""
+    rng, rows, first = np.random.RandomState(seed), [], 0
 
     def target():
         draw = int(rng.randint(0, 2**32, dtype=np.uint32))
@@ -84,9 +85,20 @@ def test_looking_sentences_up_gives_what_walking_gives(tmp_path, sentences):
     choices = [0, 1, 2, 5, 9, 30, 30, 511, 512, 513]
     documents = [rng.choice(choices, rng.randint(0, 12), p=[0.1] * 10).tolist() for _ in range(80)]
     documents += [rng.randint(0, 9, 40).tolist() for _ in range(20)]
-    expected = rows_sentence_by_sentence(documents, 400, 25, sentences, 0.2, 11)
+    expected = rows_sentence_by_sentence(documents, 400, 25, sentences, 5, 11)
     got = sample_map(write(tmp_path / "a", documents), 400, 25, sentences, 0.2, 11)
     assert sorted(got.tolist()) == sorted(expected) and got.tolist() != expected
+
+
+# probability -> one draw in how many is short: C's round takes halves away from zero. Past int32 only the draw 0 is short.
+ONE_IN = {1.0: 1, 2 / 3: 2, 0.4: 3, 2 / 7: 4, 2 / 9: 5, 0.1: 10, 1e-4: 10_000, 1e-10: 2**32, 1e-310: 2**32}
+
+
+@pytest.mark.parametrize("probability", ONE_IN)
+def test_as_many_samples_are_short_as_in_c(tmp_path, probability):
+    documents = [[5] * 9] * 3
+    expected = rows_sentence_by_sentence(documents, 60, 30, 2, ONE_IN[probability], 4)
+    assert sorted(sample_map(write(tmp_path / "a", documents), 60, 30, 2, probability, 4).tolist()) == sorted(expected)
 
 
 def test_a_bert_item_hides_words_of_two_parts(tmp_path):

@@ -160,14 +160,23 @@ def _target_lengths(request: SampleRequest) -> Iterator[int]:
     longest = request.max_length
     if not request.short_probability:
         return itertools.repeat(longest)
-    ratio = round(1 / request.short_probability)
+    ratio = _one_in(request.short_probability)
     rng = np.random.RandomState(request.seed % _UINT32)
 
     def block() -> list[int]:
-        draws = rng.randint(0, _UINT32, 4096, dtype=np.uint32)
+        draws = rng.randint(0, _UINT32, 4096, dtype=np.uint32).astype(np.int64)
         return np.where(draws % ratio == 0, 2 + draws % (longest - 1), longest).tolist()
 
     return itertools.chain.from_iterable(iter(block, None))
+
+
+def _one_in(probability: float) -> int:
+    """One draw in how many is taken: 1 / probability as C rounds it, halves up (Python's `round` takes 2.5 to 2).
+
+    What does not fit C's int32 stands for a number above every draw, so that only the draw 0 is taken.
+    """
+    inverse = 1 / probability + 0.5
+    return int(inverse) if inverse < 1 << 31 else _UINT32
 
 
 def _fisher_yates(count: int, seed: int) -> np.ndarray:
