@@ -2,8 +2,9 @@
 
     python tools/plot_run.py --log run.log other.jsonl --output runs.png
 
-A log is what pretrain_gpt.py prints, saved with `tee`, or the file of its --metrics-file. A resumed run may append to its log:
-where an iteration was trained twice, the later lines count.
+A log is what pretrain_gpt.py prints, saved with `tee`, or the file of its --metrics-file. A resumed run may append to its log (`tee -a`),
+or have a log of its own: one that loads a checkpoint which another of the logs saves is drawn as the rest of that run. Where an
+iteration was trained twice, the later lines count.
 """
 
 import json
@@ -27,6 +28,9 @@ _NUMBERS = {
 }
 _PACE = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*\| global batch size: +(\d+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| lm loss value: ([^ |]+)")
+# Those of megatron/training/checkpointing.py, which say that one log goes on where another stopped.
+_SAVED = re.compile(r"^saved checkpoint at iteration (\d+) to (.+)$", re.MULTILINE)
+_LOADED = re.compile(r"^loaded checkpoint of iteration (\d+) from (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class Curves:
         if value is not None and math.isfinite(value):
             self.of[name][iteration] = value
 
+    def go_on_from(self, iteration: int) -> None:
+        """Forget what came after it, which is trained again."""
+        for name, points in self.of.items():
+            self.of[name] = {i: value for i, value in points.items() if i <= iteration}
+
 
 def read_curves(text: str) -> Curves:
     """The numbers in a log; lines of any other kind are passed over, and so is the loss on the test set."""
@@ -80,6 +89,8 @@ def read_curves(text: str) -> Curves:
                 curves.add("throughput", iteration, 1000 * int(pace[2]) / float(pace[1]))
         elif (match := _VALIDATION.search(line)) and match[2] != " on test set":
             curves.add("validation", int(match[1]), _number(match[3]))
+        elif match := _LOADED.search(line):
+            curves.go_on_from(int(match[1]))
     return curves
 
 
@@ -109,14 +120,19 @@ def read_metrics(text: str) -> Curves:
     return curves
 
 
-def read_log(path: str) -> Curves:
-    """The numbers in the log or metrics file at `path`. Raises ValueError if it has none."""
+def read_text(path: str) -> str:
+    """What is in a log. Raises ValueError if it is empty."""
     with naming_flag(
         "--log", path, "give what pretrain_gpt.py printed, saved with tee, or the file of its --metrics-file"
     ):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     if not text.strip():
         raise ValueError(f"{path} is empty; a run writes its first line after --log-interval steps")
+    return text
+
+
+def read_log(path: str, text: str) -> Curves:
+    """The numbers in the text of the log or metrics file at `path`. Raises ValueError if it has none."""
     try:
         curves = read_metrics(text) if text.lstrip().startswith("{") else read_curves(text)
     except (KeyError, TypeError) as error:
@@ -127,6 +143,39 @@ def read_log(path: str) -> Curves:
             "'iteration 10/ 100 | ... | lm loss: 7.1E+00 | ...' every --log-interval steps, or the file of its --metrics-file"
         )
     return curves
+
+
+def in_runs(texts: dict[str, str]) -> list[list[str]]:
+    """The logs of each run in the order of its parts: a part begins by loading what the part before it has saved.
+
+    Of several logs that go on from one checkpoint the first is its run's next part, and the others are runs of their own.
+    """
+    saved = {path: {_checkpoint(*found) for found in _SAVED.findall(text)} for path, text in texts.items()}
+    after: dict[str, str] = {}
+    for path, text in texts.items():
+        loaded = _LOADED.search(text)
+        sources = [
+            p for p in texts if p != path and p not in after and loaded and _checkpoint(*loaded.groups()) in saved[p]
+        ]
+        if sources and not _leads_to(after, path, sources[0]):
+            after[sources[0]] = path
+    runs = []
+    for path in texts:
+        if path not in after.values():
+            runs.append([path])
+            while runs[-1][-1] in after:
+                runs[-1].append(after[runs[-1][-1]])
+    return runs
+
+
+def _checkpoint(iteration: str, folder: str) -> tuple[int, str]:
+    return int(iteration), folder.strip().rstrip("/")
+
+
+def _leads_to(after: dict[str, str], path: str, target: str) -> bool:
+    while path in after and path != target:
+        path = after[path]
+    return path == target
 
 
 def summary(name: str, curves: Curves) -> str:
@@ -179,10 +228,15 @@ def main(arguments: list[str] | None = None) -> int:
     add_flags(parser, PlotRunConfig)
     try:
         config = build(PlotRunConfig, read_flags(parser, arguments))
-        logs = list(dict.fromkeys(config.log))
-        names = [Path(path).stem for path in logs]
-        labels = names if len(set(names)) == len(names) else logs  # equal file names: the paths tell them apart
-        runs = dict(zip(labels, map(read_log, logs)))
+        texts = {path: read_text(path) for path in dict.fromkeys(config.log)}
+        names = [Path(path).stem for path in texts]
+        labels = dict(zip(texts, names if len(set(names)) == len(names) else texts))  # paths tell equal names apart
+        alone = {path: read_log(path, text) for path, text in texts.items()}
+        runs = {}
+        for parts in in_runs(texts):
+            whole = "\n".join(texts[path] for path in parts)
+            name = " + ".join(labels[path] for path in parts)
+            runs[name] = read_log(parts[0], whole) if len(parts) > 1 else alone[parts[0]]
         draw(runs, config.output)
     except (ValueError, OSError, ImportError) as error:
         return say_what_is_wrong("plot_run", error)

@@ -55,7 +55,7 @@ EXPECTED = {
 @pytest.mark.parametrize("text", [log_of_run(), metrics_of_run()], ids=["log", "metrics file"])
 def test_curves_are_what_was_written(tmp_path, text: str):
     (tmp_path / "run").write_text(text)
-    assert plot_run.read_log(str(tmp_path / "run")).of == EXPECTED
+    assert plot_run.read_log("run", plot_run.read_text(str(tmp_path / "run"))).of == EXPECTED
 
 
 def test_several_runs_are_drawn_in_one_picture(tmp_path, capsys, monkeypatch):
@@ -80,6 +80,57 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path, capsys, monkeypatch):
     assert (
         "a: training loss 4.00 at iteration 10 to 2.00 at iteration 40; validation loss 5.00" in capsys.readouterr().out
     )
+
+
+def part(
+    first: int, last: int, *, loss: float, loaded: int | None = None, saved: int | None = None, to: str = "/c"
+) -> str:
+    """A log of the steps first ... last, ten by ten, between a load and a save."""
+    lines = [] if loaded is None else [f"loaded checkpoint of iteration {loaded} from {to}/"]
+    lines += [training_line(interval(i, loss)) for i in range(first, last + 1, 10)]
+    return "\n".join(lines + ([] if saved is None else [f"saved checkpoint at iteration {saved} to {to}"])) + "\n"
+
+
+def test_the_logs_of_a_resumed_run_are_one_curve_without_a_gap(tmp_path, capsys, monkeypatch):
+    figures = []
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    (tmp_path / "b.log").write_text(part(50, 70, loss=2.0, loaded=40, saved=60))
+    (tmp_path / "a.log").write_text(part(10, 60, loss=4.0, saved=40))  # went on to 60, and was killed
+    (tmp_path / "other.log").write_text(part(10, 60, loss=5.0, saved=40, to="/d"))
+    logs = [f"{tmp_path}/{name}.log" for name in ("b", "other", "a")]
+    assert plot_run.main(["--log", *logs, "--output", str(tmp_path / "x.png")]) == 0
+    loss = {line.get_label(): line for line in figures[0].axes[0].lines}
+    assert set(loss) == {"a + b, training", "other, training"}
+    assert list(loss["a + b, training"].get_xdata()) == [10, 20, 40, 50, 60, 70]  # 30 was skipped
+    assert list(loss["a + b, training"].get_ydata()) == [4, 4, 4, 2, 2, 2]
+    monkeypatch.undo()
+    pyplot.close(figures[0])
+    assert "a + b: training loss 4.00 at iteration 10 to 2.00 at iteration 70" in capsys.readouterr().out
+
+
+RUNS = [
+    ({"a": (None, [10]), "b": (10, [20]), "c": (20, [])}, [["a", "b", "c"]]),
+    ({"c": (20, []), "b": (10, [20]), "a": (None, [10])}, [["a", "b", "c"]]),
+    ({"a": (None, [10]), "b": (10, []), "c": (10, [])}, [["a", "b"], ["c"]]),  # two that branch off
+    ({"a": (20, [10]), "b": (10, [20])}, [["b", "a"]]),  # each goes on from the other: in some order
+    ({"a": (10, [10]), "b": (30, [])}, [["a"], ["b"]]),  # itself, and what no log saves
+]
+
+
+@pytest.mark.parametrize(("logs", "expected"), RUNS)
+def test_logs_are_put_in_the_order_of_their_checkpoints(logs, expected):
+    texts = {
+        name: part(1, 1, loss=1.0, loaded=loaded) + "".join(part(1, 1, loss=1.0, saved=i) for i in saved)
+        for name, (loaded, saved) in logs.items()
+    }
+    assert plot_run.in_runs(texts) == expected
+
+
+def test_what_an_appended_log_trains_again_is_forgotten():
+    curves = plot_run.read_curves(part(10, 60, loss=4.0, saved=30) + part(40, 50, loss=2.0, loaded=30))
+    assert curves.of["training"] == {10: 4.0, 20: 4.0, 40: 2.0, 50: 2.0}
 
 
 @pytest.mark.parametrize(
