@@ -35,10 +35,14 @@ class MergeConfig:
 
 
 def prefixes_of(names: list[str]) -> list[str]:
-    """The prefixes that `names` stand for: prefixes, files of them, or folders. Raises ValueError for an empty folder."""
+    """The prefixes that `names` stand for: prefixes, files of them, or folders. Raises ValueError for an empty folder.
+
+    A prefix is one even where a folder has its name: training makes PREFIX/cache beside PREFIX.idx.
+    """
     prefixes = []
     for name in names:
-        if Path(name).is_dir():
+        is_prefix = any(Path(f"{name}{ending}").is_file() for ending in (".bin", ".idx"))
+        if Path(name).is_dir() and not is_prefix:
             found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
             if not found:
                 raise ValueError(f"--input {name}: no token file (.idx) in this folder")

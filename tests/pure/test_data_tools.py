@@ -54,6 +54,20 @@ def test_merged_files_hold_all_documents_in_order(tmp_path, monkeypatch, capsys,
     assert f"wrote {tmp_path / 'new' / 'merged'}: 10 documents, 18 tokens of 4 files" in capsys.readouterr().out
 
 
+def test_trained_on_files_are_merged_and_inspected(tmp_path, capsys):
+    """Training keeps its index in PREFIX/cache: the folder of the name is no folder of token files."""
+    prefixes = [write(tmp_path / name, DOCUMENTS) for name in "ab"]
+    for prefix in prefixes:
+        config = DataConfig(data_path=[prefix], seq_length=2, split="1")
+        build_gpt_datasets(config, types.SimpleNamespace(vocab_size=100, eod=99), [4, 0, 0], 1)
+        assert Path(prefix).is_dir()
+    for given in (prefixes, [tmp_path]):
+        assert merge_datasets.main(["--input", *map(str, given), "--output-prefix", str(tmp_path / "out" / "c")]) == 0
+        assert contents(tmp_path / "out" / "c") == DOCUMENTS * 2
+        assert inspect_dataset.main(["--input", *map(str, given), "--verify"]) == 0
+    assert capsys.readouterr().out.count("documents: 5, of which 1 empty") == 4
+
+
 def test_merging_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write("a", DOCUMENTS)
