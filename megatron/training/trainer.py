@@ -105,9 +105,10 @@ class Trainer:
         saved = self.state.schedules if compared else {}
 
         def in_force(mine: AnySchedule, name: str) -> AnySchedule:
-            plan = schedule_in_force(mine, saved.get(name), config.learning_rate, what=name.replace("_", " "))
+            what, samples = name.replace("_", " "), state.scheduled_train_samples
+            plan = schedule_in_force(mine, saved.get(name), config.learning_rate, what=what, samples=samples)
             if saved.get(name, asdict(plan)) != asdict(plan):
-                print_rank_0(f"the {name.replace('_', ' ')} follows this run's settings, not those of the checkpoint")
+                print_rank_0(f"the {what} follows this run's settings, not those of the checkpoint")
             return plan
 
         self.schedule = in_force(learning_rate_schedule(config.learning_rate, length), "learning_rate")
@@ -167,7 +168,11 @@ class Trainer:
         """Why it stopped, if it did before the last step or on a signal; what it did is saved then, as at the end."""
         state, reason = self.state, None
         if state.iteration >= self.train_iters:
-            print_rank_0(f"nothing left to train: iteration {state.iteration} of {self.train_iters} is done")
+            length = "--train-iters" if self.config.training.train_iters else "--train-samples"
+            print_rank_0(
+                f"nothing left to train: iteration {state.iteration} of {self.train_iters} is done; for more, raise {length} and give "
+                "--override-opt_param-scheduler, since the learning rate's decay gets longer with it"
+            )
             return None
         data = self._iterators("train", state.consumed_train_samples)
         with self.exits.listening():

@@ -5,7 +5,6 @@ where they win. docs/data_preparation.md is run by tests/pure/test_data_tools.py
 """
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -70,15 +69,19 @@ def shown_in(document: str, *, but: tuple[str, ...] = ()) -> list[str]:
 def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
     """And what docs/generation.md does with the same checkpoint: four processes say what one does not draw by chance."""
     texts = [f"Once upon a time there were {n} bears, and {n * n} honey pots. " * 5 for n in range(100)]
-    (folder / "books.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "books.txt").write_text("\n\n".join(texts))
     readme = shown_in("README.md", but=("bash ",))
     assert [command.split()[1] for command in readme] == [
-        "tools/train_tokenizer.py", "tools/preprocess_data.py", "--nproc-per-node", "tools/plot_run.py", "tools/generate.py",
+        "-c", "tools/train_tokenizer.py", "tools/preprocess_data.py", "--nproc-per-node", "tools/plot_run.py", "tools/generate.py",
     ]  # fmt: skip
     said = bash("\n".join([*readme, *shown_in("docs/generation.md")]), folder)
     assert "tp 2, pp 2, dp 1" in said and "validation loss at iteration 2 on validation set" in said
     assert (folder / "books.png").stat().st_size > 1000
     assert said.count("Once upon a time") >= 3
+    log = (folder / "books.log").read_text()
+    longer = bash(f"( {readme[3]} )".replace(" | tee", " --train-iters 3 --override-opt_param-scheduler | tee"), folder)
+    assert "going on from iteration 2" in longer and "learning rate follows this run's settings" in longer
+    assert (folder / "books.log").read_text() == log + longer
 
 
 def test_the_page_about_watching_shows_what_can_be_seen(folder: Path):

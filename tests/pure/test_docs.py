@@ -32,6 +32,7 @@ COMMANDS = {
         "bash tests/run.sh": "not run: it runs the tests",
         "bash tests/run.sh --fast": "not run: it runs the tests",
         "bash tests/run.sh -k schedule": "not run: it runs the tests",
+        "python -c ...": READS_ON,
         "python tools/train_tokenizer.py ...": READS_ON,
         "python tools/preprocess_data.py ...": READS_ON,
         "torchrun --nproc-per-node 8 pretrain_gpt.py ...": READS_ON,
@@ -156,7 +157,7 @@ def test_links_lead_somewhere(document: Path):
 def test_what_the_commands_write_is_no_change_to_the_repository():
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a checkout")
-    writes = r"(?:> |tee |--(?:output|output-prefix|save|offload-dir|metrics-file|data-cache-path|tensorboard-dir) )([\w/.]+)"
+    writes = r"(?:> |tee -a |--(?:output|output-prefix|save|offload-dir|metrics-file|data-cache-path|tensorboard-dir) )([\w/.]+)"
     written = {
         path for document in DOCUMENTS for command in commands_of(document) for path in re.findall(writes, command)
     }

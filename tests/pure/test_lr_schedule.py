@@ -123,26 +123,43 @@ def test_a_resumed_run_follows_what_a_flag_says_and_else_refuses_another_schedul
 
     saved = json.loads(json.dumps(asdict(schedule(lr=1.0, lr_warmup_fraction=1 / 3))))
     mine, theirs = schedule(lr=2.0, lr_decay_iters=200), schedule(lr=1.0, lr_warmup_fraction=1 / 3)
-    assert schedule_in_force(mine, None, config(), what="x") == mine
-    assert schedule_in_force(theirs, saved, config(), what="x") == theirs, "floats survive JSON"
-    assert schedule_in_force(mine, saved, config(override_opt_param_scheduler=True), what="x") == mine
-    assert schedule_in_force(mine, saved, config(use_checkpoint_opt_param_scheduler=True), what="x") == theirs
+    at = {"what": "learning rate", "samples": 200}
+    assert schedule_in_force(mine, None, config(), **at) == mine
+    assert schedule_in_force(theirs, saved, config(), **at) == theirs, "floats survive JSON"
+    assert schedule_in_force(mine, saved, config(override_opt_param_scheduler=True), **at) == mine
+    assert schedule_in_force(mine, saved, config(use_checkpoint_opt_param_scheduler=True), **at) == theirs
     with pytest.raises(ConfigError) as error:
-        schedule_in_force(mine, saved, config(), what="learning rate")
-    assert error.value.problems == [
-        "the checkpoint's learning rate schedule is another (in samples: lr 1.0 before, 2.0 now; warmup "
-        f"{1 / 3 * 400} before, 0 now; decay 400 before, 800 now); give --override-opt_param-scheduler to follow this run's "
-        "settings, or --use-checkpoint-opt_param-scheduler for the checkpoint's"
-    ]
+        schedule_in_force(mine, saved, config(), **at)
+    (problem,) = error.value.problems
+    assert "lr 1 before, 2 now; warmup 133.333 before, 0 now; decay 400 before, 800 now" in problem
+    assert "--override-opt_param-scheduler to follow this run's settings (1.5 at the next step)" in problem
+    assert "--use-checkpoint-opt_param-scheduler for the checkpoint's (0.75)" in problem
+
+
+def test_a_longer_run_is_told_of_its_length_with_numbers_as_they_were_meant():
+    """0.01 of 2240 samples is 22.400000000000002 in a computer. Two numbers that few digits cannot tell apart have more."""
+
+    def told(before: LearningRateSchedule, now: LearningRateSchedule) -> str:
+        with pytest.raises(ConfigError) as error:
+            schedule_in_force(now, asdict(before), LearningRateConfig(lr=1.0), what="learning rate", samples=2240)
+        return str(error.value)
+
+    done, longer = (schedule(iters, lr=1.0, lr_warmup_fraction=0.01) for iters in (560, 1120))
+    assert done.warmup == 22.400000000000002
+    said = told(done, longer)
+    assert "warmup 22.4 before, 44.8 now; decay 2240 before, 4480 now" in said and "--train-iters" in said
+    assert "000000" not in said
+    said = told(schedule(lr=0.1), schedule(lr=0.1 + 1e-9))
+    assert "lr 0.1 before, 0.100000001 now" in said and "--train-iters" not in said
 
 
 def test_what_a_style_does_not_look_at_may_change():
     config = LearningRateConfig(lr=1.0)
     longer = schedule(200, lr=1.0, lr_decay_style="constant", min_lr=0.5)
     saved = asdict(schedule(100, lr=1.0, lr_decay_style="constant"))
-    assert schedule_in_force(longer, saved, config, what="x") == longer
+    assert schedule_in_force(longer, saved, config, what="x", samples=0) == longer
     with pytest.raises(ConfigError, match="decay 400 before, 800 now"):
-        schedule_in_force(schedule(200, lr=1.0), asdict(schedule(100, lr=1.0)), config, what="x")
+        schedule_in_force(schedule(200, lr=1.0), asdict(schedule(100, lr=1.0)), config, what="x", samples=0)
 
 
 def test_the_rate_never_leaves_its_bounds_and_falls_after_the_warm_up():

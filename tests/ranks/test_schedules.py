@@ -184,9 +184,13 @@ def test_a_resumed_run_keeps_to_its_schedule(tmp_path):
     run(ONE, SHORT + folder + "--exit-interval 2")
     with pytest.raises(
         RuntimeError,
-        match=r"learning rate schedule is another \(in samples: decay 16 before, 32 now\); give --override-",
+        match=r"learning rate schedule is another \(in samples: decay 16 before, 32 now\) \(--train-iters .*; give --override-",
     ):
         run(ONE, "--global-batch-size 4 --train-iters 8 " + folder)
+    with pytest.raises(
+        RuntimeError, match=r"warmup 0 before, 1\.96 now; decay 16 before, 28 now"
+    ):  # 1.9600000000000002
+        run(ONE, "--global-batch-size 4 --train-iters 7 --lr-warmup-fraction 0.07 " + folder)
     longer = "--global-batch-size 4 --train-iters 8 --exit-interval 4 "
     followed = run(ONE, longer + f"--load {tmp_path} --use-checkpoint-opt_param-scheduler ")
     assert followed.steps == whole.steps[2:]

@@ -10,7 +10,7 @@ its numbers and nothing else, so that a checkpoint can hold it and a resumed run
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 from megatron.core.config import ConfigError, knob
@@ -253,24 +253,41 @@ AnySchedule = TypeVar("AnySchedule", LearningRateSchedule, WeightDecaySchedule)
 
 
 def schedule_in_force(
-    mine: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str
+    mine: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str, samples: int
 ) -> AnySchedule:
     """What a resumed run follows: its own schedule, or the one `saved` with the checkpoint (None: it has none).
 
-    Raises ConfigError if they differ in what matters and no flag says which. `what` names the schedule in messages.
+    Raises ConfigError if they differ in what matters and no flag says which. `what` names the schedule in messages, which
+    tell what either gives the next step, the one after `samples` samples.
     """
     if saved is None or config.override_opt_param_scheduler:
         return mine
     theirs = type(mine)(**saved)
     if config.use_checkpoint_opt_param_scheduler:
         return theirs
-    names = [f.name for f in fields(mine) if f.name not in mine.ignored & theirs.ignored]
-    before, now = asdict(theirs), asdict(mine)
-    differences = [f"{name} {before[name]} before, {now[name]} now" for name in names if before[name] != now[name]]
+    differences = _differences(theirs, mine)
     if differences:
+        stretched = "decay" in differences or "samples" in differences
+        hint = " (--train-iters or --train-samples set its length, unless --lr-decay-* does)" if stretched else ""
         raise ConfigError(
-            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(differences)}); give "
-            "--override-opt_param-scheduler to follow this run's settings, or --use-checkpoint-opt_param-scheduler for the "
-            "checkpoint's"
+            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(differences.values())}){hint}; give "
+            f"--override-opt_param-scheduler to follow this run's settings ({mine.at(samples):.6g} at the next step), "
+            f"or --use-checkpoint-opt_param-scheduler for the checkpoint's ({theirs.at(samples):.6g})"
         )
     return mine
+
+
+def _differences(theirs: AnySchedule, mine: AnySchedule) -> dict[str, str]:
+    """Field -> what it was and is, of those that matter to either schedule."""
+    before, now = asdict(theirs), asdict(mine)
+    names = [name for name in before if name not in mine.ignored & theirs.ignored and before[name] != now[name]]
+    return {name: "{} {} before, {} now".format(name, *_told_apart(before[name], now[name])) for name in names}
+
+
+def _told_apart(one: Any, other: Any) -> tuple[str, str]:
+    """Two different values, floats with as few digits as tell them apart: 22.4 for 0.01 * 2240, which is 22.400000000000002."""
+    for digits in (6, 12, 17):
+        texts = [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (one, other)]
+        if texts[0] != texts[1]:
+            break
+    return texts[0], texts[1]
