@@ -24,9 +24,18 @@ PACKAGES = {  # what the project uses -> what for
     "torch": "everything",
     "numpy": "token files, the order of samples",
     "tokenizers": "HuggingFaceTokenizer, tools/train_tokenizer.py",
+    "sentencepiece": "SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer",
+    "PyYAML": "--yaml-cfg",
+    "tensorboard": "--tensorboard-dir",
+    "wandb": "--wandb-project",
     "matplotlib": "tools/plot_run.py",
+    "zstandard": "tools/preprocess_data.py on .zst files",
+    "pyarrow": "tools/preprocess_data.py on .parquet files",
+    "nltk": "tools/preprocess_data.py --sentence-splitter nltk",
+    "transformers": "tools/benchmark.py beside other models",
     "pytest": "tests",
     "pytest-xdist": "tests on all cores",
+    "hypothesis": "tests of properties",
 }
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from megatron import report
 
 ROOT = Path(report.__file__).parent.parent
+DISTRIBUTIONS = {"yaml": "PyYAML"}  # module -> what is installed to have it, where the names differ
 
 
 @pytest.mark.full
@@ -56,3 +58,16 @@ def test_nothing_that_is_broken_makes_it_fail(monkeypatch, capsys, json_flag):
         monkeypatch.setattr(module, name, broken)
     assert report.main(json_flag) == 0
     assert capsys.readouterr().out.count("RuntimeError: broken for the test") >= 4
+
+
+def test_every_package_that_the_code_imports_is_reported():
+    own = {path.stem for path in (*ROOT.glob("*.py"), *(ROOT / "tools").rglob("*"), *(ROOT / "tests").rglob("*"))}
+    imported = {"tensorboard"}  # which torch.utils.tensorboard imports
+    for folder in ("megatron", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            imported |= set(re.findall(r"^ *(?:import|from(?= [\w.]+ import)) (\w+)", text, re.M))
+            imported |= set(re.findall(r"""(?:import_module|find_spec)\(["'](\w+)""", text))
+    outside = imported - own - {"megatron", "tools", "tests"} - set(sys.stdlib_module_names)
+    assert {"torch", "sentencepiece", "wandb", "yaml"} <= outside
+    assert {DISTRIBUTIONS.get(name, name) for name in outside} <= set(report.PACKAGES)
