@@ -1,6 +1,9 @@
-"""The package `megatron`, for `pip install -c constraints.txt -e .`: constraints.txt holds the tested versions."""
+"""The distribution megatron-anywhere, whose package is `megatron`: `pip install -c constraints.txt -e .`, with the tested versions."""
+
+from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
 
 REQUIRED = [
     "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/comm.py
@@ -23,13 +26,40 @@ EXTRAS = {
     "nltk": ["nltk"],  # tools/preprocess_data.py --sentence-splitter nltk, for languages other than English
 }
 
+# Each is a console command too: tools/plot_run is `megatron-plot-run`.
+PROGRAMS = [
+    "pretrain_bert", "pretrain_gpt", "tools/benchmark", "tools/data_plan", "tools/estimate_memory", "tools/generate",
+    "tools/inspect_dataset", "tools/measure_memory", "tools/merge_datasets", "tools/plot_run", "tools/plot_schedule",
+    "tools/prepare_cache", "tools/preprocess_data", "tools/sample_memory", "tools/stdlib_corpus", "tools/train_tokenizer",
+]  # fmt: skip
+COMMANDS = {f"megatron-{Path(program).name.replace('_', '-')}": "megatron.commands:main" for program in PROGRAMS}
+COMMANDS["megatron-report"] = "megatron.report:main"
+
+
+class BuildWithPrograms(build_py):
+    """A wheel has the programs in megatron/_programs; an editable installation uses them where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for path in [*Path().glob("pretrain_*.py"), *Path("tools").rglob("*.py")]:
+                copy = Path(self.build_lib) / "megatron" / "_programs" / path
+                self.mkpath(str(copy.parent))
+                self.copy_file(str(path), str(copy))
+
+
 setup(
-    name="megatron",
+    name="megatron-anywhere",
     version="0.1.0",
     description="Pretraining of transformers over tensor, sequence, pipeline and data parallel ranks, on a CPU too",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     package_dir={"": "."},  # an editable installation is then one line with this path, not an import hook
     packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
+    package_data={"megatron": ["py.typed"]},
+    entry_points={"console_scripts": [f"{command} = {function}" for command, function in COMMANDS.items()]},
+    cmdclass={"build_py": BuildWithPrograms},
     python_requires=">=3.11",
     install_requires=REQUIRED,
     extras_require=EXTRAS,

@@ -1,6 +1,35 @@
 """Megatron-style pretraining. The names that scripts of Megatron 2.x import from here are found where they live now."""
 
-from megatron.core.lazy import lazy_names
+import os
+
+
+def _check_unmixed(folder: str) -> None:
+    """Raise ImportError where megatron-core has been installed into this very folder, over these files, or taken out of it again.
+
+    Its package is called `megatron` too, so pip puts the files of both side by side. Two looks at the disk tell, before any of the files is
+    run. Anywhere else on the path it does no harm: it has no `megatron/__init__.py`, so this folder is the one that is found.
+    """
+    core, around = os.path.join(folder, "core"), os.path.dirname(folder)
+    if os.path.exists(
+        os.path.join(core, "package_info.py")
+    ):  # a file of every release of megatron-core, and none of ours
+        theirs = sorted(name for name in os.listdir(around) if name.startswith("megatron_core-"))
+        raise ImportError(
+            f"{folder} holds the files of two projects, megatron-anywhere and megatron-core "
+            f"({', '.join(os.path.join(around, name) for name in theirs) or core}): both call their package `megatron`, "
+            "and either may have overwritten files of the other. Run `pip uninstall --yes megatron-core megatron-anywhere`, "
+            "then install one of them again; to have both, give each a virtual environment of its own"
+        )
+    if not os.path.exists(os.path.join(core, "__init__.py")):
+        raise ImportError(
+            f"{folder} lacks core/__init__.py, as after `pip uninstall megatron-core`, which takes away the files that both "
+            "projects have; run `pip install --force-reinstall --no-deps megatron-anywhere` from where it came"
+        )
+
+
+_check_unmixed(os.path.dirname(__file__))
+
+from megatron.core.lazy import lazy_names  # noqa: E402  (it may be another's)
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -45,6 +45,7 @@ VARIABLES = (
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
 )  # fmt: skip
 _GIB = 2**30
+_PACKAGE = Path(__file__).resolve().parent
 
 Part = dict[str, Any]
 
@@ -68,7 +69,15 @@ def _system() -> Part:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "code": _commit(),
+        "package": str(_PACKAGE),
+        "hidden by it": ", ".join(_hidden()) or "no other package of its name",
     }
+
+
+def _hidden() -> list[str]:
+    """Folders of megatron-core, or of a checkout of Megatron-LM, that Python would import if this package were not there."""
+    folders = (Path(entry or ".").resolve() / "megatron" for entry in sys.path)
+    return [str(folder) for folder in dict.fromkeys(folders) if folder != _PACKAGE and (folder / "core").is_dir()]
 
 
 def _commit() -> str:

@@ -41,6 +41,13 @@ def test_the_text_names_every_part(capsys):
     assert f"threads of torch            {torch.get_num_threads()}" in printed
 
 
+def test_another_package_of_the_same_name_is_listed(monkeypatch, tmp_path):
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    system = report.collect()["system"]
+    assert system["package"] == str(ROOT / "megatron") and system["hidden by it"] == str(tmp_path / "megatron")
+
+
 def test_a_missing_package_says_what_it_is_for(monkeypatch):
     monkeypatch.setitem(report.PACKAGES, "no-such-package", "nothing at all")
     assert report.collect()["packages"]["no-such-package"] == "missing; for nothing at all"

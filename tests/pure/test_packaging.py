@@ -1,0 +1,93 @@
+"""What is installed: the name, the console commands, a build's programs, and the refusal to share a folder with megatron-core."""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.commands import program_of, programs_folder
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAMS = sorted(
+    path
+    for path in [*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")]
+    if 'if __name__ == "__main__":' in path.read_text()
+)
+
+
+def assigned(name: str) -> list[str]:
+    """A list of setup.py's."""
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"setup.py has no {name}")
+
+
+def test_every_program_is_a_console_command():
+    assert [ROOT / f"{name}.py" for name in assigned("PROGRAMS")] == PROGRAMS
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_a_command_runs_the_program_of_its_name(program):
+    command = f"/anywhere/bin/megatron-{program.stem.replace('_', '-')}"
+    assert program_of(command, programs_folder()) == program
+    with pytest.raises(FileNotFoundError, match=r"no no_such_thing\.py"):
+        program_of("megatron-no-such-thing", programs_folder())
+
+
+def test_the_name_is_one_of_its_own():
+    name = next(line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("    name=")).split('"')[1]  # fmt: skip
+    assert name not in ("megatron", "megatron-core", "megatron-lm")
+    assert name in (ROOT / "megatron" / "__init__.py").read_text() and name in (ROOT / "README.md").read_text()
+    assert (ROOT / "megatron" / "py.typed").is_file()
+
+
+def imported_from(folder: Path) -> None:
+    """Run this project's megatron/__init__.py where a copy lies."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "megatron" / "__init__.py", folder)
+    spec = importlib.util.spec_from_file_location("megatron_elsewhere", folder / "__init__.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_a_folder_shared_with_megatron_core_is_refused_and_both_are_named(tmp_path):
+    """As pip leaves it, whichever of the two came first. Elsewhere on the path the other does no harm."""
+    folder, info = tmp_path / "megatron", tmp_path / "megatron_core-0.16.1.dist-info"
+    (folder / "core").mkdir(parents=True)
+    (folder / "core" / "__init__.py").touch()
+    imported_from(folder)
+    (folder / "core" / "package_info.py").touch()
+    info.mkdir()
+    with pytest.raises(ImportError) as error:
+        imported_from(folder)
+    for word in (str(folder), str(info), "pip uninstall --yes megatron-core megatron-anywhere"):
+        assert word in str(error.value)
+
+
+def test_what_an_uninstalled_megatron_core_took_away_is_said(tmp_path):
+    with pytest.raises(ImportError, match=r"lacks core/__init__.py.*pip install --force-reinstall"):
+        imported_from(tmp_path / "megatron")
+
+
+@pytest.mark.full
+def test_a_build_has_the_programs_and_runs_them_away_from_the_repository(tmp_path):
+    """Processes, because another folder is to be the package."""
+    built = tmp_path / "built"
+    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(built)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    programs = built / "megatron" / "_programs"
+    assert [programs / path.relative_to(ROOT) for path in PROGRAMS] == [
+        path for path in sorted(programs.rglob("*.py")) if 'if __name__ == "__main__":' in path.read_text() and path.parent.name in ("tools", "_programs")
+    ]  # fmt: skip
+    assert (built / "megatron" / "py.typed").is_file()
+    command = "import sys; sys.argv[0] = 'bin/megatron-plot-schedule'; from megatron.commands import main; main()"
+    drawn = subprocess.run(
+        [sys.executable, "-c", command, "--microbatches", "4"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(built)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "bubble" in drawn.stdout
