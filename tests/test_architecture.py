@@ -53,7 +53,9 @@ PURE = [
     "megatron.core.pipeline_parallel.stage",
     "megatron.core.pipeline_parallel.plot",
     "megatron.core.datasets.index_map",
+    "megatron.training.contention",
     "megatron.training.flops",
+    "megatron.training.heartbeat",
     "megatron.training.memory.report",
     "megatron.training.memory.room",
 ]

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import atomic_file
+from megatron.training.heartbeat import heartbeat
 from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocess_data import input_files, line_texts, without_mark
 
@@ -27,7 +28,6 @@ EOD = "<|endoftext|>"
 _SMALLEST = 257  # 256 bytes and EOD
 _BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _JSON_ENDINGS = (".jsonl", ".json")
-_PROGRESS_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,27 @@ class TrainTokenizerConfig:
             raise ConfigError(problems)
 
 
-def read_texts(files: list[str], json_key: str) -> Iterator[str]:
-    """The texts to learn from, with progress on stderr. Raises ValueError naming the line that cannot be read."""
-    total = sum(map(os.path.getsize, files))
-    done = 0
-    for path in files:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield from _texts_of(without_mark(line, number), path, json_key)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}; mend the line") from None
-                if done // _PROGRESS_BYTES != (done + len(line)) // _PROGRESS_BYTES:
-                    print(f"read {(done + len(line)) / 1e6:.0f} of {total / 1e6:.0f} MB", file=sys.stderr, flush=True)
-                done += len(line)
+class Texts:
+    """The texts to learn from, read once. Raises ValueError naming the line that cannot be read."""
+
+    def __init__(self, files: list[str], json_key: str):
+        self.files, self.json_key = files, json_key
+        self.total, self.done = sum(map(os.path.getsize, files)), 0  # bytes
+
+    def __iter__(self) -> Iterator[str]:
+        for path in self.files:
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    try:
+                        yield from _texts_of(without_mark(line, number), path, self.json_key)
+                    except ValueError as error:
+                        raise ValueError(f"{path}:{number}: {error}; mend the line") from None
+                    self.done += len(line)
+
+    def so_far(self) -> str:
+        """How far the reading is; the library learns when all is read."""
+        reading = f"read {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
+        return reading if self.done < self.total else f"{reading}, learning from it"
 
 
 def _texts_of(line: bytes, path: str, json_key: str) -> list[str]:
@@ -105,7 +112,7 @@ def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] =
         vocab_size=vocab_size,
         special_tokens=[EOD, *special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=sys.stderr.isatty(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_some(texts), trainer)
     return tokenizer
@@ -125,7 +132,7 @@ def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
         raise ValueError(f"--vocab-size ({vocab_size}) is too small for {len(letters)} different letters; raise it")
     # All single letters are named: the library would number the others in the order of a hash that differs from run to run.
     single = [*_BERT_SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=single, show_progress=sys.stderr.isatty())
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=single, show_progress=False)
     tokenizer.train_from_iterator(_some(iter(texts)), trainer)
     return sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
 
@@ -147,6 +154,10 @@ def _learn(config: TrainTokenizerConfig, texts: Iterator[str]) -> tuple[str, int
     return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
     parser = FlagParser(description=__doc__.splitlines()[0])
@@ -154,7 +165,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = build(TrainTokenizerConfig, read_flags(parser, arguments))
         files = input_files(config.input, (*_JSON_ENDINGS, ".txt"))
-        content, count = _learn(config, read_texts(files, config.json_key))
+        texts = Texts(files, config.json_key)
+        with heartbeat("training the tokenizer", _say, so_far=texts.so_far):
+            content, count = _learn(config, iter(texts))
         Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(config.output) as file:
             file.write(content.encode("utf-8"))

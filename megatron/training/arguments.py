@@ -157,6 +157,7 @@ def parse_args(
         raise ArgumentsError(problems + more, parts)
     config = Config(**parts)
     flat = {name: value for part in config.as_json().values() for name, value in part.items()}
+    flat["log_interval"] = config.log.steps_between_lines  # scripts count steps by it, as in Megatron
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
     no_effect |= in_vain | _without_effect(config)
     notes = repeated_flags(parser, words) + _no_effect_lines(no_effect)

@@ -37,17 +37,29 @@ class Interval:
         return self.global_batch_size / (self.milliseconds / 1000)
 
 
+# Seconds between lines of progress: few while somebody waits to see that it works, more once the run has gone on for a while.
+_PROGRESS, _LATER_PROGRESS, _SETTLED = 5.0, 60.0, 600.0
+
+
 class TrainingLog:
     """Averages over a log interval. Its `state` goes into checkpoints, so that an interval survives a restart.
 
     device_flops_per_sample: FLOPs of a sample divided by the number of devices; None leaves the throughput out.
+    progress_in_tokens: tokens of a sample, for the lines between the log's where those are far apart; None for no such lines.
     """
 
     def __init__(
-        self, train_iters: int, global_batch_size: int, log_interval: int, device_flops_per_sample: float | None = None
+        self,
+        train_iters: int,
+        global_batch_size: int,
+        log_interval: int,
+        device_flops_per_sample: float | None = None,
+        *,
+        progress_in_tokens: int | None = None,
     ):
         self.train_iters, self.global_batch_size, self.log_interval = train_iters, global_batch_size, log_interval
-        self.device_flops_per_sample = device_flops_per_sample
+        self.device_flops_per_sample, self.progress_in_tokens = device_flops_per_sample, progress_in_tokens
+        self._made = self._said = time.monotonic()
         self.sums: dict[str, float] = {}
         self.steps = self.nan_steps = self.skipped_steps = 0
         self._restart_clock()
@@ -79,6 +91,12 @@ class TrainingLog:
         self.nan_steps += is_nan
         self.skipped_steps += skipped
 
+    def _progress_is_due(self) -> bool:
+        if self.progress_in_tokens is None:
+            return False
+        now = time.monotonic()
+        return now - self._said >= (_PROGRESS if now - self._made < _SETTLED else _LATER_PROGRESS)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside is left out of the time per iteration: validation, checkpoints."""
@@ -100,8 +118,10 @@ class TrainingLog:
         params_norm: float | None = None,
     ) -> Interval | None:
         """Print the line of this interval, and return what it says, if it ends here. Rates and loss scale are the next step's, as
-        Megatron's are; `global_batch_size` is that of this step, where steps differ, and the throughput goes by it."""
-        if iteration % self.log_interval:
+        Megatron's are; `global_batch_size` is that of this step, where steps differ, and the throughput goes by it. Between two such
+        lines a line of progress may be due."""
+        ends = iteration % self.log_interval == 0
+        if not ends and not self._progress_is_due():
             return None
         milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
         losses = {name: total / (self.steps - self.skipped_steps) for name, total in self.sums.items()}
@@ -124,6 +144,10 @@ class TrainingLog:
             num_zeros=num_zeros,
             params_norm=params_norm,
         )
+        self._said = time.monotonic()
+        if not ends:
+            print_rank_last(line_between(interval, self.progress_in_tokens))
+            return None
         print_rank_last(training_line(interval))
         self.sums, self.steps, self.nan_steps, self.skipped_steps = {}, 0, 0, 0
         self._restart_clock()
@@ -153,15 +177,29 @@ def training_line(of: Interval) -> str:
 
 def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
     """For people, not scripts: how far, how long yet at this pace (without validations and checkpoints), how fast."""
-    left = timedelta(seconds=round((of.train_iters - of.iteration) * of.milliseconds / 1000))
     parts = [
         f"{of.iteration / of.train_iters:.1%} done",
-        f"{left} left",
+        f"{_time_left(of)} left",
         f"{of.samples_per_second * seq_length:,.0f} tokens/s",
         *([] if of.tflops is None else [f"{of.tflops:.4g} TFLOP/s per device"]),
         *([] if mfu is None else [f"MFU {mfu:.1%}"]),
     ]
     return "   progress: " + ", ".join(parts)
+
+
+def line_between(of: Interval, seq_length: int) -> str:
+    """For people who wait for the first log line, or the next: which step, how long yet, how fast, and the loss so far."""
+    parts = [
+        f"step {of.iteration} of {of.train_iters}",
+        f"{_time_left(of)} left",
+        f"{of.samples_per_second * seq_length:,.0f} tokens/s",
+        *(f"{name} {value:.4f}" for name, value in of.losses.items()),
+    ]
+    return "   progress: " + ", ".join(parts)
+
+
+def _time_left(of: Interval) -> timedelta:
+    return timedelta(seconds=round((of.train_iters - of.iteration) * of.milliseconds / 1000))
 
 
 def validation_line(where: str, losses: Mapping[str, float]) -> str:

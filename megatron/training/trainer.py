@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core import comm
+from megatron.core import comm, parallel_state
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule, schedule_in_force
@@ -22,9 +22,11 @@ from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.core.pipeline_parallel.schedules import keep_reports
 from megatron.training import checkpointing
 from megatron.training.build import DatasetsProvider, ModelProvider, build_model_and_optimizer, build_pipeline
+from megatron.training.contention import Contention
 from megatron.training.evaluate import evaluate, window
 from megatron.training.exits import Exits
-from megatron.training.initialize import as_settings_problem
+from megatron.training.heartbeat import heartbeat
+from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.log import TrainingLog, validation_line
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
@@ -65,8 +67,12 @@ class Trainer:
         self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
         began = time.monotonic() if began is None else began
         self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
-        self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of)  # chunks by stage
+        with heartbeat("building the model", print_rank_0):
+            self.chunks, self.optimizer = build_model_and_optimizer(
+                model_provider, runtime, group_of
+            )  # chunks by stage
         self.model = list(self.chunks.values())
+        self.contention = Contention(parallel_state.launched().local_size, available_cores()[0])
         self.memory = MemoryWatch(runtime, self.model, self.optimizer)
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
         self.pipeline.transport.connect(wraps=len(self.chunks) > 1)
@@ -83,7 +89,8 @@ class Trainer:
         """Where the run goes on, and its log of the interval it was stopped in."""
         save, world = self.config.checkpoint.save, self.mesh["world"]
         prepare_folder(save, world, self.device, self.runtime.held)
-        state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
+        with heartbeat("loading the checkpoint", print_rank_0):
+            state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
         note_other_checkpoints(save, state.iteration, world)
         return state, log_state
 
@@ -119,7 +126,13 @@ class Trainer:
         flops, config = None, self.config.log
         if config.log_throughput:
             flops = self.runtime.model_shape.flops_per_sample / self.runtime.world_size
-        log = TrainingLog(self.train_iters, self.batch_size, config.log_interval, flops)
+        log = TrainingLog(
+            self.train_iters,
+            self.batch_size,
+            config.steps_between_lines,
+            flops,
+            progress_in_tokens=self.config.data.seq_length if config.log_interval is None else None,
+        )
         if state is not None:
             log.load_state(state)
         return log
@@ -135,7 +148,8 @@ class Trainer:
         state.requested_train_samples = sizes[0]
         steps = self._steps_left
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
-        with comm.together(self.mesh["world"], self.device), as_settings_problem():
+        building = heartbeat("building the data sets", print_rank_0)
+        with comm.together(self.mesh["world"], self.device), as_settings_problem(), building:
             train, valid, test = check_datasets(provider(sizes), steps, needed, state)
         for note in notes_of_no_validation(self.config.training, self.config.data, valid, test):
             print_rank_0(note)
@@ -241,6 +255,8 @@ class Trainer:
             num_zeros=measured.num_zeros,
             params_norm=measured.params_norm,
         )
+        if note := self.contention.note_if_due():
+            print_rank_0(note)
         with self.log.paused():
             self.watch.report(
                 result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size
@@ -329,7 +345,7 @@ class Trainer:
             inner, m = self.mesh["dp_inner"].size, self.pipeline.batch.num_microbatches
             sizes = {"inner": inner, "outer": dp.size // inner, "microbatches": m}
             print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
-        interval = self.config.log.log_interval
+        interval = self.config.log.steps_between_lines
         if self._steps_left and self.state.iteration // interval == self.train_iters // interval:
             print_rank_0(f"no training line will come: none of the steps is a multiple of --log-interval {interval}")
         if self.state.iteration:

@@ -102,7 +102,7 @@ class Watch:
 
     @property
     def _line_is_due(self) -> bool:
-        return self.state.iteration % self.config.log.log_interval == 0
+        return self.state.iteration % self.config.log.steps_between_lines == 0
 
     @property
     def _curves_are_due(self) -> bool:

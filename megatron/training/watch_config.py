@@ -6,12 +6,17 @@ from typing import Literal
 
 from megatron.core.config import ConfigError, knob
 
+_LOG_INTERVAL = 100  # Megatron's default
+
 
 @dataclass(frozen=True)
 class LogConfig:
     """Logging."""
 
-    log_interval: int = knob(100, "steps between log lines")
+    log_interval: int | None = knob(
+        None, "steps between log lines; when unset 100, and a run whose lines are further apart than a few seconds prints progress lines "
+        "between them", metavar="STEPS",
+    )  # fmt: skip
     log_throughput: bool = knob(
         False, "put TFLOP/s per device into the log line, and print a line with the time left, tokens/s and, where the device's "
         "peak is known, the share of it (MFU)",
@@ -50,6 +55,10 @@ class LogConfig:
         ]
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def steps_between_lines(self) -> int:
+        return _LOG_INTERVAL if self.log_interval is None else self.log_interval
 
 
 @dataclass(frozen=True)

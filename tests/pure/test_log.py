@@ -118,6 +118,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr(log_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(log_module.time, "monotonic", lambda: self.now)
 
     def step(self, log: TrainingLog, iteration: int, loss: float, seconds: float = 0.5, norm: float = 1.0) -> None:
         self.now += seconds
@@ -173,6 +174,30 @@ def test_steps_without_a_finite_gradient_are_counted_once(clock, capsys):
     clock.step(log, 3, 1.0)
     clock.step(log, 4, 1.0)
     assert [line["nan"] for line in printed(capsys)] == ["  1", "  0"]
+
+
+def test_a_slow_run_without_a_log_interval_says_every_few_seconds_how_far_it_is(clock, capsys):
+    log = TrainingLog(1000, 8, 100, progress_in_tokens=64)
+    for iteration in range(1, 101):
+        clock.step(log, iteration, 4.0, seconds=2.0)
+    lines = capsys.readouterr().out.splitlines()
+    progress = [line for line in lines if line.startswith("   progress: ")]
+    assert [int(line.split()[2]) for line in progress] == list(
+        range(3, 100, 3)
+    )  # every 6 s, and none beside a log line
+    assert progress[0] == "   progress: step 3 of 1000, 0:33:14 left, 256 tokens/s, lm loss 4.0000"
+    assert len(lines) == len(progress) + 1 and LINE.fullmatch(lines[-1])
+    clock.now += 600
+    for iteration in range(101, 200):
+        clock.step(log, iteration, 4.0, seconds=2.0)
+    assert len(capsys.readouterr().out.splitlines()) == 99 * 2 // 60 + 1  # a minute apart, once it has settled
+
+
+def test_a_fast_run_and_one_with_a_log_interval_print_no_progress(clock, capsys):
+    for log, seconds in ((TrainingLog(200, 8, 100, progress_in_tokens=64), 0.04), (TrainingLog(200, 8, 100), 2.0)):
+        for iteration in range(1, 201):
+            clock.step(log, iteration, 4.0, seconds=seconds)
+        assert len(printed(capsys)) == 2
 
 
 def test_a_rank_that_knows_no_loss_prints_none(clock, capsys):
