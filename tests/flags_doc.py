@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT)]
 from megatron.core.config import default_text, flags_of, knobs, metavar_of, title_of  # noqa: E402
 from megatron.training.arguments import by_reason, meaning_of_shorthand  # noqa: E402
 from megatron.training.config import COMPONENTS  # noqa: E402
-from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, OtherFlag  # noqa: E402
+from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag  # noqa: E402
 
 HEAD = """# Flags
 
@@ -34,18 +34,35 @@ OTHERS = """
 | flag | the same as |
 |---|---|
 """
-NO_EFFECT_HEAD = """
-## Accepted without effect
+OTHERS_HEAD = """
+## Megatron-LM's other flags
 
-Flags of Megatron-LM's scripts that need no action here. Those that were given are listed once at the start.
+Each was asked one question: would it change what a user gets, be it numbers, the model, files, or what guards the run? If it would not,
+it is accepted. If it would, it is refused, so that no run lacks in silence what its command line promises; the few that scripts
+everywhere give are accepted with a WARNING. A value before a bar asks for what happens anyway, and is accepted.
+"""
+NO_EFFECT_HEAD = """
+### Accepted without effect
+
+They change nothing that a user gets, or belong to a flag that is not accepted. Those that were given are listed once at the start.
 
 | why | flags |
 |---|---|
 """
-REFUSED_HEAD = """
-## Refused
+SILENT_HEAD = """
+### Accepted in silence
 
-Flags that would change the run, and cannot. A value before a bar asks for what happens anyway, and is accepted.
+| why | flags |
+|---|---|
+"""
+WARNED_HEAD = """
+### Accepted with a WARNING
+
+| what a run gets instead | flags |
+|---|---|
+"""
+REFUSED_HEAD = """
+### Refused
 
 | flag: what to do instead | flags |
 |---|---|
@@ -86,8 +103,13 @@ def document() -> str:
             *tables,
             OTHERS,
             *shorthands,
+            OTHERS_HEAD,
             NO_EFFECT_HEAD,
             *others_table(NO_EFFECT),
+            SILENT_HEAD,
+            *others_table(SILENT),
+            WARNED_HEAD,
+            *others_table(WARNED),
             REFUSED_HEAD,
             *others_table(REFUSED),
         ]

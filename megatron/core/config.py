@@ -17,7 +17,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn
 
@@ -171,6 +171,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
         self._unreadable: dict[str, str] = {}
+        self.refused: set[str] = set()  # flags that are known in order to say why they cannot be given
 
     def read(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
         """(values, words that no flag took, field -> what is wrong with the value it was given, which is left out)."""
@@ -217,17 +218,21 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add one group of flags for `config_class`; its docstring's first line is the group's title."""
     group = parser.add_argument_group(title_of(config_class))
     for field in knobs(config_class):
-        default = default_text(field)
-        shown = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
-        text = f"{field.metadata['help']}{shown}".replace("%", "%%")
-        group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
+        add_flag(group, config_class, field, default_text(field))
+
+
+def add_flag(group: argparse._ArgumentGroup, config_class: type, field: dataclasses.Field, default: str) -> None:
+    """Add the flag of one field, with `default` as what help says of its absence."""
+    shown = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
+    text = f"{field.metadata['help']}{shown}".replace("%", "%%")
+    group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
 
 
 def read_flags(parser: FlagParser, argv: Sequence[str] | None) -> dict[str, Any]:
     """The values of the flags the user gave. Raises ConfigError for unknown ones, with the nearest known."""
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ConfigError(unknown_problems(unknown, parser.known_flags()))
+        raise ConfigError(unknown_problems(unknown, parser))
     return vars(given)
 
 
@@ -241,18 +246,20 @@ def repeated_flags(parser: FlagParser, argv: Sequence[str]) -> list[str]:
     return [f"{flags} is given {count} times: the last one counts" for flags, count in times.items() if count > 1]
 
 
-def unknown_problems(words: Sequence[str], known: list[str]) -> list[str]:
+def unknown_problems(words: Sequence[str], parser: FlagParser) -> list[str]:
     """What is wrong with the words of a command line that no flag took. `-1` is a value, however it begins."""
     flags = [word for word in words if re.match(r"--?[A-Za-z_]", word)]
     if flags:
-        return [unknown_flag_message(flag, known) for flag in flags]
+        return [unknown_flag_message(flag, parser.known_flags(), parser.refused) for flag in flags]
     return [f"{' '.join(words)} does not belong to any flag"]
 
 
-def unknown_flag_message(flag: str, known: list[str]) -> str:
+def unknown_flag_message(flag: str, known: list[str], refused: Collection[str] = ()) -> str:
     """`unknown flag --num-layer; did you mean --num-layers?`"""
     name = flag.split("=")[0]
-    near = nearest_flag(name, known) or " or ".join(_longer_flags(name, known))
+    near = nearest_flag(name, known, refused) or " or ".join(
+        _longer_flags(name, [other for other in known if other not in refused])
+    )
     return f"unknown flag {flag}" + (f"; did you mean {near}?" if near else "; --help lists the known ones")
 
 
@@ -265,8 +272,16 @@ def _longer_flags(name: str, known: list[str]) -> list[str]:
     return longer if len(longer) <= 4 else []
 
 
-def nearest_flag(flag: str, known: list[str]) -> str | None:
-    """The flag that `flag` stands for, if one is close: other hyphens, with or without --no-, its beginning, a slip."""
+def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> str | None:
+    """The flag that `flag` stands for, if one is close: other hyphens, with or without --no-, its beginning, a slip.
+
+    None where that is one of `refused`: of the others one that is less close does something else.
+    """
+    near = _nearest(flag, known)
+    return None if near in refused else near
+
+
+def _nearest(flag: str, known: list[str]) -> str | None:
     plain = "--" + flag.lstrip("-").replace("_", "-")
     opposite = f"--{plain[5:]}" if plain.startswith("--no-") else f"--no-{plain[2:]}"
     longer = [other for other in known if other.startswith(f"{plain}-")]

@@ -25,7 +25,7 @@ from megatron.core.placement import Normal
 from megatron.core.tokenizers.tokenizer_config import NEEDED
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import COMPONENTS, Config
-from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, OtherFlag
+from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED, OtherFlag
 from megatron.training.yaml_settings import YAML_FLAG, read_yaml
 
 
@@ -84,10 +84,11 @@ def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
         except argparse.ArgumentError as error:
             raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
     known = set(parser.known_flags())  # a script may mean something of its own by --temperature or --num-classes
-    for other in [*NO_EFFECT.values(), *REFUSED.values()]:
+    for other in OTHERS.values():
         if other.flag not in known:
             takes = {"action": "store_true"} if other.values == "0" else {"nargs": "*" if other.values == "*" else None}
             parser.add_argument(other.flag, dest=other.flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **takes)
+    parser.refused.update(REFUSED.keys() - known)
     return parser
 
 
@@ -128,6 +129,7 @@ class GivenFlags:
     settings: dict[str, Any]
     problems: list[str]
     no_effect: dict[str, str]  # flag -> why
+    warned: dict[str, str]  # flag and value -> what the user gets instead
     hides_positions: bool  # --no-position-embedding, which counts only where no kind of position is given
     unreadable: list[str]  # settings whose value could not be read
 
@@ -138,7 +140,7 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
 ) -> tuple[Config, Arguments, list[str]]:
-    """(config, view for scripts, lines about flags that have no effect or are given twice) of a command line.
+    """(config, view for scripts, lines about flags that do not do what they say or are given twice) of a command line.
 
     args_defaults: values for settings that the command line leaves out. unread: fields that this script does not look at, with the
     reason. Raises ConfigError with all problems at once.
@@ -160,7 +162,8 @@ def parse_args(
     flat["log_interval"] = config.log.steps_between_lines  # scripts count steps by it, as in Megatron
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
     no_effect |= in_vain | _without_effect(config)
-    notes = repeated_flags(parser, words) + _no_effect_lines(no_effect)
+    warned = {given: reason for source in sources for given, reason in source.warned.items()}
+    notes = repeated_flags(parser, words) + _lines("no effect here", no_effect) + _lines("WARNING", warned)
     return config, Arguments({**settings, **flat}), notes
 
 
@@ -199,16 +202,20 @@ def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
     """What a line of flags says, and what is wrong with it."""
     known, unknown, unreadable = parser.read(words)
     given = vars(known)
-    problems = list(unreadable.values()) + (unknown_problems(unknown, parser.known_flags()) if unknown else [])
-    no_effect = {flag: NO_EFFECT[flag].reason for flag in given if flag in NO_EFFECT}
-    for flag, other in REFUSED.items():
-        if flag in given and other.is_harmless(given[flag]):
+    problems = list(unreadable.values()) + (unknown_problems(unknown, parser) if unknown else [])
+    no_effect, warned = {}, {}
+    for flag, other in ((flag, OTHERS[flag]) for flag in given if flag in OTHERS):
+        if other.is_harmless(given[flag]):
             no_effect[flag] = "the value asks for what happens anyway"
-        elif flag in given:
+        elif flag in REFUSED:
             problems.append(f"{flag}: {other.reason}")
+        elif flag in WARNED:
+            warned[flag if other.values == "0" else f"{flag} {given[flag]}"] = other.reason
+        elif flag in NO_EFFECT:
+            no_effect[flag] = other.reason
     settings = {name: value for name, value in given.items() if not name.startswith("--")}
     problems += _expand_shorthand(given, settings)
-    return GivenFlags(settings, problems, no_effect, "--no-position-embedding" in given, list(unreadable))
+    return GivenFlags(settings, problems, no_effect, warned, "--no-position-embedding" in given, list(unreadable))
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
@@ -225,12 +232,12 @@ def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> lis
     return problems
 
 
-def _no_effect_lines(no_effect: Mapping[str, str]) -> list[str]:
+def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
     """One line a reason: `no effect here: --a --b: reason`."""
     flags_of_reason = defaultdict(list)
-    for flag, reason in no_effect.items():
+    for flag, reason in reasons.items():
         flags_of_reason[reason].append(flag)
-    return [f"no effect here: {' '.join(flags)}: {reason}" for reason, flags in flags_of_reason.items()]
+    return [f"{kind}: {' '.join(flags)}: {reason}" for reason, flags in flags_of_reason.items()]
 
 
 def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:

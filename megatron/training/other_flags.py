@@ -1,11 +1,18 @@
-"""Megatron's flags that are no settings here: those without effect, those refused, and other spellings of a setting.
+"""Megatron's flags that are no settings here, by what becomes of them, and other spellings of a setting.
 
-The first two are tables from a reason to the flags that it holds for, written as a usage line has them:
+One question decides: would the flag change what the user gets, be it numbers, the model, files, or what guards the run?
+
+    no              accepted, and listed once at the start                                  NO_EFFECT
+                    accepted in silence, beside a flag that says it all                     SILENT
+    yes, and        scripts everywhere give it: a WARNING, with what the user gets instead  WARNED
+                    they do not: refused, with what to do instead                           REFUSED
+
+Each is a table from a reason to the flags that it holds for, written as a usage line has them:
 
     --flag                a switch
     --flag N              one value, of whatever kind
     --flag N...           any number of values
-    --flag 0|1|N          refused unless the value is 0 or 1, which ask for what happens anyway
+    --flag 0|1|N          warned of, or refused, unless the value is 0 or 1, which ask for what happens anyway
 
 No flag of Megatron's scripts may end as unknown: tests/pure/classic_flags.txt lists them, with what becomes of each.
 """
@@ -17,7 +24,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OtherFlag:
-    """A flag that is accepted without effect, or refused."""
+    """A flag of one of the tables."""
 
     flag: str
     values: str  # how many, as argparse writes it: 0 (a switch), 1 or *
@@ -54,9 +61,7 @@ def parse_table(table: Mapping[str, str]) -> dict[str, OtherFlag]:
 
 NO_EFFECT_BY_REASON: dict[str, str] = {
     # ---- the model and its numbers
-    "there is one implementation": """
-        --use-mcore-models --use-legacy-models --transformer-impl NAME --spec TEXT... --enable-experimental
-    """,
+    "there is one implementation": "--use-mcore-models --use-legacy-models --enable-experimental",
     "kernels are chosen by what the device can do": """
         --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion
         --no-persist-layer-norm --no-rope-fusion --use-te-activation-func --use-fused-weighted-squared-relu
@@ -67,16 +72,14 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "there is one cross entropy, and it never gathers the vocabulary": """
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl NAME
     """,
-    "the cross entropy is always taken in float32": "--fp16-lm-cross-entropy",
     "queries are scaled before the product and the softmax is taken in float32, so float16 scores do not overflow": """
         --apply-query-key-layer-scaling --no-query-key-layer-scaling
     """,
     "the softmax is always taken in float32": "--attention-softmax-in-fp32",
-    "gradients are always accumulated in float32; --grad-reduce-in-bf16 is about what travels": """
+    "float32 is the rule; --main-grads-dtype bf16 and --grad-reduce-in-bf16 are the exceptions": """
         --accumulate-allreduce-grads-in-fp32 --fp32-allreduce
     """,
-    "the loss is always the mean over all tokens of the step": "--calculate-per-token-loss",
-    "products of bfloat16 are always summed in float32": "--disable-bf16-reduced-precision-matmul",
+    "a loss that counts its tokens is always the mean over all tokens of the step": "--calculate-per-token-loss",
     "initial weights are always the same in every layout": "--use-cpu-initialization",
     "initial weights are always drawn; a checkpoint then takes their place": """
         --no-initialization --init-model-with-meta-device
@@ -109,8 +112,8 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --tp-comm-split-ag --tp-comm-split-rs --tp-comm-bootstrap-backend NAME
     """,
     "every group has the back end and the timeout of --distributed-backend and --distributed-timeout-minutes": """
-        --pipeline-model-parallel-comm-backend NAME --distributed-timeout-seconds-after-init N
-        --high-priority-stream-groups NAME... --nccl-communicator-config-path FILE --use-nccl-ub --nccl-ub
+        --pipeline-model-parallel-comm-backend NAME --high-priority-stream-groups NAME...
+        --nccl-communicator-config-path FILE --use-nccl-ub --nccl-ub
         --disable-symmetric-registration --use-sharp --sharp-enabled-group NAME --disable-gloo-process-groups
         --enable-gloo-process-groups
     """,
@@ -121,65 +124,39 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "Python collects its garbage as it always does": """
         --manual-gc --manual-gc-interval N --no-manual-gc-eval
     """,
-    "is not built yet, and changes no number": """
-        --check-for-spiky-loss --check-for-large-grads --train-sync-interval N --rerun-mode NAME
-        --check-weight-hash-across-dp-replicas-interval N --result-rejected-tracker-filename FILE
-        --error-injection-type NAME --disable-straggler-on-startup --straggler-ctrlr-port N --straggler-minmax-count N
-        --no-one-logger --one-logger-project TEXT --one-logger-run-name TEXT --one-logger-async
-        --app-tag-run-name TEXT --app-tag-run-version TEXT --config-logger-dir DIR --adlr-autoresume-interval N
-        --inprocess-max-iterations N --inprocess-monitor-thread-interval X --inprocess-monitor-process-interval X
-        --inprocess-progress-watchdog-interval X --inprocess-heartbeat-interval X --inprocess-soft-timeout X
-        --inprocess-hard-timeout X --inprocess-heartbeat-timeout X --inprocess-barrier-timeout X
-        --inprocess-completion-timeout X --inprocess-last-call-wait X --inprocess-termination-grace-time X
-        --inprocess-granularity NAME --inprocess-active-world-size N --inprocess-empty-cuda-cache
-        --logging-level N --disable-msc --run-workload-inspector-server --dump-param-to-param-group-map FILE
-    """,
+    "every rank keeps in step with its device as it is": "--train-sync-interval N",
+    "the log has one level": "--logging-level N",
+    "nothing is sent to NVIDIA's one_logger": "--no-one-logger",
+    "files are read and written as they are, without NVIDIA's multi-storage client": "--disable-msc",
     # ---- data
-    "data files are always memory-mapped": "--data-impl NAME",
     "no mask is ever made for causal attention": """
         --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
     """,
     "one process builds all indices": "--num-dataset-builder-threads N",
-    "no padding token is guessed: a pad that is a word of its own is never masked": "--allow-ambiguous-pad-tokens",
+    "an epoch of --dataloader-type cyclic is shuffled as a whole, in every layout": "--no-data-sharding",
     "only retrieval and models of pictures read it, and they are not built yet": """
         --sample-rate X --retriever-seq-length N
     """,
-    "only tokenizers that are not built yet read it": "--legacy-tokenizer --trust-remote-code --tokenizer-metadata FILE",
+    "a tokenizer is its files, and no code that comes with them is run": "--legacy-tokenizer --trust-remote-code",
     # ---- checkpoints
     "random numbers follow from --seed and the position in the run; there is no state to save or to load": """
         --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker
     """,
     "there is one format, which any layout loads and every rank writes its share of": """
-        --ckpt-format NAME --use-dist-ckpt --dist-ckpt-format NAME --auto-detect-ckpt-format
-        --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load
-        --no-ckpt-fully-parallel-load --ckpt-assume-constant-structure --dist-ckpt-save-pre-mcore-014
-        --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient
-        --ckpt-convert-update-legacy-dist-opt-format --no-strict-fsdp-dtensor-load
-        --use-mp-args-from-checkpoint-args --load-main-params-from-ckpt
+        --auto-detect-ckpt-format --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load
+        --no-ckpt-fully-parallel-load --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable
+        --distrib-optim-fully-reshardable-mem-efficient --ckpt-convert-update-legacy-dist-opt-format
     """,
-    "what is missing or too much in a checkpoint is always an error": "--dist-ckpt-strictness NAME",
+    "masters that are not loaded are made from the weights as they were saved, with all their digits": """
+        --load-main-params-from-ckpt
+    """,
     "training waits until a checkpoint is complete": "--async-save --use-persistent-ckpt-worker",
-    "checkpoints are never deleted": "--save-retain-interval N",
     "only checkpoints on local disks read it, and they are not built yet": """
         --non-persistent-global-ckpt-dir DIR --non-persistent-local-ckpt-dir DIR --non-persistent-local-ckpt-algo NAME
         --replication-jump N --replication-factor N
     """,
     "the tokenizer is always the command line's": "--no-use-tokenizer-model-from-checkpoint-args",
     # ---- companions of flags that are refused
-    "only mixtures of experts read it, and there are none without --num-experts": """
-        --moe-router-topk N --moe-router-load-balancing-type NAME... --moe-aux-loss-coeff X... --moe-grouped-gemm
-        --moe-token-dispatcher-type NAME --moe-extended-tp --moe-layer-freq TEXT --moe-ffn-hidden-size N
-        --moe-shared-expert-intermediate-size N --moe-shared-expert-overlap --moe-use-legacy-grouped-gemm
-        --moe-layer-recompute --moe-router-dtype NAME --moe-router-fusion --moe-router-score-function NAME
-        --moe-router-pre-softmax --moe-router-num-groups N --moe-router-group-topk N
-        --moe-router-topk-scaling-factor X --moe-router-enable-expert-bias --moe-router-bias-update-rate X
-        --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-z-loss-coeff X --moe-input-jitter-eps X
-        --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms N --moe-permute-fusion
-        --moe-expert-capacity-factor X --moe-pad-expert-input-to-capacity --moe-token-drop-policy NAME
-        --moe-apply-probs-on-input --moe-upcycling-granularity N --moe-pad-experts-for-cuda-graph-inference
-        --moe-token-dropping --moe-router-topk-limited-devices N --overlap-moe-expert-parallel-comm
-        --delay-wgrad-compute
-    """,
     "only fp8 and fp4 read it, and they are not built yet": """
         --fp8-amax-history-len N --fp8-amax-compute-algo NAME --fp8-margin N --fp8-interval N --no-fp8-wgrad
         --fp8-recipe NAME --fp8-param-gather --fp8-param --first-last-layers-bf16 --num-layers-at-start-in-bf16 N
@@ -211,7 +188,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     """,
     "only models of pictures read it, and they are not built yet": """
         --num-classes N --img-h N --img-w N --img-dim N --num-channels N --patch-dim N --classes-fraction X
-        --data-per-class-fraction X --no-data-sharding --head-lr-mult X --vision-backbone-type NAME
+        --data-per-class-fraction X --head-lr-mult X --vision-backbone-type NAME
         --swin-backbone-type NAME --mask-type NAME --mask-factor X --iter-per-epoch N --dino-local-img-size N
         --dino-local-crops-number N --dino-head-hidden-size N --dino-bottleneck-size N --dino-freeze-last-layer X
         --dino-norm-last-layer --dino-warmup-teacher-temp X --dino-teacher-temp X --dino-warmup-teacher-temp-epochs N
@@ -235,8 +212,14 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "only an option that is refused reads it": """
         --relative-attention-num-buckets N --relative-attention-max-distance N --rope-scaling-factor X
         --window-attn-skip-freq TEXT --mrope-section N... --mtp-loss-scaling-factor X
-        --activation-func-clamp-value X --cuda-graph-warmup-steps N --cuda-graph-scope NAME
-        --sft-tokenizer-prompt-format NAME
+        --cuda-graph-warmup-steps N --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME
+        --error-injection-type NAME --adlr-autoresume-interval N --one-logger-async
+        --disable-straggler-on-startup --straggler-ctrlr-port N --straggler-minmax-count N
+        --inprocess-max-iterations N --inprocess-monitor-thread-interval X --inprocess-monitor-process-interval X
+        --inprocess-progress-watchdog-interval X --inprocess-heartbeat-interval X --inprocess-soft-timeout X
+        --inprocess-hard-timeout X --inprocess-heartbeat-timeout X --inprocess-barrier-timeout X
+        --inprocess-completion-timeout X --inprocess-last-call-wait X --inprocess-termination-grace-time X
+        --inprocess-granularity NAME --inprocess-active-world-size N --inprocess-empty-cuda-cache
     """,
     "only inference reads it; tools/generate.py has flags of its own": """
         --inference-batch-times-seqlen-threshold N --max-tokens-to-oom N --flash-decode --inference-max-requests N
@@ -255,7 +238,36 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard
     """,
     "timers wait for nobody unless --barrier-with-level-1-timing is given": "--no-barrier-with-level-1-timing",
-    "it is not measured; --timing-log-level 2 --timing-log-option all shows which rank is slow": "--log-energy --log-straggler",
+}
+
+# Scripts give a dozen of these at once; to train a dense model a user takes out the one flag that switches them on.
+SILENT_BY_REASON: dict[str, str] = {
+    "only mixtures of experts read it, and there are none without --num-experts": """
+        --moe-router-topk N --moe-router-load-balancing-type NAME... --moe-aux-loss-coeff X... --moe-grouped-gemm
+        --moe-token-dispatcher-type NAME --moe-extended-tp --moe-layer-freq TEXT --moe-ffn-hidden-size N
+        --moe-shared-expert-intermediate-size N --moe-shared-expert-overlap --moe-use-legacy-grouped-gemm
+        --moe-layer-recompute --moe-router-dtype NAME --moe-router-fusion --moe-router-score-function NAME
+        --moe-router-pre-softmax --moe-router-num-groups N --moe-router-group-topk N
+        --moe-router-topk-scaling-factor X --moe-router-enable-expert-bias --moe-router-bias-update-rate X
+        --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-z-loss-coeff X --moe-input-jitter-eps X
+        --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms N --moe-permute-fusion
+        --moe-expert-capacity-factor X --moe-pad-expert-input-to-capacity --moe-token-drop-policy NAME
+        --moe-apply-probs-on-input --moe-upcycling-granularity N --moe-pad-experts-for-cuda-graph-inference
+        --moe-token-dropping --moe-router-topk-limited-devices N --overlap-moe-expert-parallel-comm
+        --delay-wgrad-compute
+    """,
+}
+
+WARNED_BY_REASON: dict[str, str] = {
+    "layers are PyTorch's: the same formulas, in other kernels' speed and rounding, and without fp8": """
+        --transformer-impl local|NAME
+    """,
+    "checkpoints are raw files and a manifest, for any layout; Megatron reads none of them, and its own are not read": """
+        --ckpt-format NAME --use-dist-ckpt --dist-ckpt-format NAME
+    """,
+    "only files of --data-impl mmap are read, and they are memory-mapped; tools/preprocess_data.py writes them": """
+        --data-impl mmap|infer|NAME
+    """,
 }
 
 _TASKS = "downstream tasks are not built yet: this script pretrains; leave it out"
@@ -286,12 +298,15 @@ REFUSED_BY_REASON: dict[str, str] = {
     "state-space models are not built yet; leave it out": """
         --hybrid-override-pattern TEXT --hybrid-attention-ratio 0|X --hybrid-mlp-ratio 0|X --is-hybrid-model
     """,
+    "a model is chosen by its flags or written as model_provider, see docs/adding_a_model.md; leave it out": """
+        --spec local|TEXT...
+    """,
     "layers that differ from one another are not built yet; leave it out": """
         --heterogeneous-layers-config-path FILE --heterogeneous-layers-config-encoded-json TEXT
     """,
     "prediction of several tokens is not built yet; leave it out": "--mtp-num-layers 0|N",
     "is not built yet; leave it out, or use --swiglu, or GELU without it": """
-        --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X
+        --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X --activation-func-clamp-value X
     """,
     "is not built yet; leave it out: attention is causal over the whole sequence, with a plain softmax": """
         --window-size N --softmax-type vanilla|NAME
@@ -310,9 +325,38 @@ REFUSED_BY_REASON: dict[str, str] = {
     "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out": "--padded-vocab-size N",
     # ---- training
     "is not built yet; leave it out: every iteration is trained": "--iterations-to-skip N...",
+    "the loss is taken in float32, whatever the model's precision; leave it out": "--fp16-lm-cross-entropy",
+    "how a device sums products is PyTorch's choice; leave it out": "--disable-bf16-reduced-precision-matmul",
+    # ---- what guards a run
+    "is not built yet; leave it out: of losses and gradients only those that are not finite are found": """
+        --check-for-spiky-loss --check-for-large-grads
+    """,
+    "is not built yet; leave it out: no step is computed twice to compare": """
+        --rerun-mode disabled|NAME --result-rejected-tracker-filename FILE
+    """,
+    "is not built yet; leave it out: copies of the weights are not compared": """
+        --check-weight-hash-across-dp-replicas-interval N
+    """,
+    "is not measured; leave it out: --timing-log-level 2 --timing-log-option all shows which rank is slow": """
+        --log-straggler
+    """,
+    "is not measured; leave it out": "--log-energy",
+    "one timeout holds for the whole run; use --distributed-timeout-minutes": """
+        --distributed-timeout-seconds-after-init N
+    """,
+    "is not built yet; use --wandb-project, --tensorboard-dir or --metrics-file": """
+        --one-logger-project TEXT --one-logger-run-name TEXT --app-tag-run-name TEXT --app-tag-run-version TEXT
+    """,
+    "is not written; leave it out: the start of the log and each checkpoint's manifest.json hold all settings": """
+        --config-logger-dir DIR
+    """,
+    "is not written; leave it out: weight decay is for tensors of two dimensions or more": """
+        --dump-param-to-param-group-map FILE
+    """,
+    "no server is started; leave it out, and see docs/watching.md": "--run-workload-inspector-server",
     "fp8 and fp4 are not built yet; use --bf16": """
-        --fp8-format NAME --fp8-e4m3 --fp8-hybrid --fp4-format NAME --transformer-engine-precision-config FILE --te-precision-config-file FILE
-        --kitchen-config-file FILE --kitchen-recipe-number N
+        --fp8-format NAME --fp8-e4m3 --fp8-hybrid --fp4-format NAME --transformer-engine-precision-config FILE
+        --te-precision-config-file FILE --kitchen-config-file FILE --kitchen-recipe-number N
     """,
     "CUDA graphs are not built yet; leave it out, the numbers are the same": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME
@@ -345,15 +389,25 @@ REFUSED_BY_REASON: dict[str, str] = {
     "several validation sets are not built yet; blend them with --valid-data-path": "--multiple-validation-sets",
     "is not built yet; use --eval-iters": "--full-validation",
     "every sample has --seq-length tokens; leave it out": "--variable-seq-lengths",
+    "a pad that is also a word of the text is never masked; leave it out": "--allow-ambiguous-pad-tokens",
+    "the tokenizer is what --tokenizer-type and its files say; leave it out": "--tokenizer-metadata FILE",
     "data are read from local files; copy them, and give --data-path and --data-cache-path": """
         --s3-cache-path DIR --object-storage-cache-path DIR
     """,
     # ---- checkpoints
     "is not built yet: the latest is loaded; write the number into latest_checkpointed_iteration.txt": "--ckpt-step N",
     "settings are the command line's; give those that the checkpoint's manifest.json holds": """
-        --use-checkpoint-args
+        --use-checkpoint-args --use-mp-args-from-checkpoint-args
     """,
-    "other formats are not built yet; leave it out": "--ckpt-convert-format NAME --ckpt-convert-save DIR",
+    "checkpoints are never deleted; leave it out, and delete old iter_... folders, or raise --save-interval": """
+        --save-retain-interval N
+    """,
+    "what is missing from a checkpoint, or too much in it, is always an error; leave it out": """
+        --dist-ckpt-strictness raise_all|NAME --no-strict-fsdp-dtensor-load
+    """,
+    "other formats are not built yet; leave it out": """
+        --ckpt-convert-format NAME --ckpt-convert-save DIR --dist-ckpt-save-pre-mcore-014
+    """,
     "checkpoints on local disks are not built yet; use --save-interval": """
         --non-persistent-save-interval N --non-persistent-ckpt-type NAME
     """,
@@ -363,7 +417,10 @@ REFUSED_BY_REASON: dict[str, str] = {
 }
 
 NO_EFFECT = parse_table(NO_EFFECT_BY_REASON)
+SILENT = parse_table(SILENT_BY_REASON)
+WARNED = parse_table(WARNED_BY_REASON)
 REFUSED = parse_table(REFUSED_BY_REASON)
+OTHERS = NO_EFFECT | SILENT | WARNED | REFUSED
 
 # Other spellings of settings: flag -> the fields that it stands for. Aliases of one field stand in its knob.
 SHORTHAND: dict[str, dict[str, Any]] = {

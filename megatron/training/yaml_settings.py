@@ -17,6 +17,7 @@ from typing import Any
 from megatron.core.config import ConfigError, FlagParser, nearest_flag
 
 YAML_FLAG = "--yaml-cfg"
+_OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all")
 
 # Fields of Megatron's config classes: the flag for the same thing, or why they say nothing here.
 _OTHER_NAMES = {
@@ -77,7 +78,7 @@ class _Reader:
     """Walks the nodes of a YAML file and collects words and problems."""
 
     def __init__(self, path: str, parser: FlagParser):
-        self.path, self.actions = path, parser.actions_by_flag()
+        self.path, self.actions, self.refused = path, parser.actions_by_flag(), parser.refused
         self.words: list[str] = []
         self.problems: list[str] = []
         self.no_effect: dict[str, str] = {}
@@ -97,7 +98,7 @@ class _Reader:
         name = "--" + _OTHER_NAMES.get(field, key.lstrip("-"))
         of_field = (f for f, action in self.actions.items() if action.dest == field and action.const is not False)
         candidates = (name, name.replace("_", "-"), *of_field)
-        return next((flag for flag in candidates if flag in self.actions and flag not in (YAML_FLAG, "--help")), None)
+        return next((flag for flag in candidates if flag in self.actions and flag not in _OF_THE_COMMAND_LINE), None)
 
     def _opposite_flag(self, key: str) -> str | None:
         """The switch that turns the field `key` off: --disable-bias-linear for add_bias_linear, --no-rope-fusion for rope_fusion."""
@@ -116,7 +117,7 @@ class _Reader:
             self.no_effect[key] = _NO_EFFECT[field]
             return
         if flag is None and off is None:
-            near = _HINTS.get(field) or nearest_flag(f"--{key}", list(self.actions))
+            near = _HINTS.get(field) or nearest_flag(f"--{key}", list(self.actions), self.refused)
             hint = f"; did you mean {near.lstrip('-')}?" if near else "; pretraining with --help lists the known ones"
             self.problems.append(f"{self.path}:{line}: unknown setting {key}{hint}")
             return

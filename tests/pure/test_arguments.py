@@ -99,7 +99,8 @@ MIXED_FIELDS = {
             LLAMA_8B,
             LLAMA_8B_FIELDS,
             {
-                *("--use-mcore-models", "--transformer-impl", "--use-flash-attn", "--cross-entropy-loss-fusion"),
+                *("--use-mcore-models", "--use-flash-attn", "--cross-entropy-loss-fusion"),
+                *("--transformer-impl", "transformer_engine"),  # in a WARNING
                 *("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader"),
                 *("--no-load-rng", "--no-load-optim"),  # there is no --load
             },
@@ -194,9 +195,8 @@ def test_a_flag_given_twice_is_noted_and_the_last_one_counts():
 def test_flags_without_effect_are_listed_by_reason():
     _, _, notes = parse_args(["--no-bias-gelu-fusion", "--data-impl", "mmap", "--no-rope-fusion", "--num-experts", "1"])
     assert sorted(notes) == [
-        "no effect here: --data-impl: data files are always memory-mapped",
+        "no effect here: --data-impl --num-experts: the value asks for what happens anyway",
         "no effect here: --no-bias-gelu-fusion --no-rope-fusion: kernels are chosen by what the device can do",
-        "no effect here: --num-experts: the value asks for what happens anyway",
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.config import ConfigError, flags_of, knobs
 from megatron.training.arguments import make_parser, parse_args
 from megatron.training.config import COMPONENTS
-from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND, parse_table
+from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, parse_table
 
 ROWS = [
     tuple(line.split(maxsplit=1))
@@ -31,7 +31,7 @@ def problems_of(words: list[str]) -> list[str]:
 
 
 def test_every_line_says_what_becomes_of_it():
-    assert {outcome for outcome, _ in ROWS} <= {"works", "no-effect", "refused", "pending"}
+    assert {outcome for outcome, _ in ROWS} <= {"works", "no-effect", "silent", "warned", "refused", "pending"}
     assert len(ROWS) == len(set(ROWS))
 
 
@@ -52,6 +52,28 @@ def test_flags_without_effect_are_accepted_and_listed_once_with_the_reason():
     assert sorted(listed) == sorted({line[0] for line in lines})
     assert all(len(note.split(": ", 2)[2]) > 10 for note in notes)
     assert not any(line[0] in args for line in lines)
+
+
+def test_flags_that_go_with_one_that_is_not_given_are_accepted_in_silence():
+    """Mixtures of experts: a script's dozen flags say nothing once its --num-experts is taken out."""
+    lines = lines_that("silent")
+    config, args, notes = parse_args([word for line in lines for word in line])
+    assert (config, notes) == (parse_args([])[0], [])
+    assert not any(line[0] in args for line in lines)
+    assert {flag for flag in OTHERS if flag.startswith("--moe-")} - {line[0] for line in lines} == {
+        "--moe-use-upcycling"
+    }
+
+
+@pytest.mark.parametrize("words", lines_that("warned"), ids=" ".join)
+def test_a_flag_that_would_change_what_the_user_gets_is_warned_of_in_one_line(words: list[str]):
+    config, args, notes = parse_args(words)
+    assert config == parse_args([])[0]
+    (note,) = notes
+    warning, given, instead = note.split(": ", 2)
+    assert (warning, given) == ("WARNING", " ".join(words))
+    assert len(instead) > 10
+    assert words[0] not in args
 
 
 def test_refused_flags_say_why_and_what_to_do():
@@ -78,14 +100,24 @@ def test_flags_that_are_pending_are_unknown_still():
 
 def test_the_list_holds_every_flag_without_effect_and_every_refused_one():
     listed = {line.split()[0] for _, line in ROWS}
-    assert set(NO_EFFECT) | set(REFUSED) | set(SHORTHAND) <= listed
+    assert set(OTHERS) | set(SHORTHAND) <= listed
 
 
 def test_a_flag_has_one_meaning():
     flags = [flag for component in COMPONENTS.values() for field in knobs(component) for flag in flags_of(field)]
-    assert not {*flags} & {*NO_EFFECT}
-    assert not {*flags} & {*REFUSED}
-    assert not {*NO_EFFECT} & {*REFUSED}
+    tables = (NO_EFFECT, SILENT, WARNED, REFUSED)
+    assert not {*flags} & {*OTHERS}
+    assert len(OTHERS) == sum(map(len, tables))
+
+
+def test_no_flag_that_is_refused_is_suggested():
+    """Nor one that is farther from what was meant than the refused one is."""
+    refused = list(REFUSED)
+    underscored = {f"--{flag[2:].replace('-', '_')}" for flag in refused}
+    slips = [*underscored, *(f"{flag}x" for flag in refused[::8]), *(flag[:-1] for flag in refused[::8])]
+    for problem in problems_of([slip for slip in slips if slip not in PARSER.known_flags()]):
+        suggested = problem.partition("; did you mean ")[2].rstrip("?").split(" or ")
+        assert not {*suggested} & {*REFUSED}, problem
 
 
 def test_a_table_reads_like_a_usage_line():

@@ -99,6 +99,20 @@ def test_shorthands_and_flags_without_effect_stand_in_a_file_too(read):
     assert [note.split(": ")[1] for note in notes] == ["--use-flash-attn", "--num-experts"]
 
 
+def test_what_a_file_gives_and_a_run_would_not_is_warned_of_or_refused_as_on_the_line(read):
+    *_, notes = read(
+        "transformer_impl: transformer_engine\nckpt_format: torch\nmoe_router_topk: 2\ncheck_for_spiky_loss: false"
+    )
+    given = ("--transformer-impl transformer_engine", "--ckpt-format torch")
+    assert [note.split(": ")[:2] for note in notes] == [["WARNING", flag] for flag in given]
+    with pytest.raises(ConfigError) as error:
+        read("spec: [a, b]\nsave_retain_interval: 9\ncheck_for_spiky_loss: true\nsave_retain_intervals: 9")
+    assert [problem.split(": ")[1] for problem in error.value.problems[1:]] == [
+        "--spec", "--save-retain-interval", "--check-for-spiky-loss",
+    ]  # fmt: skip
+    assert "did you mean" not in error.value.problems[0]
+
+
 # Lines of the file that Megatron ships for its GPT.
 OF_MEGATRON = """
 language_model:

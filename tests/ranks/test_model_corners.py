@@ -337,10 +337,10 @@ def test_settings_that_cannot_be_are_refused(given: dict, message: str):
 
 def test_flags_of_half_precision_are_accepted():
     config, _, notes = parse_args(
-        [*command_line(12, 1), "--fp16", "--apply-query-key-layer-scaling", "--fp16-lm-cross-entropy"]
+        [*command_line(12, 1), "--fp16", "--apply-query-key-layer-scaling", "--attention-softmax-in-fp32"]
     )
     assert config.transformer.params_dtype == torch.float16
     assert [flag for note in notes for flag in note.split(": ")[1].split()] == [
         "--apply-query-key-layer-scaling",
-        "--fp16-lm-cross-entropy",
+        "--attention-softmax-in-fp32",
     ]
