@@ -1,0 +1,38 @@
+"""tests/golden.py tells two records apart by the entry and the part that differ, and says the same of the same code."""
+
+import json
+
+import golden
+import pytest
+import torch
+from layout_space import covering_cases
+
+
+def test_differences_are_named_by_entry_and_part(tmp_path, capsys):
+    before = {"a/1": {"losses": ["0x1"], "ledger": [[0]]}, "b": "text", "c": {"x": {"y": {"z": 1}}}, "gone": 1}
+    after = {"a/1": {"losses": ["0x2"], "ledger": [[0]]}, "b": "other", "c": {"x": {"y": {"z": 2}}}, "new": 1}
+    found = ["a/1: losses", "b: the text", "c: x/y", "gone: only before", "new: only after"]
+    assert golden.differences(before, after) == found and golden.differences(before, before) == []
+    for name, record in (("before", before), ("after", after)):
+        (tmp_path / name).write_text(json.dumps(record))
+    assert golden.main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "5 of 5 entries differ"
+    assert golden.main(["compare", str(tmp_path / "before"), str(tmp_path / "before")]) == 0
+
+
+def test_a_digest_is_of_names_types_shapes_and_bits():
+    x = torch.tensor([0.0, 1.0])
+    others = [{"b": x}, {"a": x.double()}, {"a": x.view(2, 1)}, {"a": torch.tensor([-0.0, 1.0])}, {"a": x[:1]}]
+    assert len({golden.digest(tensors) for tensors in ({"a": x}, *others)}) == 6
+
+
+def test_the_same_code_has_the_same_record():
+    case = covering_cases(2)[0]
+    assert golden.of_layout(case) == golden.of_layout(case)
+
+
+@pytest.mark.full  # the triples take seconds to find
+def test_the_record_has_every_triple_and_an_entry_of_every_kind():
+    names = [name for name, _ in golden.entries()]
+    assert len(names) == len(set(names)) and sum(name.startswith("layout/") for name in names) == len(covering_cases(3))
+    assert {name.split("/")[0] for name in names} == {"layout", "zero", "schedule", "initial", "manifest", "help"}
