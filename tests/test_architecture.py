@@ -46,6 +46,7 @@ PURE = [
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer_config",
     "megatron.core.optimizer.param_groups",
+    "megatron.core.checkpoint.folder",
     "megatron.core.checkpoint.format",
     "megatron.core.pipeline_parallel.schedule",
     "megatron.core.pipeline_parallel.lower",

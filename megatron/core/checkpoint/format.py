@@ -3,12 +3,12 @@
     <root>/latest_checkpointed_iteration.txt      100
     <root>/iter_0000100/manifest.json             every piece with its place and hash, and the state of the run
     <root>/iter_0000100/rank_00000.bin            pieces end to end, each starting at a multiple of 64 bytes
-    <root>/iter_0000100.partial/                  being written, or left by a killed run; never read
-    <root>/iter_0000100.replaced/                 the older folder of an iteration that is being saved again
 
-A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. The layout that wrote it is not
-recorded: whoever reads intersects its own boxes with the ones that are here. The manifest ends in a hash of itself, so
-that a damaged digit in the state is noticed too. Nothing is ever unpickled. No torch in this file.
+A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to a
+piece or is one of the zeros that align the next. The layout that wrote it is not recorded: whoever reads intersects its
+own boxes with the ones that are here. The manifest ends in a hash of itself, so that a damaged digit in the state is noticed
+too. Nothing is ever unpickled. A manifest may come from anywhere: to check it takes time in proportion to its length (but for
+a sort). No torch in this file.
 """
 
 import hashlib
@@ -16,8 +16,11 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +39,16 @@ ITEM_BYTES = {
 
 DAMAGED = "the checkpoint is damaged or was edited; load another iteration or restore this file from a copy"
 _SHOWN = 10  # problems per message: a wrong layout makes one for every tensor
+_MOST_DIMS, _MOST_CUT = 64, 6  # dimensions of a tensor (torch has no more), and of those in which it is divided
+_MOST_NAME = 255  # bytes of a file's name, on every common file system
+_MOST_COMPARED = 100_000  # pairs of boxes, to name two that overlap
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: which file, what is wrong with it, what to do."""
 
     def __init__(self, file: Path | str, wrong: str | list[str], advice: str):
+        self.file, self.wrong, self.advice = file, wrong, advice
         problems = [wrong] if isinstance(wrong, str) else wrong
         shown = problems[:_SHOWN] + [f"and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
         lines = "".join(f"\n  {problem}" for problem in shown)
@@ -93,12 +100,6 @@ def iteration_of(name: str) -> int | None:
 
 def file_name(rank: int, suffix: str) -> str:
     return f"rank_{rank:05d}{suffix}"
-
-
-def saved_iterations(root: Path) -> list[int]:
-    """The iterations whose folders hold a manifest, in order."""
-    found = ((iteration_of(path.name.removesuffix(REPLACED)), path) for path in root.glob("iter_*"))
-    return sorted({number for number, path in found if number is not None and (path / MANIFEST).is_file()})
 
 
 def item_bytes_of(shape: Iterable[int], dtype: str) -> int:
@@ -197,15 +198,17 @@ def _value(record: Any, key: str, kind: type, at: str) -> Any:
 def _count(record: Any, key: str, at: str) -> int:
     if (value := _value(record, key, int, at)) < 0:
         raise _Malformed(f"{at} has a negative {key!r}: {value}")
+    if value >= 1 << 63:
+        raise _Malformed(f"{at} has {key!r} beyond 64 bits")
     return value
 
 
 def _integers(values: Any, length: int | None, at: str) -> tuple[int, ...]:
     """`values` if it is a list of non-negative integers, of `length` if that is given."""
-    fits = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    fits = isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
     if not fits or length not in (None, len(values)):
         raise _Malformed(
-            f"{at}: {values!r} is not a list of {'' if length is None else f'{length} '}integers from 0 up"
+            f"{at}: {values!r:.60} is not a list of {'' if length is None else f'{length} '}integers from 0 up"
         )
     return tuple(values)
 
@@ -215,6 +218,8 @@ def _parse_tensor(record: Any, at: str) -> TensorRecord:
     if dtype not in ITEM_BYTES:
         raise _Malformed(f"{at} has dtype {dtype!r}; allowed are {', '.join(ITEM_BYTES)}")
     shape = _integers(_value(record, "shape", list, at), None, f"{at}, shape")
+    if len(shape) > _MOST_DIMS:
+        raise _Malformed(f"{at} has {len(shape)} dimensions; allowed are {_MOST_DIMS}")
     pieces = tuple(_parse_piece(piece, at) for piece in _value(record, "pieces", list, at))
     return TensorRecord(dtype, shape, pieces)
 
@@ -235,9 +240,10 @@ def _parse_piece(record: Any, at: str) -> Piece:
 def _problems_of_names(manifest: Manifest) -> list[str]:
     """File names that could leave the folder: a manifest may come from anywhere."""
     return [
-        f"names the file {name!r}; a file name is made of letters, digits, '_', '-' and '.', has no '..' and no folder"
+        f"names the file {name!r:.60}; a file name is made of at most {_MOST_NAME} letters, digits, '_', '-' and '.', has no '..' and no "
+        "folder"
         for name in manifest.files
-        if ".." in name or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)
+        if ".." in name or len(name) > _MOST_NAME or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)
     ]
 
 
@@ -264,37 +270,95 @@ def _is_box_within(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def check_whole(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> None:
-    """Raise unless the pieces of every tensor are disjoint and fill it."""
-    problems = [_problem_of_cover(name, record) for name, record in manifest.tensors.items()]
-    if problems := [problem for problem in problems if problem]:
+    """Raise unless the pieces of every tensor are disjoint and fill it, and those of every file follow one another to its end."""
+    broken = [(name, record) for name, record in manifest.tensors.items() if not _is_filled(record)]
+    problems = [_problem_of_cover(name, record) for name, record in broken[:_SHOWN]]
+    problems += [name for name, _ in broken[_SHOWN:]]  # these are counted, not shown
+    if problems := problems or _problems_of_files(manifest):
         raise CheckpointError(file, problems, advice)
 
 
-def _problem_of_cover(name: str, record: TensorRecord) -> str | None:
+def _is_filled(record: TensorRecord) -> bool:
+    """Whether the boxes of a tensor are disjoint and fill it, without comparing one with another.
+
+    A box is the running sum, along every dimension, of +1 and -1 at its 2^d corners. So boxes cover each element exactly once
+    if and only if their corners add up to those of the whole: all others cancel.
+    """
+    if 0 in record.shape:
+        return not record.pieces
+    cut = _divided(record)
+    if len(cut) > _MOST_CUT:
+        return False
+    ends = [(end, (-1) ** sum(end)) for end in product((0, 1), repeat=len(cut))]
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = tuple((0, size) for size in record.shape)
+    for box, count in [*((piece.box, 1) for piece in record.pieces), (whole, -1)]:
+        spans = [box[dim] for dim in cut]
+        for end, sign in ends:
+            corners[tuple(map(getitem, spans, end))] += sign * count
+    return not any(corners.values())
+
+
+def _divided(record: TensorRecord) -> list[int]:
+    """The dimensions along which a piece is not the whole."""
+    return [d for d, size in enumerate(record.shape) if any(piece.box[d] != (0, size) for piece in record.pieces)]
+
+
+def _problem_of_cover(name: str, record: TensorRecord) -> str:
+    if len(cut := _divided(record)) > _MOST_CUT:
+        return f"tensor {name!r} is divided along {len(cut)} dimensions; allowed are {_MOST_CUT}"
     if pair := _first_overlap(record.pieces):
         boxes = " and ".join(f"{show(piece.box)} in {piece.file}" for piece in pair)
         return f"tensor {name!r} has pieces that overlap: {boxes}"
     total = math.prod(record.shape)
     held = sum(math.prod(size_of(piece.box)) for piece in record.pieces)
-    if held == total:  # disjoint boxes within the shape, of the same volume: they fill it
-        return None
+    if held >= total:
+        return (
+            f"tensor {name!r} of shape {record.shape} has pieces that overlap: they hold {held} elements, not {total}"
+        )
     boxes = ", ".join(show(piece.box) for piece in record.pieces[:4]) or "none"
     return f"tensor {name!r} of shape {record.shape} has gaps: its boxes ({boxes}) hold {held} of {total} elements"
 
 
 def _first_overlap(pieces: tuple[Piece, ...]) -> tuple[Piece, Piece] | None:
-    """Two pieces that share an element, found by a sweep along the most divided dimension (all pairs would be k^2)."""
+    """Two pieces that share an element, if they are soon found by a sweep along the most divided dimension."""
     if not pieces or not pieces[0].box:  # a tensor without dimensions has one element
         return (pieces[0], pieces[1]) if len(pieces) > 1 else None
     dim = max(range(len(pieces[0].box)), key=lambda d: len({piece.box[d][0] for piece in pieces}))
     behind: list[Piece] = []  # those that reach past the sweep's position
+    compared = 0
     for piece in sorted(pieces, key=lambda piece: piece.box[dim]):
         behind = [other for other in behind if other.box[dim][1] > piece.box[dim][0]]
         for other in behind:
             if intersect(piece.box, other.box) is not None:
                 return other, piece
         behind.append(piece)
+        if (compared := compared + len(behind)) > _MOST_COMPARED:
+            return None
     return None
+
+
+def gaps_of(manifest: Manifest) -> dict[tuple[str, int], int]:
+    """(file, byte) of the start of each piece and of the end of each file -> the bytes from there back to the end of the piece before.
+
+    Negative where two pieces overlap.
+    """
+    ends, gaps = dict.fromkeys(manifest.files, 0), {}
+    pieces = (piece for record in manifest.tensors.values() for piece in record.pieces)
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
+        gaps[piece.file, piece.offset] = piece.offset - ends[piece.file]
+        ends[piece.file] = piece.offset + piece.nbytes
+    return gaps | {(file, nbytes): nbytes - ends[file] for file, nbytes in manifest.files.items()}
+
+
+def _problems_of_files(manifest: Manifest) -> list[str]:
+    """Bytes that two pieces share, or that no hash covers and that are not there to align the next piece."""
+    return [
+        f"file {file!r}: {abs(gap)} bytes up to byte {at - min(0, gap)} belong to "
+        + ("no piece" if gap > 0 else "two pieces")
+        for (file, at), gap in gaps_of(manifest).items()
+        if gap < 0 or gap >= (1 if at == manifest.files[file] else ALIGNMENT)
+    ]
 
 
 def state_problems(value: Any, at: str = "state") -> list[str]:

@@ -8,8 +8,9 @@ A rank reads only pieces that it needs something of, each once, whole, and check
 """
 
 import hashlib
-import re
+import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices
-from megatron.core.checkpoint import format
+from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
 from megatron.core.grid import ALONE, Axis
@@ -33,6 +34,7 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
+    warning: str = ""  # what is odd about the choice of this iteration, where nobody named one
 
     @property
     def iteration(self) -> int:
@@ -101,14 +103,19 @@ class Checkpoint:
                 else:
                     region[slices(target)].copy_(saved[slices(source)])
 
+    @cached_property
+    def _gaps(self) -> dict[tuple[str, int], int]:
+        return format.gaps_of(self.manifest)
+
     def _read(self, piece: Piece, name: str, data: Tensor) -> None:
-        """Fill `data` with the bytes of `piece`; raises if they are not the ones that were saved."""
-        path = self.folder / piece.file
+        """Fill `data` with the bytes of `piece`; raises if they, or those that align it, are not the ones that were saved."""
+        path, gap = self.folder / piece.file, self._gaps[piece.file, piece.offset]
         what = f"tensor {name!r}, box {format.show(piece.box)}"
         buffer, at, digest = memoryview(data.numpy()), 0, hashlib.sha256()
         try:
             with open(path, "rb", buffering=0) as file:
-                file.seek(piece.offset)
+                file.seek(piece.offset - gap)
+                is_padded = not any(file.read(gap))
                 while at < piece.nbytes and (count := file.readinto(buffer[at : at + _CHUNK])):
                     digest.update(buffer[at : at + count])
                     at += count
@@ -117,6 +124,9 @@ class Checkpoint:
             raise CheckpointError(path, f"cannot be read ({error}) for {what}", advice) from error
         if at < piece.nbytes:
             raise CheckpointError(path, f"ends before the last {piece.nbytes - at} bytes of {what}", format.DAMAGED)
+        if not is_padded:
+            wrong = f"is not zero in the {gap} bytes before byte {piece.offset}, which align {what}"
+            raise CheckpointError(path, wrong, format.DAMAGED)
         if digest.hexdigest() != piece.sha256:
             raise CheckpointError(path, f"does not match the sha256 of {what}", format.DAMAGED)
 
@@ -144,70 +154,26 @@ def open_checkpoint(
     world: Axis = ALONE,
     device: torch.device | str = "cpu",
 ) -> Checkpoint:
-    """The checkpoint of `iteration` below `root`, by default the latest. No tensor is read yet.
+    """The checkpoint of `iteration` below `root`, by default the latest; `warning` says what is odd about that. No tensor is read yet.
 
     Every rank of `world` must call; its first rank reads the manifest for all, so that they agree on which one it is.
     """
     found = None
     with comm.together(world, device):
         if world.is_first:
-            folder = _find(Path(root), iteration)
-            found = f"{folder.name}\n{_read_manifest(folder / format.MANIFEST)}"
-    name, text = comm.broadcast_text(found, world, device).split("\n", 1)
-    folder = Path(root) / name
+            try:
+                choice = folder.find(Path(root), iteration)
+            except OSError as error:
+                raise CheckpointError(
+                    root, f"cannot be read ({error})", "check the path and who may read it"
+                ) from error
+            found = f"{json.dumps([choice.folder.name, choice.warning])}\n{folder.read_manifest(choice.folder)}"
+    head, text = comm.broadcast_text(found, world, device).split("\n", 1)
+    name, warning = json.loads(head)
+    path = Path(root) / name
     with comm.together(world, device):
-        manifest = format.parse_manifest(text, folder / format.MANIFEST)
-        format.check_whole(manifest, folder / format.MANIFEST)
+        manifest = format.parse_manifest(text, path / format.MANIFEST)
+        format.check_whole(manifest, path / format.MANIFEST)
         if world.is_first:
-            _check_folder(folder, manifest)
-    return Checkpoint(folder, manifest)
-
-
-def _find(root: Path, iteration: int | None) -> Path:
-    if not root.is_dir():
-        raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {format.LATEST}")
-    if iteration is None:
-        iteration = _latest(root)
-    final = root / format.folder_name(iteration)
-    for folder in (final, root / (final.name + format.REPLACED)):  # the second: killed while it was saved again
-        if (folder / format.MANIFEST).is_file():
-            return folder
-    if final.is_dir():
-        advice = "if it is of another format, convert it; else load another iteration"
-        raise CheckpointError(final, f"has no {format.MANIFEST}", advice)
-    raise CheckpointError(final, "does not exist", _which(root))
-
-
-def _latest(root: Path) -> int:
-    path = root / format.LATEST
-    if not path.is_file():
-        raise CheckpointError(root, f"holds no {format.LATEST}, so no checkpoint was finished in it", _which(root))
-    text = path.read_text(errors="replace").strip()
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise CheckpointError(path, f"says {text!r:.60}, not the number of an iteration", _which(root))
-    return int(text)
-
-
-def _which(root: Path) -> str:
-    there = ", ".join(str(number) for number in format.saved_iterations(root))
-    return f"name one of the iterations that are there: {there}" if there else "no iteration is there; check the path"
-
-
-def _read_manifest(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(path, f"cannot be read ({error})", format.DAMAGED) from error
-
-
-def _check_folder(folder: Path, manifest: Manifest) -> None:
-    """The folder is the one that the manifest speaks of, and its files are whole."""
-    if format.iteration_of(folder.name.removesuffix(format.REPLACED)) != manifest.iteration:
-        raise CheckpointError(folder, f"holds iteration {manifest.iteration}", "give the folder its old name back")
-    problems = []
-    for name, expected in manifest.files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != expected:
-            problems.append(f"{name} " + ("is missing" if found is None else f"has {found} bytes, not {expected}"))
-    if problems:
-        raise CheckpointError(folder, problems, format.DAMAGED)
+            folder.check_files(path, manifest)
+    return Checkpoint(path, manifest, warning)

@@ -4,7 +4,7 @@
     all ranks   iter_N.partial/rank_R.bin and rank_R.json  pieces, and what they are
     rank 0      manifest.json from all rank_R.json         nothing missing, nothing twice, no gap
     all ranks   is every tensor I hold in it?
-    rank 0      rename to iter_N/, then point latest_checkpointed_iteration.txt to it
+    rank 0      rename to iter_N/, then point latest_checkpointed_iteration.txt to it, then remove what it replaces
 
 Each line is one `comm.together`: a rank that fails stops all of them with its message, and the checkpoint before stays
 what `latest` names. All ranks write below one folder, so it must lie on a file system that they share; a rank that does
@@ -15,8 +15,8 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,15 +25,15 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.boxes import Box
-from megatron.core.checkpoint import format
+from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
 from megatron.core.grid import Axis
 from megatron.core.offload.tier import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
+_ONE_WRITER = "exactly one rank must be the writer of every element"
 _NOT_SHARED = "the folder must be on a file system that all ranks share; choose another --save"
-_INTACT = "the checkpoint before is intact"
 
 
 def save_checkpoint(
@@ -43,41 +43,62 @@ def save_checkpoint(
     state: dict[str, Any],
     world: Axis,
     device: torch.device | str = "cpu",
+    *,
+    warn: Callable[[str], object] = warnings.warn,
 ) -> Path:
     """Save `tensors` and `state` as iteration `iteration` below `root`; returns the checkpoint's folder.
 
     Every rank of `world` must call, with the tensors that it holds itself; `state` is plain JSON, and that of the first
     rank counts. `device` is where the ranks' agreement communicates. On return, on any rank, the checkpoint is on disk
     and is the latest. If any rank fails, all raise, and `latest` names what it named before. A checkpoint of the same
-    iteration is replaced.
+    iteration is replaced. `warn` is told, on the first rank, of what could not be removed.
     """
     root = Path(root)
     partial = root / (format.folder_name(iteration) + format.PARTIAL)
     try:
-        with comm.together(world, device):
+        with _together(root, world, device):
             _check(root, iteration, tensors, state if world.is_first else {})
             if world.is_first:
-                _start(root, partial)
-        with comm.together(world, device):
+                _start(root, partial, warn)
+        with _together(root, world, device):
             part_bytes = _write_part(partial, iteration, world.rank, tensors)
         all_part_bytes = _gather_numbers(part_bytes, world, device)
         summary = None
-        with comm.together(world, device):
+        with _together(root, world, device):
             if world.is_first:
                 manifest = _merge(partial, iteration, state, all_part_bytes)
                 summary = json.dumps({name: [rec.dtype, rec.shape] for name, rec in manifest.tensors.items()})
         summary = comm.broadcast_text(summary, world, device)
-        with comm.together(world, device):
+        with _together(root, world, device):
             _check_nothing_lost(partial, tensors, json.loads(summary))
-        with comm.together(world, device):
+        with _together(root, world, device):
             if world.is_first:
-                _publish(root, partial, iteration)
+                _publish(partial, iteration)
+                _clear_leftovers(root, warn)
     except Exception:
         if world.is_first:
             with contextlib.suppress(OSError):  # the first error is the one to report
-                _clear_leftovers(root)
+                folder.clear_leftovers(root)
         raise
     return root / format.folder_name(iteration)
+
+
+@contextlib.contextmanager
+def _together(root: Path, world: Axis, device: torch.device | str) -> Iterator[None]:
+    """`comm.together` of a step of saving: a failure says what there is to go on from."""
+    with comm.together(world, device):
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(error.file, error.wrong, f"{error.advice}; {_left(root)}") from error.__cause__
+
+
+def _left(root: Path) -> str:
+    try:
+        iteration = folder.find(root).iteration
+    except (CheckpointError, OSError):
+        return f"there is no checkpoint in {root} yet"
+    return f"the checkpoint before is intact (iteration {iteration})"
 
 
 # ---------------------------------------------------------------- before: can it work?
@@ -92,31 +113,24 @@ def _check(root: Path, iteration: int, tensors: dict[str, LocalTensor], state: d
     if iteration < 0:
         problems.append(f"iteration is {iteration!r}; it must be an integer from 0 up")
     if problems:
-        raise CheckpointError(root, problems, f"nothing was written; {_INTACT}")
+        raise CheckpointError(root, problems, "nothing was written")
 
 
-def _start(root: Path, partial: Path) -> None:
+def _start(root: Path, partial: Path, warn: Callable[[str], object]) -> None:
     """An empty folder to write into."""
     final = root / partial.name.removesuffix(format.PARTIAL)
     with _writing(partial):
         root.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(root)
+        _clear_leftovers(root, warn)
         if final.exists() and not (final / format.MANIFEST).is_file():
             wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
         partial.mkdir()
 
 
-def _clear_leftovers(root: Path) -> None:
-    """Undo what a killed save left: half-written folders go, one that was set aside without a successor comes back."""
-    for folder in root.glob(f"iter_*{format.PARTIAL}"):
-        shutil.rmtree(folder, ignore_errors=True)
-    for folder in root.glob(f"iter_*{format.REPLACED}"):
-        final = folder.with_suffix("")
-        if final.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            folder.rename(final)
+def _clear_leftovers(root: Path, warn: Callable[[str], object]) -> None:
+    for problem in folder.clear_leftovers(root):
+        warn(problem)
 
 
 # ---------------------------------------------------------------- every rank: its pieces
@@ -133,8 +147,8 @@ def _write_part(partial: Path, iteration: int, rank: int, tensors: dict[str, Loc
     with _writing(path):
         records, nbytes = _write_pieces(path, mine)
         text = format.to_json(Manifest(iteration, {}, {path.name: nbytes} if nbytes else {}, records))
-        _write_text(path.with_suffix(".json"), text)
-        _sync_folder(partial)
+        folder.write_synced(path.with_suffix(".json"), text)
+        folder.sync_folder(partial)
     return len(text)
 
 
@@ -148,7 +162,8 @@ def _write_pieces(path: Path, tensors: dict[str, LocalTensor]) -> tuple[dict[str
             pieces = tuple(_write_piece(file, path.name, local, piece) for piece in local.pieces)
             records[name] = TensorRecord(local.dtype, tuple(local.shape), pieces)
         nbytes = file.tell()
-        _sync(file)
+        file.flush()
+        os.fsync(file.fileno())
     return records, nbytes
 
 
@@ -198,15 +213,14 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
             _check_size(partial / file, size)
         merged.files.update(part.files)
         _add(merged.tensors, part.tensors, partial / name)
-    advice = f"exactly one rank must be the writer of every element; {_INTACT}"
-    format.check_whole(merged, partial, advice)
+    format.check_whole(merged, partial, _ONE_WRITER)
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
     with _writing(partial / format.MANIFEST):
-        _write_text(partial / format.MANIFEST, text)
+        folder.write_synced(partial / format.MANIFEST, text)
         for name in names:
             (partial / name).unlink()
-        _sync_folder(partial)
+        folder.sync_folder(partial)
     return merged
 
 
@@ -216,7 +230,7 @@ def _read_part(path: Path, nbytes: int) -> str:
 
 
 def _check_size(path: Path, expected: int) -> None:
-    found = path.stat().st_size if path.is_file() else None
+    found = folder.size_of_file(path)
     if found != expected:
         wrong = "is not there" if found is None else f"has {found} bytes"
         raise CheckpointError(path, f"{wrong}, though its rank wrote {expected} bytes", _NOT_SHARED)
@@ -229,7 +243,7 @@ def _add(merged: dict[str, TensorRecord], part: dict[str, TensorRecord], file: P
             wrong = (
                 f"has tensor {name!r} as {record.dtype} {record.shape}, an earlier rank as {known.dtype} {known.shape}"
             )
-            raise CheckpointError(file, wrong, f"two different tensors share a name, or ranks disagree; {_INTACT}")
+            raise CheckpointError(file, wrong, "two different tensors share a name, or ranks disagree")
         merged[name] = TensorRecord(known.dtype, known.shape, known.pieces + record.pieces)
 
 
@@ -242,26 +256,12 @@ def _check_nothing_lost(partial: Path, tensors: dict[str, LocalTensor], saved: d
         if saved.get(name) != [local.dtype, list(local.shape)]
     ]
     if problems:
-        raise CheckpointError(partial, problems, f"exactly one rank must be the writer of every element; {_INTACT}")
+        raise CheckpointError(partial, problems, _ONE_WRITER)
 
 
-def _publish(root: Path, partial: Path, iteration: int) -> None:
-    """Make the complete folder the latest checkpoint; wherever this is killed, a complete one is found."""
-    final = root / format.folder_name(iteration)
-    aside = root / (final.name + format.REPLACED)
-    latest = root / (format.LATEST + format.PARTIAL)
-    with _writing(final):
-        if final.exists():
-            final.rename(aside)  # a load between this line and the next finds it there
-        partial.rename(final)
-        _sync_folder(root)
-        _write_text(latest, f"{iteration}\n")
-        os.replace(latest, root / format.LATEST)
-        _sync_folder(root)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-# ---------------------------------------------------------------- reaching the disk
+def _publish(partial: Path, iteration: int) -> None:
+    with _writing(partial.with_suffix("")):
+        folder.publish(partial, iteration)
 
 
 @contextlib.contextmanager
@@ -270,27 +270,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            path, f"cannot be written ({error})", f"free or choose another disk; {_INTACT}"
-        ) from error
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "wb") as file:
-        file.write(text.encode())
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a rename is not until its folder is synced."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync folders: then their server orders it
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+        raise CheckpointError(path, f"cannot be written ({error})", "free or choose another disk") from error

@@ -1,0 +1,164 @@
+"""A save that is killed or fails anywhere leaves a whole checkpoint, which the next start finds, and nothing that is in its way."""
+
+import builtins
+import os
+import shutil
+import warnings
+
+import pytest
+import torch
+from small_checkpoints import good, loaded, run_ranks, save_one
+
+from megatron.core.checkpoint import CheckpointError, open_checkpoint
+from megatron.core.checkpoint import format as disk
+from megatron.core.checkpoint import save as saving
+
+
+@pytest.fixture(autouse=True)
+def never_synced(monkeypatch):
+    """No test cuts the power, and waiting for the disk takes most of the time of a small save."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+class Killed(BaseException):
+    """The process ends here: nothing that catches an Exception runs."""
+
+
+class Calls:
+    """Everything that changes a disk, counted; call number `dies_at` raises `error` instead."""
+
+    def __init__(self, patch, dies_at, error):
+        self.count, self.dies_at, self.error = 0, dies_at, error
+        for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+            patch.setattr(os, name, self.counted(getattr(os, name)))
+        patch.setattr(builtins, "open", self.counted(open, lambda mode="r", *rest, **more: "r" not in mode))
+        patch.setattr(saving, "_write_piece", self.counted(saving._write_piece))
+
+    def counted(self, function, counts=lambda *rest, **more: True):
+        def wrapped(what, *rest, **more):
+            self.count += counts(*rest, **more)
+            if self.count == self.dies_at:
+                self.dies_at = None
+                raise self.error
+            return function(what, *rest, **more)
+
+        return wrapped
+
+
+def dies(root, iteration, value, dies_at, error, monkeypatch):
+    """Save `value` and die at call number `dies_at`; (what was raised, what was warned of), or None when there is no such call."""
+    x = torch.full((3, 4), value)
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        calls = Calls(patch, dies_at, error)
+        try:
+            save_one(root, iteration, w=x, v=x)
+        except (Killed, CheckpointError) as raised:
+            return raised, warned
+    return None if calls.dies_at else (None, warned)
+
+
+def held(root, iteration=None):
+    """The one value that both tensors of a checkpoint hold; None where there is no checkpoint."""
+    try:
+        values = [loaded(root, iteration, name).unique().tolist() for name in ("w", "v")]
+    except CheckpointError:
+        return None
+    assert values[0] == values[1] and len(values[0]) == 1, "never a part of the old and a part of the new"
+    return values[0][0]
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"])
+@pytest.mark.parametrize("before, iteration", [([], 1), ([1], 2), ([1], 1)], ids=["first", "new", "again"])
+def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypatch, before, iteration, error):
+    """At every call that changes the disk, one after the other; the next save needs no help, and nothing is left over."""
+    for dies_at in range(1, 100):
+        root = tmp_path / str(dies_at)
+        root.mkdir()
+        for number in before:
+            save_one(root, number, w=torch.zeros(3, 4), v=torch.zeros(3, 4))
+        ended = dies(root, iteration, 1.0, dies_at, error, monkeypatch)
+        if ended is None:
+            break
+        raised, warned = ended
+        if raised is None:  # what only sets in order what is saved may fail
+            assert held(root) == held(root, iteration) == 1, dies_at
+            assert all("cannot be removed" in str(problem.message) for problem in warned)
+        elif isinstance(raised, CheckpointError):
+            left = open_checkpoint(root).iteration if saved_numbers(root) else None
+            said = (
+                "there is no checkpoint in" if left is None else f"the checkpoint before is intact (iteration {left})"
+            )
+            assert said in str(raised) and "No space left on device" in str(raised), dies_at
+        for number in before:
+            assert held(root, number) in ([0, 1] if number == iteration else [0]), dies_at
+        assert held(root) in ([0, 1] if before else [None, 1]), dies_at
+        assert (held(root) is None) == (not saved_numbers(root)), (
+            "what is complete is loaded, whatever the pointer says"
+        )
+        save_one(root, 3, w=torch.full((3, 4), 3.0), v=torch.full((3, 4), 3.0))
+        assert held(root) == 3 and not open_checkpoint(root).warning
+        assert {path.name for path in root.iterdir()} == {disk.LATEST} | {f"iter_{n:07d}" for n in saved_numbers(root)}
+    assert dies_at > 15, "there are so many calls"
+
+
+def saved_numbers(root):
+    """Iterations that are there, under their own name or set aside."""
+    return sorted(
+        {int(path.parent.name[5:12]) for path in root.glob("iter_*/manifest.json") if ".partial" not in str(path)}
+    )
+
+
+def test_what_cannot_be_removed_does_not_undo_a_save(tmp_path, monkeypatch):
+    """The older folder of an iteration stays under its other name, is told of, and goes with the next save."""
+
+    def busy(folder, *rest, **more):
+        raise OSError(16, "Device or resource busy")
+
+    save_one(tmp_path, 1, w=torch.zeros(3, 4))
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"iter_0000001\.replaced.*busy.*by hand"):
+        patch.setattr(shutil, "rmtree", busy)
+        save_one(tmp_path, 1, w=torch.ones(3, 4))
+    assert loaded(tmp_path).eq(1).all()
+    save_one(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", disk.LATEST}
+
+
+def test_the_only_whole_folder_of_an_iteration_is_never_removed(tmp_path):
+    folder = save_one(tmp_path, 1)
+    shutil.copytree(folder, tmp_path / "iter_0000001.replaced")
+    (folder / "rank_00000.bin").write_bytes(b"short")
+    save_one(tmp_path, 2)
+    shutil.rmtree(folder)
+    assert loaded(tmp_path, 1).equal(torch.arange(12.0).view(3, 4))
+    save_one(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {*(f"iter_000000{n}" for n in (1, 2, 3)), disk.LATEST}
+
+
+def test_a_damaged_folder_is_saved_over_while_a_whole_one_is_set_aside(tmp_path):
+    folder = save_one(tmp_path, 1)
+    shutil.copytree(folder, tmp_path / "iter_0000001.replaced")
+    (folder / "rank_00000.bin").write_bytes(b"short")
+    save_one(tmp_path, 1, w=torch.ones(3, 4))
+    assert loaded(tmp_path).eq(1).all()
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", disk.LATEST}
+
+
+@pytest.mark.parametrize(
+    "pointer, loaded, said",
+    [
+        ("12", 12, ""),
+        (" 12\n\n", 12, ""),
+        ("3", 3, "names iteration 3, and iteration 12 is there"),
+        (None, 12, "iteration 12 is loaded"),
+    ],
+)
+def test_an_iteration_that_is_not_the_newest_is_loaded_with_a_warning(tmp_path, pointer, loaded, said):
+    save_one(tmp_path, 3)
+    save_one(tmp_path, 12).rename(tmp_path / "iter_0000012.replaced")
+    (tmp_path / "iter_0000100").mkdir()
+    (tmp_path / "iter_0000200.partial").mkdir()
+    (tmp_path / disk.LATEST).unlink() if pointer is None else (tmp_path / disk.LATEST).write_text(pointer)
+    for checkpoint in good(run_ranks(2, lambda world: open_checkpoint(tmp_path, world=world))):
+        assert checkpoint.iteration == loaded and said in checkpoint.warning and bool(said) == bool(checkpoint.warning)
+    assert not open_checkpoint(tmp_path, 3).warning

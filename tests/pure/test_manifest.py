@@ -1,0 +1,171 @@
+"""A manifest that is not what was written, or was written to do harm, is refused, and soon."""
+
+import contextlib
+import hashlib
+import json
+import math
+from itertools import combinations, product
+
+import pytest
+import torch
+from small_checkpoints import refused, save_one
+
+from megatron.core.boxes import intersect, slices
+from megatron.core.checkpoint import format as disk
+from megatron.core.checkpoint import open_checkpoint
+
+
+def sealed(raw):
+    """The text of an edited manifest whose hash is right again: what lies beyond the hash must be checked too."""
+    body = json.dumps({key: value for key, value in raw.items() if key != "sha256"})[:-1]
+    return f'{body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
+
+
+def edited(*keys, value):
+    def edit(raw):
+        at = raw
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = value
+        return raw
+
+    return edit
+
+
+def two_pieces(*boxes):
+    def edit(raw):
+        piece = raw["tensors"]["w"]["pieces"][0]
+        volume = [(b[0][1] - b[0][0]) * (b[1][1] - b[1][0]) for b in boxes]
+        raw["tensors"]["w"]["pieces"] = [piece | {"box": b, "nbytes": 4 * n} for b, n in zip(boxes, volume)]
+        return raw
+
+    return edit
+
+
+W, P = ("tensors", "w"), ("tensors", "w", "pieces", 0)
+EDITS = [
+    (edited("format", value="other"), r"has format 'other', not 'megatron-boxes'; convert it"),
+    (edited("version", value=2), r"has version 2; this code reads 1; load it with the release that wrote it"),
+    (edited("byte_order", value="big"), r"holds 'big'-endian numbers, this machine's are little-endian; load it on"),
+    (edited("iteration", value=-4), r"the manifest has a negative 'iteration': -4"),
+    (edited("iteration", value=True), r"the manifest has no 'iteration' of type int"),
+    (edited("state", value=[]), r"the manifest has no 'state' of type dict"),
+    (edited("files", value={"rank_00000.bin": "48"}), r"files has no 'rank_00000.bin' of type int"),
+    (edited("files", value={"../rank_00000.bin": 48}), r"names the file '../rank_00000.bin'; a file name is made of"),
+    (edited("files", value={"/etc/passwd": 48}), r"names the file '/etc/passwd'; a file name"),
+    (edited("files", value={"a..b": 48}), r"names the file 'a..b'; .* has no '..' and no folder"),
+    (edited(*P, "file", value="../../x"), r"box \[0:3, 0:4\] ends at byte 48 of '../../x', which is not listed"),
+    (edited(*P, "offset", value=1), r"ends at byte 49 of 'rank_00000.bin', which has 48; the checkpoint is damaged"),
+    (edited(*P, "offset", value=-64), r"tensor 'w' has a negative 'offset': -64"),
+    (edited(*P, "nbytes", value=44), r"box \[0:3, 0:4\] cannot have 44 bytes of float32"),
+    (edited(*P, "sha256", value="xyz"), r"has 'xyz' where a sha256 in hexadecimal belongs"),
+    (edited(*P, "box", value=[[0, 3], [0, 5]]), r"box \[0:3, 0:5\] is not a box within shape \(3, 4\)"),
+    (edited(*P, "box", value=[[0, 3]]), r"box \[0:3\] is not a box within shape \(3, 4\)"),
+    (edited(*P, "box", value=[[0, 3], [4]]), r"tensor 'w', box: \[4\] is not a list of 2 integers from 0 up"),
+    (edited(*W, "dtype", value="object"), r"tensor 'w' has dtype 'object'; allowed are float64, float32, bfloat16"),
+    (edited(*W, "shape", value=[3, -4]), r"tensor 'w', shape: \[3, -4\] is not a list of integers from 0 up"),
+    (edited(*W, "pieces", value=[3]), r"tensor 'w' has no 'box' of type list"),
+    (edited(*W, "pieces", value=[]), r"'w' of shape \(3, 4\) has gaps: its boxes \(none\) hold 0 of 12 elements"),
+    (two_pieces([[0, 2], [0, 4]], [[1, 3], [0, 4]]), r"overlap: \[0:2, 0:4\] in rank_00000.bin and \[1:3, 0:4\] in"),
+    (two_pieces([[0, 3], [0, 2]], [[0, 3], [1, 3]]), r"'w' has pieces that overlap: \[0:3, 0:2\]"),
+    (two_pieces([[0, 2], [0, 4]], [[2, 3], [0, 4]]), r"file 'rank_00000.bin': \d+ bytes up to byte \d+ belong to two pieces"),
+    (edited("files", value={"rank_00000.bin": 49}), r"file 'rank_00000.bin': 1 bytes up to byte 49 belong to no piece; the"),
+    (edited("files", value={"rank_00000.bin": 48, "x": 9}), r"file 'x': 9 bytes up to byte 9 belong to no piece"),
+    (edited("files", value={"a" * 300: 48}), r"names the file 'aaaa\w*; a file name is made of at most 255 letters"),
+    (edited(*W, "shape", value=[1] * 100), r"tensor 'w' has 100 dimensions; allowed are 64"),
+    (edited(*W, "shape", value=[3, 2**70]), r"tensor 'w', shape: \[3, 1180591620717411303424\] is not a list"),
+    (edited(*P, "offset", value=2**70), r"tensor 'w' has 'offset' beyond 64 bits"),
+    (two_pieces([[0, 2], [0, 4]], [[2, 3], [0, 3]]), r"has gaps: its boxes \(.*\) hold 11 of 12 elements; the check"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit, said", EDITS, ids=range(len(EDITS)))
+def test_every_value_of_a_manifest_is_checked(tmp_path, edit, said):
+    path = save_one(tmp_path) / disk.MANIFEST
+    path.write_text(sealed(edit(json.loads(path.read_text()))))
+    with refused(r"manifest.json:[\s\S]*" + said):
+        open_checkpoint(tmp_path)
+
+
+DAMAGES = [
+    (lambda text: text[: len(text) // 2], r"is not JSON from beginning to end \("),
+    (lambda text: "[]", r"has format None, not 'megatron-boxes'"),
+    (lambda text: "[" * 100000, r"is not JSON from beginning to end"),
+    (lambda text: text.replace(": 0.25", ": 0.26"), r"does not match the sha256 in its last line; the checkpoint is"),
+    (lambda text: text.replace(": 0.25", ": NaN"), r"is not JSON .*\(NaN is not JSON\)"),
+    (lambda text: text.replace('{"lr"', '{"lr": 1, "lr"'), r"is not JSON .*\(an object names one key twice\)"),
+    (lambda text: text.replace('"lr"', '"\udcff"'), r"cannot be read \('utf-8' codec can't decode"),
+]
+
+
+@pytest.mark.parametrize("change, said", DAMAGES, ids=range(len(DAMAGES)))
+def test_a_damaged_manifest_is_refused(tmp_path, change, said):
+    path = save_one(tmp_path, state={"lr": 0.25}) / disk.MANIFEST
+    path.write_text(change(path.read_text()), errors="surrogateescape")
+    with refused(r"manifest.json: " + said):
+        open_checkpoint(tmp_path)
+
+
+def test_no_byte_of_a_manifest_can_change(tmp_path):
+    text = (save_one(tmp_path, state={"lr": 0.25}) / disk.MANIFEST).read_text()
+    assert disk.parse_manifest(text, "m") == open_checkpoint(tmp_path).manifest
+    for at in range(len(text)):
+        for other in (text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :], text[:at], text[:at] + text[at + 1 :]):
+            with refused(r"^m: "):
+                disk.parse_manifest(other, "m")
+
+
+@pytest.mark.parametrize("name", [disk.LATEST, f"iter_0000001/{disk.MANIFEST}"])
+def test_a_file_without_an_end_is_refused_unread(tmp_path, name):
+    save_one(tmp_path)
+    with open(tmp_path / name, "r+b") as file:
+        file.truncate(1 << 40)
+    with refused(
+        rf"{name}: (says .*, not the number of an iteration|has 1099511627776 bytes, and a manifest has at most)"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def manifest_of(*boxes, shape):
+    """Of one tensor of bytes, its pieces end to end in one file."""
+    size, pieces = 0, []
+    for box in boxes:
+        nbytes = math.prod(stop - start for start, stop in box)
+        pieces.append(disk.Piece(tuple(box), "f", size, nbytes, "0" * 64))
+        size += -(-nbytes // 64) * 64
+    return disk.Manifest(
+        1, {}, {"f": pieces[-1].offset + pieces[-1].nbytes}, {"w": disk.TensorRecord("uint8", shape, tuple(pieces))}
+    )
+
+
+@pytest.mark.parametrize("last, said", [((0, 1), None), ((0, 2), "pieces that overlap"), (None, "has gaps")])
+def test_thousands_of_pieces_are_checked_without_comparing_all(last, said, monkeypatch):
+    """Every one reaches past all that come after it in one dimension, and beside them in the other."""
+    compared = []
+    monkeypatch.setattr(disk, "intersect", lambda *boxes: compared.append(1) or intersect(*boxes))
+    k = 2000
+    rows = [((i, k), (k - i, k - i + 1)) for i in range(k)]
+    rest = [((0, i), (k - i, k - i + 1)) for i in range(1, k)]
+    boxes = [*rows, *rest, *([((0, k), last)] if last else [])]
+    with refused(said) if said else contextlib.nullcontext():
+        disk.check_whole(manifest_of(*boxes, shape=(k, k + 1)), "m")
+    assert len(compared) < 10**6
+
+
+def test_boxes_fill_a_tensor_exactly_if_every_element_lies_in_one():
+    spans = [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3), (0, 3)]
+    for boxes in [*combinations(product(spans, spans), 2), *combinations(product(spans, [(0, 1), (1, 2), (0, 2)]), 3)]:
+        shape = (3, 3) if len(boxes) == 2 else (3, 2)
+        count = torch.zeros(shape)
+        for box in boxes:
+            count[slices(box)] += 1
+        record = manifest_of(*boxes, shape=shape).tensors["w"]
+        assert disk._is_filled(record) == bool(count.eq(1).all()), boxes
+
+
+def test_the_sweep_finds_what_all_pairs_find():
+    spans = [(0, 2), (1, 3), (2, 4)]
+    boxes = list(product(spans, spans))
+    for pair in [*product(boxes, boxes), ((), ())]:  # the last: one number, twice
+        pieces = tuple(disk.Piece(box, "", 0, 0, "") for box in pair)
+        assert bool(disk._first_overlap(pieces)) == (intersect(*pair) is not None), pair
