@@ -131,6 +131,7 @@ def read_settings(
     notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
     notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
     notes += _groups_of_one(config, world_size)
+    notes += _breaks_ties(config)
     moved = config.transformer.cpu_offloading_num_layers > 0
     notes += notes_of(device.name, config.offload.tier, moved, torch.get_num_threads())
     empty_level = config.device.empty_unused_memory_level
@@ -148,6 +149,17 @@ def _groups_of_one(config: Config, world_size: int) -> list[str]:
     return [
         f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, so that each group "
         "is one rank, which holds everything"
+    ]
+
+
+def _breaks_ties(config: Config) -> list[str]:
+    """How a run that keeps 16 bits beside each weight parts from one that keeps whole masters."""
+    if not config.optimizer.reuse_fp32_param:
+        return []
+    return [
+        "--reuse-fp32-param: weights are the masters rounded to nearest even, as without it; of the masters half way between two weights, "
+        "those that round towards zero (one in 131,072, by chance) are kept one unit in the last place nearer to zero, so that losses may "
+        "in time differ in their last digits from those of a run without it"
     ]
 
 

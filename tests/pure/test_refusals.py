@@ -78,6 +78,16 @@ def test_flags_of_masked_words_are_without_effect_on_a_gpt_and_it_says_so(launch
     assert read_settings(None, None, words, BERT_RULES).notes == []
 
 
+def test_a_run_of_masters_in_two_bytes_is_told_where_they_are_not_exact(launched):
+    notes = {
+        flags: read_settings(None, None, launched(1, MOCK + flags)).notes
+        for flags in ("--bf16", "--bf16 --reuse-fp32-param")
+    }
+    assert notes["--bf16"] == []
+    (said,) = notes["--bf16 --reuse-fp32-param"]
+    assert said.startswith("--reuse-fp32-param: ") and "131,072" in said
+
+
 def test_a_line_without_mistakes_is_read(launched):
     assert read_settings(None, None, launched(1, MOCK)).tokenizer.vocab_size == 61
 

@@ -31,7 +31,7 @@ class OptimizerConfig:
     clip_grad: float = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
     reuse_fp32_param: bool = knob(
         False, "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights are "
-        "masters rounded half away from zero, where they are else rounded half to even",
+        "the masters rounded to nearest even, as without it; one master in 131,072 is kept one unit in the last place nearer to zero",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
