@@ -293,9 +293,9 @@ class _CoreSettings(TransformerConfig):
 class CoreTransformerConfig(_CoreSettings):
     """Settings that stay as they are, and to which a script attaches what it likes: it is no frozen dataclass itself."""
 
-    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = (
-        None  # what `get_forward_backward_func` scales the loss with
-    )
+    # What `get_forward_backward_func` scales the loss with, and what it calls once gradients are to be summed.
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
+    finalize_model_grads_func: Callable[..., None] | None = None
 
 
 def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:

@@ -1,7 +1,7 @@
 """`get_forward_backward_func` gives a fork's loop the losses and gradients of our own train step."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,7 @@ from local_ranks import run_ranks
 from tiny_run import (
     GPT2,
     LLAMA,
+    TINY_GPT2,
     Layout,
     assert_equal,
     build_chunks,
@@ -20,7 +21,11 @@ from tiny_run import (
     run,
 )
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import (
+    DataParallelConfig,
+    DistributedDataParallel,
+    finalize_model_grads,
+)
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -74,6 +79,108 @@ def test_it_gives_the_losses_and_gradients_of_the_train_step(layout, model):
         expected, grads=[put_together([pieces for _, pieces in ranks])], losses=[(pairs[0] / pairs[1]).item()]
     )
     assert_equal(got, expected, 1e-10)
+
+
+HYBRID = DataParallelConfig(zero_stage=2, num_distributed_optimizer_instances=2, ddp_bucket_size=1500)
+OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1500)
+FINALIZED = {
+    "tp sp": Layout(tp=2, sp=True, m=2), "pp tied": Layout(pp=2, m=2), "hybrid 2": Layout(dp=4, m=2, data_parallel=HYBRID),
+    "3": Layout(dp=2, m=2, delayed=True, data_parallel=SHARDS[2]), "overlap": Layout(dp=2, m=2, data_parallel=OVERLAP),
+    "vpp sp": Layout(pp=2, v=2, tp=2, sp=True, m=2), "1 tp": Layout(dp=2, tp=2, m=2, data_parallel=SHARDS[0]),
+    "fixed order": Layout(dp=2, pp=2, m=2, data_parallel=DataParallelConfig(fixed_order_grad_reduce=True)),
+}  # fmt: skip
+WAYS = ("never", "once", "twice with tokens", "by the config", "by the config and once", "after a validation")
+
+
+@cache
+def of_one_process():
+    """The gradients of our own train step on one rank, of as many steps as there are ways."""
+    return run(TINY_GPT2, Layout(), steps=len(WAYS), global_batch=8, optimizer=OptimizerConfig(clip_grad=0.0)).grads
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (i > 3)) for i, n in enumerate(FINALIZED)])
+def test_a_loop_may_finalize_gradients_as_often_as_it_likes(name):
+    """As Megatron's own loops do, once a step or twice or not at all: a step for each way, each of one process's gradients."""
+    layout = FINALIZED[name]
+
+    def work(mesh):
+        chunks, _, _ = build_chunks(mesh, TINY_GPT2, layout)
+        mesh.sequence_parallel, model = layout.sp, list(chunks.values())
+        batch = BatchShape(8 // layout.dp // layout.m, layout.m)
+        buffers = [buffer for chunk in model for buffer in chunk.buffers]
+        optimizer = FlatOptimizer(
+            buffers, OptimizerConfig(clip_grad=0.0), mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce
+        )
+        config = model[0].module.config = SimpleNamespace(**vars(TINY_GPT2), params_dtype=torch.float64)
+        grads = []
+
+        def forward_backward(step, **options):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[microbatches(batch, step * 8, mesh) for _ in chunks],
+                model=model, num_microbatches=layout.m, seq_length=SEQ, micro_batch_size=batch.micro_batch_size, **options,
+            )  # fmt: skip
+
+        for step, way in enumerate(WAYS):
+            for chunk in model:
+                chunk.zero_grad_buffer()
+            config.finalize_model_grads_func = finalize_model_grads if "config" in way else None
+            if way == "after a validation":
+                forward_backward(step, forward_only=True)
+                finalize_model_grads(model)
+            with model[0].no_sync():
+                forward_backward(step)
+            for tokens in {
+                "never": [],
+                "twice with tokens": [torch.tensor(7.0), torch.tensor(7.0)],
+                "by the config": [],
+            }.get(way, [None]):
+                finalize_model_grads(model, tokens)
+            grads.append(pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers}))
+            optimizer.step(1e-2)
+            for chunk in model:
+                chunk.gather_params()
+                chunk.finish_param_gather()
+        return grads
+
+    ranks = run_ranks(layout.sizes, work, delayed=layout.delayed)
+    for step, way in enumerate(WAYS):
+        got = put_together([grads[step] for grads in ranks])
+        for parameter, gradient in of_one_process()[step].items():
+            worst, scale = (got[parameter] - gradient).abs().max(), gradient.abs().max()
+            assert worst <= 1e-10 * scale, f"{way}: the gradient of {parameter} differs by {worst} of {scale}"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loop_without_the_function_sums_its_own_backwards(stage):
+    """`finalize_model_grads(model, tokens)` alone: nobody has begun to sum, nor divided."""
+
+    def work(mesh):
+        module = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.ones_(module.weight)
+        model = DistributedDataParallel(module, mesh, DataParallelConfig(zero_stage=stage))
+        model.zero_grad_buffer()
+        model(torch.tensor([[1.0, 2.0]], dtype=torch.float64) * (1 + mesh["dp"].rank)).sum().backward()
+        for _ in range(2):
+            finalize_model_grads([model], 3.0)
+        return [x for buffer in model.buffers for tensor in buffer.sums.tensors for x in tensor.tolist()]
+
+    ranks = run_ranks({"dp": 2}, work)
+    whole = ranks[0] if stage == 0 else [x for rank in ranks for x in rank]
+    assert [x for x in whole if x] == [0.5, 1.0]  # (1, 2) and (2, 4), by 3 tokens of each
+
+
+def test_gradients_that_come_on_top_of_a_finished_step_are_refused():
+    def work(mesh):
+        chunks, _, _ = build_chunks(mesh, GPT2, Layout())
+        for _ in range(2):
+            get_forward_backward_func()(
+                forward_step_func=forward_step, data_iterator=microbatches(BatchShape(4, 1), 0, mesh), model=chunks[0],
+                num_microbatches=1, seq_length=SEQ, micro_batch_size=4,
+            )  # fmt: skip
+
+    with pytest.raises(RuntimeError, match=r"call zero_grad_buffer\(\)"):
+        run_ranks({}, work)
 
 
 @pytest.mark.parametrize("shards", [DataParallelConfig(), *[pytest.param(s, marks=pytest.mark.full) for s in SHARDS]])

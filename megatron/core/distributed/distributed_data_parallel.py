@@ -24,6 +24,7 @@ With masters and moments divided over dp_outer as well (--outer-dp-sharding-stra
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,7 +87,8 @@ class DistributedDataParallel(nn.Module):
         self._written: Counter[str] = Counter()  # gradients added to each parameter in this step
         self._expected: Counter[str] | None = None  # the most in a step before, which is what overlap goes by
         self._num_microbatches: int | None = None  # of this step
-        self._is_complete = True  # whether its gradients are summed
+        self._reduce_begun = False  # whether no backward of it is to follow
+        self.is_complete = True  # whether its gradients are summed
         self._order = self._use_order()
         self._buckets = [
             Bucket(
@@ -178,10 +180,11 @@ class DistributedDataParallel(nn.Module):
         num_microbatches: those of the step to come. Where they are others than before, or unknown after an error, overlap begins
         again from not knowing how often a gradient is written.
         """
-        knows = self._is_complete and num_microbatches == self._num_microbatches
+        knows = self.is_complete and num_microbatches == self._num_microbatches
         counts = (self._expected or Counter()) | self._written  # a step may leave a layer out
         self._expected, self._written = (counts or None) if knows else None, Counter()
-        self._num_microbatches, self._is_complete, self._travelling = num_microbatches, False, None
+        self._num_microbatches, self._travelling = num_microbatches, None
+        self._reduce_begun = self.is_complete = False
         self._check_parameters()
         self._uses.forget()
         if self._order is not None:
@@ -219,7 +222,8 @@ class DistributedDataParallel(nn.Module):
             grads.begin(microbatch)
 
     def start_grad_reduce(self) -> None:
-        """Begin to sum what is not under way; no backward of this chunk may follow before `finish_grad_reduce`."""
+        """Begin to sum what is not under way; no backward of this chunk may follow before the next `zero_grad_buffer`."""
+        self._reduce_begun = True
         for bucket in self._buckets if not self._microbatches else ():
             if self.config.stage < 2 or bucket.is_written:
                 bucket.start_reduce()
@@ -227,7 +231,12 @@ class DistributedDataParallel(nn.Module):
             self._order.end()
 
     def finish_grad_reduce(self) -> None:
-        """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns."""
+        """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns. A step is summed
+        once, whoever asks for it and how often: later calls change nothing."""
+        if self.is_complete:
+            return
+        if not self._reduce_begun:
+            self.start_grad_reduce()
         self._uses.end()
         self.finish_param_gather()  # what no forward has waited for would come on top of the update
         for bucket in self._buckets:
@@ -243,7 +252,19 @@ class DistributedDataParallel(nn.Module):
             for buffer in filter(_is_tied, self.buffers):
                 for tensor in buffer.sums.tensors:
                     comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
-        self._is_complete = True
+        self.is_complete = True
+
+    # Megatron's names of these, for a fork's own loop.
+
+    def no_sync(self) -> AbstractContextManager:
+        """Nothing is to be held back: a sum begins with the last gradient of its step, or in stages 2 and 3 of its microbatch."""
+        return nullcontext()
+
+    def start_grad_sync(self) -> None:
+        self.start_grad_reduce()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        self.finish_grad_reduce()
 
     def gather_params(self) -> None:
         """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the next
@@ -295,6 +316,8 @@ class DistributedDataParallel(nn.Module):
 
         A step writes no more often than those before; a bucket whose parameters all have what they expect is complete.
         """
+        if self._reduce_begun:
+            self._begin_again(name)
         self._written[name] += 1
         if self.config.stage > 1:
             bucket = self._bucket_of[name]
@@ -313,6 +336,16 @@ class DistributedDataParallel(nn.Module):
         if self._written[name] == self._expected[name]:
             self._bucket_of[name].missing.discard(name)
             self._start_complete_buckets()
+
+    def _begin_again(self, name: str) -> None:
+        """A gradient comes after the sums of a step. Of a step without gradients, as of validation, there was nothing to sum."""
+        if self._written:
+            raise RuntimeError(
+                f"the gradient of {name} was added to those of a step that are summed over the ranks already, where it would be counted "
+                "otherwise than they are; call zero_grad_buffer() of each model chunk before the first forward of a step, and run all "
+                "microbatches of the step in one call of get_forward_backward_func()"
+            )
+        self._reduce_begun = self.is_complete = False
 
     def _pass(self, bucket: Bucket) -> None:
         """Stages 2 and 3: a backward is past a parameter of the bucket, perhaps past the last."""
@@ -384,10 +417,30 @@ def _partial_runs(parameter: nn.Parameter, axis_name: str) -> list[tuple[int, in
     return [flat_run(box, shape) for box in partial_grads(parameter.placement, shape, axis_name)]
 
 
-def finalize_model_grads(model: Sequence[DistributedDataParallel]) -> None:
-    """The end of a step's gradient sums, over all chunks of this rank. Every rank must call."""
-    for chunk in model:
+def finalize_model_grads(
+    model: Sequence[DistributedDataParallel],
+    num_tokens: Tensor | float | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """The end of a step's gradient sums, over all chunks of this rank. Every rank must call; of a step that is finished, as
+    `get_forward_backward_func` leaves it, nothing is summed or divided again.
+
+    num_tokens: this rank's tokens of the step, of which those on the last stage count, to divide the sums by their sum.
+    pg_collection, force_all_reduce: without effect; the chunks know their groups, and which shards they need.
+    """
+    chunks = [chunk for chunk in model if not chunk.is_complete]
+    for chunk in chunks:
         chunk.finish_grad_reduce()
+    if num_tokens is None or not chunks:
+        return
+    mesh = chunks[0].mesh
+    counted = num_tokens if mesh["pp"].is_last else 0.0
+    total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(mesh.device)
+    for axis in ("dp", "pp"):
+        comm.all_reduce(total, mesh[axis])
+    for chunk in chunks:
+        chunk.scale_gradients(1.0 / (total.item() or 1.0))
 
 
 def _buffer_key(parameter: nn.Parameter) -> tuple:

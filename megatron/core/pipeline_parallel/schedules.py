@@ -52,7 +52,8 @@ def forward_backward(
 
     Gradients are added to the chunks' buffers (to `.grad` of a chunk that no DistributedDataParallel wraps), summed over
     the data-parallel ranks, and divided by the tokens of the whole step: afterwards they are those of the mean loss, and not scaled. The
-    caller zeroes them before, and updates after.
+    caller zeroes them before (`zero_grad_buffer`), and updates after. `finalize_model_grads` may be called in between, or be the
+    `finalize_model_grads_func` of the model's config, which is called here with the chunks and None: either changes nothing.
 
     grad_scale_func(loss) -> the loss times the loss scale, such as the optimizer's `scale_loss`; that of the model's config when left
     out. Gradients are then those of the mean loss times the scale, for the caller to take out again.
@@ -76,7 +77,7 @@ def forward_backward(
     mesh, reports = get_mesh(), []
     pp, training = mesh["pp"], not (forward_only or collect_non_loss_data)
     by_stage = {i * pp.size + pp.rank: chunk for i, chunk in enumerate(chunks)}
-    scale = _loss_scale(grad_scale_func or _grad_scale_func_of(chunks[0]), mesh) if training else None
+    scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"), mesh) if training else None
     step_tokens = micro_batch_size * seq_length * num_microbatches * mesh["dp"].size
     executor = Executor(
         by_stage,
@@ -140,8 +141,9 @@ def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: i
     return (TensorSpec((length, micro_batch_size, config.hidden_size), dtype),)
 
 
-def _grad_scale_func_of(chunk: nn.Module) -> Callable | None:
-    return getattr(getattr(unwrap_model(chunk), "config", None), "grad_scale_func", None)
+def _config_of(chunk: nn.Module, name: str) -> Any:
+    """What the model's config holds under this name; None where it has none."""
+    return getattr(getattr(unwrap_model(chunk), "config", None), name, None)
 
 
 def _loss_scale(grad_scale_func: Callable | None, mesh: Mesh) -> float | None:
@@ -171,6 +173,8 @@ def _finish(chunks: Sequence[nn.Module], mesh: Mesh, tokens: torch.Tensor | floa
     for axis in ("dp", "pp"):
         total = comm.all_reduce(total.clone(), mesh[axis])
     share = 1.0 / (max(total.item(), 1.0) * scaled_by)
+    if (finalize := _config_of(chunks[0], "finalize_model_grads_func")) is not None:
+        finalize(chunks, None)  # no tokens: the gradients are divided here
     for chunk in chunks:
         _call(chunk, "finish_grad_reduce")
         if hasattr(chunk, "scale_gradients"):
