@@ -10,6 +10,7 @@ knob is a property, a rule within one config lives in its `__post_init__`, a rul
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -17,7 +18,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn
 
@@ -207,6 +208,16 @@ class FlagParser(argparse.ArgumentParser):
     def _note_unreadable(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
         self._unreadable.setdefault(action.dest, str(error).removeprefix("argument "))
 
+    @contextlib.contextmanager
+    def flags_of_script(self) -> Iterator[None]:
+        """Flags that are added meanwhile, in groups or not, stand behind the first group in help."""
+        before = list(self._action_groups)
+        yield
+        added = [group for group in self._action_groups if group not in before]
+        self._optionals.title = "Flags of this script"
+        first, *others = [group for group in before if group is not self._optionals and group is not self._positionals]
+        self._action_groups[:] = [first, self._positionals, self._optionals, *added, *others]
+
     def known_flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]
 
@@ -218,13 +229,21 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add one group of flags for `config_class`; its docstring's first line is the group's title."""
     group = parser.add_argument_group(title_of(config_class))
     for field in knobs(config_class):
-        add_flag(group, config_class, field, default_text(field))
+        add_flag(group, config_class, field)
 
 
-def add_flag(group: argparse._ArgumentGroup, config_class: type, field: dataclasses.Field, default: str) -> None:
-    """Add the flag of one field, with `default` as what help says of its absence."""
+def add_flag(
+    group: argparse._ArgumentGroup,
+    config_class: type,
+    field: dataclasses.Field,
+    *,
+    default: Any = None,
+    hidden: bool = False,
+) -> None:
+    """Add the flag of one field. default: what help says it is, instead of the field's own. hidden: not in help."""
+    default = default_text(field) if default is None else default
     shown = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
-    text = f"{field.metadata['help']}{shown}".replace("%", "%%")
+    text = argparse.SUPPRESS if hidden else f"{field.metadata['help']}{shown}".replace("%", "%%")
     group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.config import (
     ConfigError,
     FlagParser,
-    add_flags,
+    add_flag,
     build,
     flags_of,
     knobs,
@@ -25,7 +25,8 @@ from megatron.core.placement import Normal
 from megatron.core.tokenizers.tokenizer_config import NEEDED
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import COMPONENTS, Config
-from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED, OtherFlag
+from megatron.training.help import add_help_flags, flag_groups, meaning_of_shorthand
+from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
 from megatron.training.yaml_settings import YAML_FLAG, read_yaml
 
 
@@ -67,22 +68,28 @@ class Arguments:
         return Arguments({**self._values, **{n: v for n, v in more.items() if self._values.get(n) is None}})
 
 
-def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
-    """The parser of every flag that a run accepts, refuses or passes over."""
-    parser = FlagParser(description="Pretrain a transformer.", epilog=_help_of_others())
-    for component in COMPONENTS.values():
-        add_flags(parser, component)
+def make_parser(
+    extra_args_provider: ExtraArgs | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    unread: Mapping[str, str] | None = None,
+) -> FlagParser:
+    """The parser of every flag that a run accepts, refuses or passes over; help shows the defaults of the script."""
+    defaults, unread = args_defaults or {}, unread or {}
+    parser = FlagParser(description="Pretrain a transformer.", add_help=False)
+    for title, text, fields in flag_groups():
+        group = parser.add_argument_group(title, text)
+        for component, field in fields:
+            add_flag(group, component, field, default=defaults.get(field.name), hidden=field.name in unread)
     shorthand = parser.add_argument_group("Other ways to say it")
     yaml_help = "read flags from FILE, by name: one `key: value` a line, in groups or not; the command line wins"
     shorthand.add_argument(YAML_FLAG, metavar="FILE", default=argparse.SUPPRESS, dest=YAML_FLAG, help=yaml_help)
     for flag in SHORTHAND:
         text = f"the same as {meaning_of_shorthand(flag)}"
         shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
+    add_help_flags(parser, {_flag_of(name): reason for name, reason in unread.items()})
     if extra_args_provider is not None:
-        try:
-            extra_args_provider(parser)
-        except argparse.ArgumentError as error:
-            raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
+        with parser.flags_of_script():
+            _add_own_flags(parser, extra_args_provider)
     known = set(parser.known_flags())  # a script may mean something of its own by --temperature or --num-classes
     for other in OTHERS.values():
         if other.flag not in known:
@@ -92,34 +99,25 @@ def make_parser(extra_args_provider: ExtraArgs | None = None) -> FlagParser:
     return parser
 
 
+def _add_own_flags(parser: FlagParser, extra_args_provider: ExtraArgs) -> None:
+    try:
+        extra_args_provider(parser)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
+
+
 @cache
-def _plain_parser() -> FlagParser:
+def _plain_parser(defaults: tuple[tuple[str, str], ...], unread: tuple[tuple[str, str], ...]) -> FlagParser:
     """The parser without flags of a script's own, which nothing changes: to make it takes longer than to parse."""
-    return make_parser()
+    return make_parser(None, dict(defaults), dict(unread))
 
 
-def meaning_of_shorthand(flag: str) -> str:
-    fields = SHORTHAND[flag].items()
-    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
-    return said or "--position-embedding-type none, unless another is given"
-
-
-def by_reason(others: Mapping[str, OtherFlag]) -> dict[str, list[OtherFlag]]:
-    """The flags that share a reason, in the order of the table."""
-    grouped = defaultdict(list)
-    for other in others.values():
-        grouped[other.reason].append(other)
-    return dict(grouped)
-
-
-def _help_of_others() -> str:
-    lines = ["Accepted without effect:"]
-    for reason, others in by_reason(NO_EFFECT).items():
-        lines += ["", f"  {reason}", *(f"    {other.flag}" for other in others)]
-    lines += ["", "Refused:"]
-    for reason, others in by_reason(REFUSED).items():
-        lines += ["", f"  {reason}", *(f"    {other.flag}" for other in others)]
-    return "\n".join(lines)
+def _parser_for(
+    extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, Any], unread: Mapping[str, str]
+) -> FlagParser:
+    if extra_args_provider is not None:
+        return make_parser(extra_args_provider, args_defaults, unread)
+    return _plain_parser(tuple((name, str(value)) for name, value in args_defaults.items()), tuple(unread.items()))
 
 
 @dataclass
@@ -145,7 +143,7 @@ def parse_args(
     args_defaults: values for settings that the command line leaves out. unread: fields that this script does not look at, with the
     reason. Raises ConfigError with all problems at once.
     """
-    parser = make_parser(extra_args_provider) if extra_args_provider else _plain_parser()
+    parser = _parser_for(extra_args_provider, args_defaults or {}, unread or {})
     words = sys.argv[1:] if argv is None else list(argv)
     sources = _given_in_file(parser, words) + [_given(parser, words)]
     settings = {name: value for source in sources for name, value in source.settings.items()}

@@ -21,7 +21,7 @@ class DataConfig:
 
     data_path: list[str] | None = knob(
         None,
-        "prefix of PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py writes; a blend: 0.3 A 0.7 B, or A B C",
+        "prefix of PREFIX.bin and PREFIX.idx, written by tools/preprocess_data.py; several are blended: 0.3 A 0.7 B, or A B C",
         metavar="PREFIX",
     )
     train_data_path: list[str] | None = knob(None, "prefix or blend of the training data alone", metavar="PREFIX")

@@ -24,7 +24,7 @@ IncreaseStyle = Literal["constant", "linear", "cosine"]
 class LearningRateConfig:
     """Learning rate."""
 
-    lr: float | None = knob(None, "highest learning rate", required=True)
+    lr: float | None = knob(None, "peak learning rate", required=True)
     min_lr: float = knob(0.0, "lowest learning rate, reached at the end of the decay")
     decoupled_lr: float | None = knob(None, "highest rate of the word table and the output layer; --lr when unset")
     decoupled_min_lr: float | None = knob(

@@ -40,20 +40,21 @@ class TokenizerConfig:
         | None
     ) = knob(
         None,
-        "BertWordPiece...: vocab.txt; GPT2BPETokenizer: vocab.json and merges.txt; SentencePiece and Llama2: "
-        "tokenizer.model; HuggingFaceTokenizer: tokenizer.json; TikTokenizer: a JSON list; NullTokenizer: numbers",
+        "tokenizer, and the files it reads: BertWordPiece...: vocab.txt; GPT2BPETokenizer: vocab.json and merges.txt; "
+        "SentencePiece and Llama2: tokenizer.model; HuggingFaceTokenizer: tokenizer.json; TikTokenizer: a JSON list; "
+        "NullTokenizer: none, its texts are ids",
     )
     vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...", metavar="FILE")
     merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     tokenizer_model: str | None = knob(
         None,
-        "tokenizer.json of HuggingFaceTokenizer or the folder it is in, model of SentencePiece and Llama2, vocabulary "
+        "tokenizer.json of HuggingFaceTokenizer or its folder, tokenizer.model of SentencePiece and Llama2, vocabulary "
         "of TikTokenizer",
         metavar="FILE",
     )
     vocab_size: int | None = knob(
         None,
-        "ids of NullTokenizer, to which one for end-of-document is added; all ids of TikTokenizer, special ones included",
+        "NullTokenizer: number of ids, to which end-of-document is added; TikTokenizer: number of ids, special tokens included",
     )
     vocab_extra_ids: int = knob(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
     null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; unset: the vocabulary size")

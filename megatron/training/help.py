@@ -1,0 +1,96 @@
+"""What help shows: the flags that every run needs first, a script's own next, then all that work; --help-all adds the others."""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import Field
+from typing import Any, NamedTuple
+
+from megatron.core.config import FlagParser, knobs, title_of
+from megatron.training.config import COMPONENTS
+from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag
+
+NEEDED = (
+    *("micro_batch_size", "seq_length", "lr", "train_iters", "train_samples"),
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "data_path", "mock_data"),
+)
+NEEDED_TITLE = "What every run needs"
+NEEDED_TEXT = """A batch, a length, a learning rate, iterations or samples, a tokenizer with its files, and data.
+To try things out:
+  --micro-batch-size 4 --seq-length 64 --lr 1e-3 --train-iters 100
+  --tokenizer-type NullTokenizer --vocab-size 1000 --mock-data"""
+OTHER_KINDS = {
+    "Accepted without effect": NO_EFFECT,
+    "Accepted in silence": SILENT,
+    "Accepted with a WARNING": WARNED,
+    "Refused": REFUSED,
+}
+
+
+class FlagGroup(NamedTuple):
+    """Settings that help and documents show together, each with the component that it belongs to."""
+
+    title: str
+    text: str | None
+    fields: list[tuple[type, Field]]
+
+
+def flag_groups() -> Iterator[FlagGroup]:
+    """The flags that every run needs, then those of each component that are left."""
+    fields = {field.name: (component, field) for component in COMPONENTS.values() for field in knobs(component)}
+    yield FlagGroup(NEEDED_TITLE, NEEDED_TEXT, [fields[name] for name in NEEDED])
+    for component in COMPONENTS.values():
+        left = [(component, field) for field in knobs(component) if field.name not in NEEDED]
+        yield FlagGroup(title_of(component), None, left)
+
+
+def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> None:
+    """Add --help and --help-all. unread: flag -> why giving it to this script has no effect."""
+    parser.epilog = (
+        f"--help-all also lists {len(OTHERS)} flags of Megatron-LM that are no settings here: accepted without effect, accepted\n"
+        "with a WARNING, or refused with what to do instead."
+    )
+    group = parser.add_argument_group("Help")
+    group.add_argument("-h", "--help", action="help", default=argparse.SUPPRESS, help="show the flags that work here")
+    group.add_argument("--help-all", action=_HelpAll, unread=unread, help="show also those that do not, and why")
+
+
+class _HelpAll(argparse.Action):
+    """--help, with the flags at its end that are no settings here."""
+
+    def __init__(self, option_strings: list[str], dest: str, unread: Mapping[str, str], help: str):
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._unread = unread
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.epilog = _text_of_others(self._unread)
+        parser.print_help()
+        parser.exit()
+
+
+def _text_of_others(unread: Mapping[str, str]) -> str:
+    """All flags that are no settings, by kind and reason; those that this script does not look at are without effect too."""
+    lines = []
+    for kind, others in OTHER_KINDS.items():
+        flags = {reason: [other.flag for other in same] for reason, same in by_reason(others).items()}
+        for flag, reason in unread.items() if others is NO_EFFECT else ():
+            flags.setdefault(reason, []).append(flag)
+        lines += [f"{kind}:"]
+        for reason, names in flags.items():
+            lines += ["", f"  {reason}", *(f"    {name}" for name in names)]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def by_reason(others: Mapping[str, OtherFlag]) -> dict[str, list[OtherFlag]]:
+    """The flags that share a reason, in the order of the table."""
+    grouped = defaultdict(list)
+    for other in others.values():
+        grouped[other.reason].append(other)
+    return dict(grouped)
+
+
+def meaning_of_shorthand(flag: str) -> str:
+    fields = SHORTHAND[flag].items()
+    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
+    return said or "--position-embedding-type none, unless another is given"
