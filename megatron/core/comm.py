@@ -114,7 +114,7 @@ class LostPeerError(PeerError):
 
 
 @contextlib.contextmanager
-def _as_peer_error() -> Iterator[None]:
+def as_peer_error() -> Iterator[None]:
     """A call that torch.distributed gives up has lost the rank at the other end, whose own error is the one to read.
 
     Not so what this rank's device has to say, which comes up at whatever call is next: no memory, a kernel that failed, two ranks on
@@ -138,7 +138,7 @@ class TorchWork:
         self._work = work
 
     def wait(self) -> None:
-        with _as_peer_error():
+        with as_peer_error():
             self._work.wait()
 
 
@@ -149,7 +149,7 @@ class TorchGroup:
         self.process_group = process_group
 
     def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> TorchWork:
-        with _as_peer_error():
+        with as_peer_error():
             return TorchWork(call(*tensors, group=self.process_group, **options))
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -206,13 +206,13 @@ class StoreGroup:
 
     def _put(self, x: Tensor) -> str:
         key = f"megatron/agreement/{next(self._calls)}"
-        with _as_peer_error():
+        with as_peer_error():
             self._store.set(f"{key}/{self._rank}", x.numpy().tobytes())
         return key
 
     def _get(self, key: str, x: Tensor) -> Tensor:
         """Waits until it is there, as long as the store has patience."""
-        with _as_peer_error():
+        with as_peer_error():
             data = bytearray(self._store.get(key))
         return torch.frombuffer(data, dtype=x.dtype).view(x.shape) if data else x
 

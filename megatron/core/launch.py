@@ -33,14 +33,6 @@ class Launch:
     address: str | None = None  # where rank 0 listens; None in a job of one that needs no meeting
     port: int | None = None
 
-    @property
-    def meeting_point(self) -> str | None:
-        """What torch.distributed is told; None where it reads torchrun's variables itself."""
-        if self.launcher == "torchrun":
-            return None
-        host = f"[{self.address}]" if self.address and ":" in self.address else self.address
-        return f"tcp://{host}:{self.port}"
-
 
 class _Variables(NamedTuple):
     launcher: str

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.comm import Group, TorchGroup
+from megatron.core.comm import Group, TorchGroup, as_peer_error
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, has_mesh, mesh_of_process, set_mesh_of_process
-from megatron.core.job import launched, launched_rank, launched_world_size
+from megatron.core.job import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
 from megatron.core.parallel_config import ORDER, grid_for
 
@@ -66,13 +66,16 @@ def initialize_model_parallel(
 
     def make_group(name: str, ranks: tuple[int, ...]) -> Group:
         # Only the members meet, so start-up does not cost a collective of everyone for every group of the job.
-        return TorchGroup(dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name))
+        with as_peer_error():
+            made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+        return TorchGroup(made)
 
     chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
     chosen = {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
     mesh = build_mesh(grid, launched_rank(), make_group, ranks_per_kv_head, **chosen)
     mesh.virtual_size = virtual_pipeline_model_parallel_size
     set_mesh_of_process(mesh)
+    all_have_met()
     return mesh
 
 

@@ -3,8 +3,9 @@
     failing rank    claims the word in the job's store, prints its error, leaves its groups
     others          see their calls end, since a peer is gone; find its rank in the store, say one line, leave
 
-Of a process that was killed there is no word in the store: the others say that contact was lost, which is all they know.
-Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so.
+Of a process that was killed there is no word in the store: the others have its number, host and process from the lines that they keep
+(`core/lines.py`). Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so. What a rank says is left for
+torchrun too, whose last block shows that of the rank that ended first: so the others repeat it there.
 
 Where devices are connected and not hosts (NCCL), no call ends when a peer is gone: its kernel waits, and so would whoever reads a
 result, until the time limit of calls is over. There each rank has a thread that looks into the store (`Listener`). And groups are not
@@ -25,11 +26,13 @@ from megatron.core import parallel_state
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
+from megatron.core.error_file import write_error_file
 from megatron.core.offload.block_file import OffloadError
 from megatron.training import interrupt
 from megatron.training.train_step import NotFiniteError
 
-_CLAIMS, _FAILED, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "left"))
+_CLAIMS, _FAILED, _SAID, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "said", "left"))
+_LONGEST_SAID = 20_000  # characters
 _FAILS, _INTERRUPTED = "failed", "was interrupted"
 _SECONDS = 3.0  # in which ranks find the word of one that failed
 _LISTENS_EVERY = 2.0  # seconds
@@ -46,22 +49,35 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
     code = 1 if farewell is None else interrupt.CODE
     at_first_hand = farewell is not None or not isinstance(error, PeerError)
-    told = f" {error}" if explains_itself(error) else f"\n{''.join(traceback.format_exception(error))}"
+    told = farewell or f"rank {rank} failed:{account_of(error)}"
     if at_first_hand and _claims(store):
-        _say(farewell or f"rank {rank} failed:{told}")
+        _say(told)
+        write_error_file(told)
         with contextlib.suppress(Exception):
-            store.set(_FAILED, f"rank {rank} {_FAILS if farewell is None else _INTERRUPTED}")
+            how = _FAILS if farewell is None else _INTERRUPTED
+            store.set(_SAID, told[:_LONGEST_SAID])
+            store.set(_FAILED, f"rank {rank} {how}")
     elif farewell is not None:
         pass  # which another rank has said, or why this one is alone
     elif failed := _rank_that_failed(store):
         _say(f"rank {rank}: stopping, because {failed}")
+        write_error_file(f"rank {rank}: stopping, because {failed}{_what_it_said(store)}", follows=True)
         code = interrupt.CODE if failed.endswith(_INTERRUPTED) else code
     elif at_first_hand:
-        _say(f"rank {rank} failed as well:{told}")
+        told = f"rank {rank} failed as well:{account_of(error)}"
+        _say(told)
+        write_error_file(told)
     else:
-        _say(f"rank {rank}: stopping, because a rank has ended without a word ({error})")
+        told = f"rank {rank}: stopping, because a rank has ended without a word ({error})"
+        _say(told)
+        write_error_file(told, follows=True)
     _let_go(error)
     return code
+
+
+def account_of(error: BaseException) -> str:
+    """What is said of an error: its message, where that tells what to change, else with the calls that led to it."""
+    return f" {error}" if explains_itself(error) else f"\n{''.join(traceback.format_exception(error))}"
 
 
 def leave(code: int) -> NoReturn:
@@ -85,6 +101,7 @@ def leave(code: int) -> NoReturn:
 
 def _end_as_it_is(code: int) -> NoReturn:
     """End the process with `code`, without closing anything. The rank that keeps the store stays while others may look into it."""
+    parallel_state.say_goodbye()
     sys.stdout.flush()
     sys.stderr.flush()
     if parallel_state.launched_rank() == 0:
@@ -115,6 +132,7 @@ class Listener:
             is_other = failed is not None and not failed.startswith(f"rank {self._rank} ")
             if is_other and not self._stopped.wait(self._every):
                 _say(f"rank {self._rank}: stopping, because {failed}")
+                write_error_file(f"rank {self._rank}: stopping, because {failed}", follows=True)
                 self._end(interrupt.CODE if failed.endswith(_INTERRUPTED) else 1)
                 return
 
@@ -135,16 +153,22 @@ def _claims(store: Any) -> bool:
 
 
 def _rank_that_failed(store: Any) -> str | None:
-    """ "rank 3 failed" of the rank whose error is the first, once it has been printed."""
-    if not _keeper_lives():
-        return None
-    deadline = time.monotonic() + _SECONDS
-    with contextlib.suppress(Exception):
-        while time.monotonic() < deadline:
-            if store.check([_FAILED]):
+    """ "rank 3 failed" of the rank whose error is the first, once it has been printed; or which rank has died."""
+    has_store, deadline = store is not None and _keeper_lives(), time.monotonic() + _SECONDS
+    while time.monotonic() < deadline and (has_store or parallel_state.has_line()):
+        with contextlib.suppress(Exception):
+            if has_store and store.check([_FAILED]):
                 return store.get(_FAILED).decode()
-            time.sleep(0.05)
+        if lost := parallel_state.lost_rank(seconds=0.05):
+            return lost
     return None
+
+
+def _what_it_said(store: Any) -> str:
+    with contextlib.suppress(Exception):
+        if _keeper_lives() and store.check([_SAID]):
+            return ":\n" + store.get(_SAID).decode()
+    return ""
 
 
 def _keeper_lives() -> bool:

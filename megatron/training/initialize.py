@@ -17,6 +17,7 @@ from megatron.core.config import ConfigError
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
+from megatron.core.error_file import write_error_file
 from megatron.core.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.offload.folder import folder_problems, remove_left_behind
@@ -357,9 +358,11 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
 
 def stop_with(error: ConfigError | comm.PeerError) -> NoReturn:
     """Print what is wrong, once, leave the job in order and end the process. Every rank calls, with its own error."""
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    lines = "\n".join(f"  - {problem}" for problem in problems)
+    told = f"cannot start, {len(problems)} problem(s):\n{lines}"
+    write_error_file(told)
     if parallel_state.launched_rank() == 0 or not parallel_state.has_joined():  # alone, each speaks for itself
-        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        print(f"cannot start, {len(problems)} problem(s):\n{lines}", file=sys.stderr, flush=True)
+        print(told, file=sys.stderr, flush=True)
     parallel_state.stop_distributed()
     sys.exit(2)

@@ -85,11 +85,7 @@ class Interrupt:
         os._exit(CODE)
 
 
-def farewell(iteration: int | None, saved: str | None, save: str | None) -> str:
-    """What an interrupted run says. iteration: steps it has made, None before training; saved: the last checkpoint in `save`."""
+def farewell(iteration: int | None, where_to_go_on: str) -> str:
+    """What an interrupted run says. iteration: steps it has made, None before training."""
     where = "before the first step" if not iteration else f"after iteration {iteration}"
-    if save is None:
-        return f"interrupted {where}; nothing is saved without --save"
-    if saved is None:
-        return f"interrupted {where}; there is no checkpoint in {save} yet"
-    return f"interrupted {where}; the last checkpoint is that of iteration {saved}: --load {save} goes on from there"
+    return f"interrupted {where}; {where_to_go_on}"

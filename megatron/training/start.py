@@ -65,6 +65,16 @@ def latest_in(root: str) -> str | None:
         return None
 
 
+def where_to_go_on(save: str | None) -> str:
+    """What a run that ends before its time leaves in its --save folder."""
+    if save is None:
+        return "nothing is saved without --save"
+    saved = latest_in(save)
+    if saved is None:
+        return f"there is no checkpoint in {save} yet"
+    return f"the last checkpoint is that of iteration {saved}: --load {save} goes on from there"
+
+
 def mistake_in(root: Path) -> str | None:
     """What is wrong with a path that is not, and will not become, a folder of checkpoints."""
     if root.exists() and not root.is_dir():

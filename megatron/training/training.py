@@ -19,6 +19,7 @@ from torch import nn
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
+from megatron.core.error_file import write_error_file
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.training import failures, interrupt
@@ -33,7 +34,7 @@ from megatron.training.build import (
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.model_rules import NO_RULES, ModelRules
 from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.start import latest_in
+from megatron.training.start import where_to_go_on
 from megatron.training.train_step import train_step
 from megatron.training.trainer import NonLossData, Trainer
 
@@ -128,10 +129,13 @@ def _run(
             parallel_state.stop_distributed()
             if farewell is not None:
                 print(farewell, file=sys.stderr, flush=True)
+                write_error_file(farewell)
                 sys.exit(interrupt.CODE)
             if failures.explains_itself(error):
                 print(f"stopping, because {error}", file=sys.stderr, flush=True)
+                write_error_file(f"stopping, because {error}")
                 sys.exit(1)
+            write_error_file(failures.account_of(error))
             raise
         code = failures.report(error, farewell)
     finally:
@@ -151,8 +155,7 @@ def _run(
 def last_words(runtime: Runtime | None, trainer: Trainer | None) -> str:
     """What an interrupted run says of itself."""
     save = None if runtime is None else runtime.config.checkpoint.save
-    saved = None if save is None else latest_in(save)
-    return interrupt.farewell(None if trainer is None else trainer.state.iteration, saved, save)
+    return interrupt.farewell(None if trainer is None else trainer.state.iteration, where_to_go_on(save))
 
 
 def _without_model_type(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -43,11 +44,15 @@ def dying_model_provider(**where: Any) -> nn.Module:
 def extra_args(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--fails-rank", type=int)
     parser.add_argument(
-        "--fails-how", choices=("before", "after", "nan", "dies before it joins", "dies while building")
+        "--fails-how",
+        choices=("before", "after", "nan", "dies before it joins", "dies while meeting", "dies while building"),
     )
     words = sys.argv
-    if "dies before it joins" in words and words[words.index("--fails-rank") + 1] == os.environ["RANK"]:
-        os._exit(9)
+    if words[words.index("--fails-rank") + 1] == os.environ["RANK"]:
+        if "dies before it joins" in words:
+            os._exit(9)
+        if "dies while meeting" in words:
+            dist.init_process_group = lambda *_, **__: os._exit(9)
     return parser
 
 

@@ -75,12 +75,22 @@ def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, messa
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=2, pp=2), *(pytest.param(Layout(**two), marks=pytest.mark.full) for two in ({"tp": 2}, {"pp": 2}))], ids=str
-)  # fmt: skip
-def test_a_rank_that_dies_while_the_job_starts_ends_the_others(layout):
-    outcome = run([FAILING, *DIES, "1", "--fails-how", "dies while building", *layout.flags], layout.ranks, timeout=60)
+    "layout, when",
+    [
+        (Layout(tp=2, pp=2), "building"),
+        (Layout(dp=3), "meeting"),
+        *(pytest.param(Layout(**two), "building", marks=pytest.mark.full) for two in ({"tp": 2}, {"pp": 2})),
+    ],
+    ids=str,
+)
+def test_a_rank_that_dies_while_the_job_starts_ends_the_others_who_name_it(layout, when):
+    """While the ranks meet none of them has a connection of the back end that would break."""
+    with start([FAILING, *DIES, "1", "--fails-how", f"dies while {when}", *layout.flags], layout.ranks) as job:
+        dead = job.processes[1].pid
+        outcome = job.wait(SOON)
     assert outcome.codes[1] == 9 and all(code == 1 for rank, code in enumerate(outcome.codes) if rank != 1), outcome
-    assert outcome.everything.count("stopping, because a rank has ended without a word") == layout.ranks - 1, outcome
+    assert outcome.everything.count(": stopping, because rank 1 (on ") == layout.ranks - 1, outcome
+    assert outcome.everything.count(f"process {dead}) has ended without a word") == layout.ranks - 1, outcome
     assert "Traceback" not in outcome.everything and outcome.seconds < SOON, outcome
 
 

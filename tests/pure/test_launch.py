@@ -130,8 +130,3 @@ def test_the_first_node_of_a_list(nodes, first):
 )
 def test_ranks_divide_the_cores_that_they_share(environment, local_size, cores, bound, threads):
     assert threads_per_rank(environment, Launch(local_size=local_size), cores, bound=bound) == threads
-
-
-def test_an_address_of_numbers_and_colons_is_bracketed():
-    assert Launch("SLURM", 0, 2, address="fe80::1", port=5).meeting_point == "tcp://[fe80::1]:5"
-    assert Launch("torchrun", 0, 2, address="a", port=5).meeting_point is None

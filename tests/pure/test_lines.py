@@ -1,0 +1,147 @@
+"""The ranks' lines to the first one, within one process: who has not come, who has died, who is not of the job."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+from processes import free_port
+
+from megatron.core import job, parallel_state
+from megatron.core.config import ConfigError
+from megatron.core.lines import Exchange, Line, NoLineError, listed
+
+
+@pytest.fixture
+def ended():
+    """What the lines that gave up say, in their order."""
+    return []
+
+
+@pytest.fixture
+def join(ended):
+    """exchange, rank -> a line of that rank; all say goodbye at the end."""
+    lines = []
+
+    def join(exchange: Exchange, rank: int, ranks: int = 3) -> Line:
+        lines.append(Line(exchange.address, rank, ranks, ["127.0.0.1"], end=ended.append, grace=0.05))
+        return lines[-1]
+
+    yield join
+    for line in reversed(lines):
+        line.leave()
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+def wait_for(is_so) -> None:
+    deadline = soon()
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "ranks, words",
+    [
+        ([4], "rank 4"),
+        ([2, 1], "ranks 1, 2"),
+        ([1, 3, 4, 5], "ranks 1, 3 to 5"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22 and 8 more"),
+    ],
+)
+def test_ranks_in_words(ranks, words):
+    assert listed(ranks) == words
+
+
+def test_a_waiting_rank_says_every_so_often_who_has_not_come(join, capfd):
+    exchange = Exchange(3)
+    first = join(exchange, 0)
+    assert not first.wait_until_all_have_come(time.monotonic() + 0.1, says_every=0.04)
+    second = join(exchange, 2)
+    assert second.missing() == "rank 1"
+    join(exchange, 1)
+    assert first.wait_until_all_have_come(soon(), 60) and second.wait_until_all_have_come(soon(), 60)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) >= 2 and all(line.startswith("rank 0 of 3 has waited 0 s for ranks 1, 2") for line in said)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_line_that_closes_without_a_goodbye_is_a_death_all_hear_of(dead, complete, join, ended):
+    ranks = 2 if complete else 3
+    exchange = Exchange(ranks)
+    lines = [join(exchange, rank, ranks) for rank in range(2)]
+    end = lines[1]._socket if dead else exchange._came[1].socket
+    end.shutdown(socket.SHUT_RDWR)  # as the system does when a process has ended
+    other = lines[1 - dead]
+    assert other.what_was_lost(seconds=5).startswith(f"rank {dead} (on ")
+    assert not other.wait_until_all_have_come(soon(), 60)
+    wait_for(lambda: ended)
+    assert all("has ended without a word" in why for why in ended)
+
+
+def test_a_rank_that_leaves_in_order_is_no_news(join, ended):
+    exchange = Exchange(3)
+    lines = [join(exchange, rank) for rank in range(3)]
+    assert all(line.wait_until_all_have_come(soon(), 60) for line in lines)
+    lines[1].leave()
+    lines[0].leave()  # which closes all lines
+    exchange.join(5)
+    lines[2]._thread.join(5)
+    assert lines[2].what_was_lost() is None and ended == []
+
+
+def test_a_rank_that_leaves_before_all_have_come_gives_its_reason(join):
+    exchange = Exchange(3)
+    first, second = join(exchange, 0), join(exchange, 1)
+    second.leave("it has no patience")
+    assert first.what_was_lost(5).endswith("has left before all had come: it has no patience")
+    assert join(exchange, 2).what_was_lost(5) == first.lost
+
+
+def test_who_is_not_of_the_job_is_refused_and_the_job_goes_on(join, ended):
+    """Two jobs may have been given one port, or two processes one rank."""
+    exchange = Exchange(3)
+    lines = [join(exchange, rank) for rank in range(2)]
+    with pytest.raises(NoLineError, match="is not the first rank 1 to come"):
+        join(exchange, 1)
+    with pytest.raises(NoLineError, match=r"was told of 4 ranks, rank 0 of 3.*WORLD_SIZE"):
+        join(exchange, 2, ranks=4)
+    told = json.loads(exchange.address)
+    for words in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"token": "?", "rank": 2, "ranks": 3, "name": ""}\n',
+        b"\n",
+        b"[]\n",
+        b"a" * 70000,
+    ):
+        with socket.create_connection(("127.0.0.1", told["port"])) as stranger:
+            stranger.sendall(words)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+    lines.append(join(exchange, 2))
+    assert all(line.wait_until_all_have_come(soon(), 60) for line in lines) and ended == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_does_not_come_together_names_the_ranks_that_are_missing(rank, monkeypatch, capfd):
+    """Rank 1 finds nothing where the first rank should be."""
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(job, "SAYS_EVERY", 0.1)
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError) as error:
+        parallel_state.start_distributed("gloo", 0.25 / 60)
+    missing = "ranks 1 to 3" if rank == 0 else "rank 0"
+    assert f"rank {rank} of 4 did not meet the others at 127.0.0.1" in str(error.value)
+    assert f"({missing} did not come)" in str(error.value)
+    assert f"rank {rank} of 4 has waited 0 s for {missing} to come\n" in capfd.readouterr().err
+    wait_for(lambda: set(threading.enumerate()) <= before)
