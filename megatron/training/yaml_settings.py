@@ -11,7 +11,6 @@ nothing, whatever its name. The files that Megatron-LM ships name fields of its 
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from megatron.core.config import ConfigError, FlagParser, nearest_flag
@@ -47,6 +46,7 @@ _NO_EFFECT = {
     }.items()
     for name in names.split()
 }
+_LARGEST = 16 << 20  # bytes of a file: some hundred thousand settings, or prefixes of data
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -60,9 +60,17 @@ def read_yaml(path: str, parser: FlagParser) -> tuple[list[str], list[str], dict
     except ImportError:
         raise ConfigError(f"{YAML_FLAG} {path} needs the package PyYAML: pip install PyYAML") from None
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise ConfigError(f"{YAML_FLAG} {path} is longer than {_LARGEST >> 20} MB; name a file of settings")
+        root = yaml.compose(content.decode("utf-8"), yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"{YAML_FLAG} {path} cannot be read: {error.strerror}; name a YAML file") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{YAML_FLAG} {path} is nested too deeply to be read; write fewer groups within groups"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; mend it") from None
     if root is None:
@@ -83,11 +91,22 @@ class _Reader:
         self.problems: list[str] = []
         self.no_effect: dict[str, str] = {}
         self.lines: dict[str, int] = {}  # setting -> where it was given
+        self.groups: set[int] = set()  # nodes that were read: an alias may name one again, or one that it is part of
 
     def read_group(self, group: Any) -> None:
         """The pairs of a mapping; a key whose value is a mapping is a group, unless it is a flag."""
+        self.groups.add(id(group))
         for key, value in group.value:
-            if value.id == "mapping" and self._flag(key.value) is None:
+            line = key.start_mark.line + 1
+            if key.id != "scalar":
+                self.problems.append(
+                    f"{self.path}:{line}: a list or a group cannot be the name of a setting; give it one"
+                )
+            elif value.id == "mapping" and id(value) in self.groups:
+                self.problems.append(
+                    f"{self.path}:{line}: {key.value} repeats a group that was read already; write it once"
+                )
+            elif value.id == "mapping" and self._flag(key.value) is None:
                 self.read_group(value)
             else:
                 self._read_setting(str(key.value), value)

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.core.config import ConfigError
+from megatron.training import yaml_settings
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
 
@@ -142,6 +143,10 @@ def test_names_of_megatrons_config_classes_are_known(read):
     ]
 
 
+# 30 such lines would be a thousand million groups, each of which says something twice.
+BILLION_LAUGHS = "a0: &a0 {seed: 1}\n" + "".join(f"a{n}: &a{n} {{x0: *a{n - 1}, x1: *a{n - 1}}}\n" for n in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
@@ -166,6 +171,14 @@ def test_names_of_megatrons_config_classes_are_known(read):
             "FILE:2: unknown setting hidden_siz; did you mean hidden-size?", "--seed is -5; it must be in [0, 2^32)",
         ]),
         ("!!python/object/apply:os.system ['true']", ["--yaml-cfg FILE must hold `key: value` lines"]),
+        ("a: &a {b: *a}", ["FILE:1: b repeats a group that was read already"]),
+        ("&a {b: {c: *a}}", ["FILE:1: c repeats a group"]),
+        ("data_path: &a [*a]", ["FILE:1: data_path takes a value or a list of values"]),
+        ("a: &a {seed: 1}\nb: *a", ["FILE:2: b repeats a group"]),
+        (BILLION_LAUGHS, [f"FILE:{line}: x{copy} repeats a group" for line in range(2, 10) for copy in (0, 1)]),
+        ("? [a]\n: 1\n? {b: 2}\n: {c: 3}", ["FILE:1: a list or a group cannot be", "FILE:3: a list or a group cannot be"]),
+        ("a: " + "[" * 1000 + "]" * 1000, ["--yaml-cfg FILE is nested too deeply"]),
+        ("{a: " * 5000 + "1" + "}" * 5000, ["--yaml-cfg FILE is nested too deeply"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: list[str]):
@@ -174,6 +187,12 @@ def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: 
     expected = [problem.replace("FILE", str(tmp_path / "run.yaml")) for problem in problems]
     assert len(error.value.problems) == len(expected)
     assert all(got.startswith(problem) for got, problem in zip(error.value.problems, expected)), error.value.problems
+
+
+def test_a_file_that_is_none_of_settings_is_refused_unread(monkeypatch):
+    monkeypatch.setattr(yaml_settings, "_LARGEST", 1 << 20)
+    with pytest.raises(ConfigError, match="--yaml-cfg /dev/zero is longer than 1 MB"):
+        parse_args(["--yaml-cfg", "/dev/zero"])
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

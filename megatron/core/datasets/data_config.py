@@ -185,6 +185,6 @@ def _read_split_lists(path: str) -> list[list[str] | None]:
         known = isinstance(lists, dict) and set(lists) <= set(SPLITS)
         if not known or not all(isinstance(words, list | None) for words in lists.values()):
             raise ValueError("it is not an object with lists under train, valid and test")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, the lists of data, cannot be read ({error}); give a JSON file") from None
     return [[str(word) for word in lists[split]] if lists.get(split) else None for split in SPLITS]

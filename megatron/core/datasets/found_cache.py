@@ -102,7 +102,7 @@ def _descriptions(folder: Path, kind: str) -> dict[str, list[tuple[Path, dict[st
         try:
             text = path.read_bytes()
             described = json.loads(text)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         stem = path.name.removesuffix("-description.txt")
         if stem.split("-")[0] == hashlib.md5(text, usedforsecurity=False).hexdigest() and isinstance(described, dict):
