@@ -122,7 +122,7 @@ def test_what_cannot_be_trained_on_is_refused_by_name(prefix, tmp_path):
     small = types.SimpleNamespace(**vars(TOKENIZER) | {"vocab_size": 50})
     train, *_ = build(prefix, tmp_path, tokenizer=small)
     with pytest.raises(
-        ValueError, match=r"text.bin holds token \d+ in sentences .*vocabulary has 50.*another tokenizer"
+        ConfigError, match=r"text.bin holds token \d+ \(sequence \d+, offset \d+\), .*has 50 \(BertWordPieceLowerCase\)"
     ):
         [train[i] for i in range(len(train))]
     short = DataConfig(mock_data=True, seq_length=4, eod_mask_loss=True)

@@ -438,7 +438,8 @@ def test_impossible_batches_are_refused(arguments):
 
 
 @pytest.mark.parametrize(
-    "token, message", [(-1, "and no id is negative"), (-7, "and no id is negative"), (100, "vocabulary has 100")]
+    "token, message",
+    [(-1, "and no id is negative"), (-7, "and no id is negative"), (100, "has 100 (Forks forks.json)")],
 )
 def test_an_id_that_no_vocabulary_has_is_refused_by_its_place(token: int, message: str, tmp_path):
     """-1 too, which stands for padding within a sample."""
@@ -447,7 +448,8 @@ def test_an_id_that_no_vocabulary_has_is_refused_by_its_place(token: int, messag
             writer.add_document(list(range(40)))
         writer.add_document([1] * 25 + [token] + [1] * 14)
     config = DataConfig(data_path=[str(tmp_path / "text")], seq_length=S, split="1", data_cache_path=str(tmp_path))
-    train, _, _ = build_gpt_datasets(config, TOKENIZER, [None, 0, 0], 1)
+    tokenizer = types.SimpleNamespace(**vars(TOKENIZER), name="Forks", path="forks.json")
+    train, _, _ = build_gpt_datasets(config, tokenizer, [None, 0, 0], 1)
     refused = []
     for i in range(len(train)):
         try:

@@ -4,6 +4,7 @@ The loss is a fixed weighted sum of the whole output, so that every element of e
 another order of summation, 1e-12 of values near one.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core import comm
+from megatron.core.config import ConfigError
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -289,17 +291,26 @@ def test_vocab_parallel_embedding_equals_embedding(t: int, delayed: bool, sp: bo
     close(torch.cat([rank[1] for rank in ranks]), padded(weight.grad, rows))
 
 
-@pytest.mark.parametrize("t", [2, 4])
-def test_padding_rows_are_never_looked_up(t: int):
-    table, ids = number(6, 5, IN), torch.arange(8).view(8, 1)  # the last three are no words
+@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("wrong", [5, 7, 8, 65541, -1])
+def test_ids_outside_the_vocabulary_are_refused(t: int, wrong: int):
+    """5 to 7 name rows of padding. As labels too, where a negative one is no word that anything is asked about."""
+    ids = torch.tensor([[0, 4], [wrong, 1]])
 
     def work(mesh):
         layer = VocabParallelEmbedding(5, IN, tp=double(mesh), init=Normal(1.0), padded_size=8)
-        fill(layer.weight, part(padded(table, 8, float("nan")), mesh, 0))
-        return layer(ids).detach()
+        scores = part(torch.zeros((2, 2, 8), dtype=torch.float64), mesh, 2)
+        with pytest.raises(ConfigError, match=rf"id {wrong}, .* 5 words \(0 to 4\).*--tokenizer-type"):
+            layer(ids)
+        layer(ids.clamp(0, 4))
+        if wrong < 0:
+            return vocab_parallel_cross_entropy(scores, ids, mesh["tp"], 5)[0]
+        with pytest.raises(ConfigError, match=rf"id {wrong}, .* 5 words"):
+            vocab_parallel_cross_entropy(scores, ids, mesh["tp"], 5)
+        return vocab_parallel_cross_entropy(scores, ids.clamp(0, 4), mesh["tp"], 5)[0]
 
-    for out in run_ranks({"tp": t}, work):
-        close(out[:, 0], padded(table, 8))
+    for losses in run_ranks({"tp": t}, work):
+        close(losses, torch.full((2,), math.log(5), dtype=torch.float64))
 
 
 def test_a_table_is_tied_over_the_ends_of_the_pipeline_only_if_there_are_two():

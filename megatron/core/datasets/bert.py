@@ -9,6 +9,7 @@ import numpy as np
 from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.known_ids import name_of
 from megatron.core.datasets.masked import BertDataset, MaskedDataConfig, MaskingRules, SampleRequest, WordPieces
 from megatron.core.datasets.masked_files import MaskedKind, build_masked_datasets
 
@@ -96,7 +97,8 @@ def word_pieces(tokenizer: Any) -> WordPieces:
             f"{getattr(tokenizer, 'name', 'the tokenizer')} has no [CLS], [SEP], [MASK] or [PAD]; BERT reads data made with "
             "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase"
         )
-    return WordPieces(tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size)), *ids)
+    words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
+    return WordPieces(words, *ids, tokenizer=name_of(tokenizer))
 
 
 # -------------------------------------------------------------------- made-up samples

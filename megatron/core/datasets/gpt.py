@@ -7,17 +7,17 @@ the number of samples consumed.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.gpt_files import build_gpt_plans
 from megatron.core.datasets.index_map import Indices
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.known_ids import joined, name_of
 
 
 def _warn(message: str) -> None:
@@ -26,7 +26,7 @@ def _warn(message: str) -> None:
 
 @dataclass(frozen=True)
 class TokenRules:
-    """What a sample needs to know about the tokenizer. pad_id None: the tokenizer has no padding token."""
+    """What a sample needs to know about the tokenizer. pad_id None: it has no padding token; tokenizer: its name, for messages."""
 
     vocab_size: int
     eod_id: int
@@ -34,6 +34,7 @@ class TokenRules:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    tokenizer: str = "the tokenizer of this run"
 
 
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
@@ -113,28 +114,7 @@ class GPTDataset:
             length = stop + 1 - offset if position == last else None  # the last token is read again by sample k + 1
             parts.append(self.indexed.get(document, offset, length))
             places.append((document, offset))
-        tokens = np.concatenate(parts)
-        smallest = 0 if tokens.dtype.kind == "u" else tokens.min(initial=0)
-        if smallest < 0 or tokens.max(initial=0) >= self.rules.vocab_size:
-            self._refuse(parts, places)
-        return tokens
-
-    def _refuse(self, parts: list[np.ndarray], places: list[tuple[int, int]]) -> NoReturn:
-        """Name the first id that the vocabulary does not have, and where in the file it is."""
-        tokens = np.concatenate(parts)
-        first = int(np.argmax((tokens < 0) | (tokens >= self.rules.vocab_size)))
-        ends = np.cumsum([len(part) for part in parts])
-        k = int(np.searchsorted(ends, first, side="right"))  # the part it is in; empty ones are passed over
-        (document, offset), token = places[k], tokens[first]
-        offset += first - int(ends[k]) + len(parts[k])
-        reason = (
-            "and no id is negative: the file is damaged, or no tokenizer made it; preprocess again"
-            if token < 0
-            else f"but the tokenizer's vocabulary has {self.rules.vocab_size}: the data were made with another tokenizer; use that "
-            "one or preprocess again"
-        )
-        where = f"sequence {document}, offset {offset}"
-        raise ConfigError(f"{self.indexed.data_path} holds token {token} ({where}), {reason}")
+        return joined(parts, places, self.indexed, self.rules.vocab_size, self.rules.tokenizer)
 
 
 class MockGPTDataset:
@@ -203,6 +183,7 @@ def build_gpt_datasets(
         config.eod_mask_loss,
         config.reset_position_ids,
         config.reset_attention_mask,
+        name_of(tokenizer),
     )
     if config.mock_data:
         return _mock_datasets(config, rules, num_samples, seed)

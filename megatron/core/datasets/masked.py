@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron.core.config import ConfigError, knob
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.known_ids import joined
 
 _LONG_SENTENCE = 512  # a document of several sentences with one longer than this is left out
 _UINT32 = 1 << 32
@@ -254,7 +255,7 @@ def choose_spans(
 
 @dataclass(frozen=True)
 class WordPieces:
-    """What the masked data sets know of the tokenizer. words: the text of each token id."""
+    """What the masked data sets know of the tokenizer. words: the text of each token id; tokenizer: its name, for messages."""
 
     words: tuple[str, ...]
     cls: int
@@ -264,6 +265,7 @@ class WordPieces:
     bos: int = -1
     eos: int = -1
     sentinels: tuple[int, ...] = ()
+    tokenizer: str = "the tokenizer of this run"
 
     def whole_words(self, tokens: list[int], whole: bool) -> list[list[int]]:
         """The positions of each word's tokens, without those of CLS and SEP; whole False: each token is a word."""
@@ -303,14 +305,9 @@ class _MaskedDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         first, past, target = self.sample_map[i].tolist()
-        sentences = [self.indexed[k] for k in range(first, past)]
-        tokens = np.concatenate(sentences)
-        if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= len(self.pieces.words):
-            wrong = tokens[(tokens < 0) | (tokens >= len(self.pieces.words))][0]
-            raise ValueError(
-                f"{self.indexed.data_path} holds token {wrong} in sentences {first} to {past - 1}, but the tokenizer's vocabulary has "
-                f"{len(self.pieces.words)}: the data were made with another tokenizer; use that one or preprocess again"
-            )
+        sentences = self.indexed[first:past]
+        places = [(k, 0) for k in range(first, past)]
+        joined(sentences, places, self.indexed, len(self.pieces.words), self.pieces.tokenizer)
         random = np.random.RandomState((self.seed + i) % _UINT32)
         return [sentence.tolist() for sentence in sentences], target, random
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import Axis
+from megatron.core.tensor_parallel.word_ids import check_word_ids
 from megatron.core.utils import sequence_parallel_hint
 
 
@@ -123,4 +124,5 @@ def vocab_parallel_cross_entropy(
             + (sequence_parallel_hint(len(logits), len(target)) if logits.shape[1:-1] == target.shape[1:] else "")
         )
     vocab_size = vocab_size or logits.shape[-1] * axis.size
+    check_word_ids(target, vocab_size, "the labels", least=None)  # below 0: no word, such as -1 where nothing is asked
     return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss)

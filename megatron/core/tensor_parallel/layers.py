@@ -22,6 +22,7 @@ from megatron.core.placement import Constant, Normal, Placement, Rows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import column_linear, linear
 from megatron.core.tensor_parallel.lookup import lookup
+from megatron.core.tensor_parallel.word_ids import check_word_ids
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_word_ids(ids, self.num_embeddings, "the tokens")
         if self.axis.size == 1:
             return lookup(ids, self.weight)  # [s, b, h]
         elsewhere = (ids < self.first) | (ids >= self.last)
