@@ -35,11 +35,11 @@ from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder, line_texts, without_mark
 from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_summary, settings_text, write_piece
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
-from tools.preprocessing.sources import ENDINGS, Piece, input_files, read_pieces, total_size
+from tools.preprocessing.sources import ENDINGS, LONGEST_LINE_MB, Piece, input_files, read_pieces, total_size
 
 __all__ = ["input_files", "line_texts", "main", "preprocess", "without_mark"]
 
-_FORMAT = 1  # of the pieces; raise it whenever the same text and settings give other tokens
+_FORMAT = 2  # of the pieces; raise it whenever the same text and settings give other tokens
 _PIECES_AHEAD = 2  # pieces of text held for each worker: one at work, one waiting
 
 
@@ -76,11 +76,15 @@ class PreprocessConfig:
     chunk_size: int | None = knob(None, "accepted: work is divided by itself")
     log_interval: int = knob(10_000, "documents between two lines of progress, at least")
     on_error: Literal["fail", "skip"] = knob("fail", "what to do about a line that cannot be read")
+    max_line_mb: int = knob(
+        LONGEST_LINE_MB, "longest line that is read: a worker needs up to a hundred times as much memory for it"
+    )
 
     def __post_init__(self) -> None:
         needed = {"--input": self.input, "--output-prefix": self.output_prefix, "--json-keys": self.json_keys}
         problems = [f"{flag} is needed" for flag, value in needed.items() if not value]
         counts = {"--workers": self.workers, "--log-interval": self.log_interval, "--partitions": self.partitions}
+        counts["--max-line-mb"] = self.max_line_mb
         problems += [f"{flag} ({value}) must be at least 1" for flag, value in counts.items() if value < 1]
         if separated := [key for key in self.json_keys if "/" in key or "\0" in key]:
             problems.append(
@@ -266,7 +270,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
         names = stack.enter_context(tempfile.TemporaryFile("w+", dir=store.folder))  # of a million pieces, perhaps
         ahead = _PIECES_AHEAD * config.workers if config.workers > 1 else 1
         try:
-            for done in finish_pieces(read_pieces(files, config.keys), store, pool, ahead):
+            for done in finish_pieces(read_pieces(files, config.keys, config.max_line_mb << 20), store, pool, ahead):
                 if done.summary.bad and config.on_error == "fail":
                     raise ValueError(f"{done.summary.bad[0]}; {advice_on(done.summary.bad[0])}")
                 names.write(f"{os.path.basename(done.path)}\n")
@@ -324,6 +328,9 @@ def main(arguments: list[str] | None = None) -> int:
         progress = preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
     except (ValueError, OSError, ImportError) as error:
         return say_what_is_wrong("preprocess_data", error)
+    except MemoryError:
+        wanting = ValueError("there is not enough memory; use fewer --workers, or a smaller --max-line-mb")
+        return say_what_is_wrong("preprocess_data", wanting)
     except KeyboardInterrupt:
         return say_interrupted("preprocess_data", "the same command goes on from what is done")
     before = f", {progress.kept} of {progress.pieces} pieces from an earlier run" if progress.kept else ""

@@ -163,11 +163,30 @@ def test_pieces_hold_every_line_once(tmp_path, small_pieces, monkeypatch):
         assert [chunk.first for chunk in chunks] == [1 + n for n in [0, *ends][: len(chunks)]]
 
 
-def test_a_line_without_end_is_refused(tmp_path, small_pieces, monkeypatch, capsys):
-    monkeypatch.setattr(sources, "_LONGEST_LINE", 1 << 20)
-    (tmp_path / "a.jsonl").write_bytes(b"1\n" + b"x" * (3 << 20))
-    assert preprocess("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--on-error", "skip") == 1
-    assert "a.jsonl:2: a line of more than 1 MB" in capsys.readouterr().err
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_line_without_end_is_refused(tmp_path, small_pieces, capsys, kind):
+    """Such as a small packed file may hold: 3 MB of zeros are 3 KB of gzip."""
+    ending, pack = PACKED[kind]
+    source = tmp_path / f"a{ending}"
+    source.write_bytes(pack(b"1\n" + bytes(3 << 20)))
+    arguments = ["--input", source, "--output-prefix", tmp_path / "o", "--on-error", "skip", "--max-line-mb"]
+    assert preprocess(*arguments, 1) == 1
+    assert f"{source}:2: a line of more than 1 MB (--max-line-mb)" in capsys.readouterr().err
+    assert preprocess(*arguments, 0) == 2
+    assert "--max-line-mb (0) must be at least 1" in capsys.readouterr().err
+
+
+def test_want_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(numbered(3))
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(preprocess_data, "finish_piece", fails)
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "o") == 1
+    error = capsys.readouterr().err
+    assert "--workers" in error and "--max-line-mb" in error and error.count("\n") == 1
 
 
 def test_after_a_bad_line_only_its_piece_is_done_again(tmp_path, small_pieces, capsys):

@@ -1,4 +1,4 @@
-"""JSON lines to tokens: what each line says, and which lines are bad."""
+"""JSON lines to tokens: what each line says, and which lines are bad. A tokenizer is not trusted to be right, or to come to an end."""
 
 import codecs
 import functools
@@ -10,10 +10,17 @@ import numpy as np
 
 from megatron.core.datasets.indexed import token_dtype
 from megatron.core.tokenizers import Tokenizer, tokenize_packed
+from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk
 
 _PACKED = np.dtype(np.int32)  # of `tokenize_packed`
 SHOWN = 20  # bad lines that are reported one by one
+_PATIENCE = 60  # seconds that a tokenizer may take for any text, and
+_SLOWEST = 10_000  # characters a second beyond them; a busy core does a hundred times as many
+
+
+class TokenizerError(ValueError):
+    """The fault of the tokenizer and of no line: passing over lines would hide it."""
 
 
 @dataclass
@@ -50,6 +57,12 @@ class Encoder:
     append_eod: bool
     split: Callable[[str], list[str]] | None = None
 
+    def __post_init__(self) -> None:
+        if self.append_eod and not 0 <= self.tokenizer.eod < self.tokenizer.vocab_size:
+            raise ValueError(
+                f"{self._file}: the end-of-document id {self.tokenizer.eod} {self._outside}; leave out --append-eod"
+            )
+
     def encode(self, chunks: list[Chunk]) -> Encoded:
         """The documents of neighbouring chunks. Blank lines are passed over; a line bad under one key counts under none."""
         result = Encoded(size=sum(len(chunk.text) for chunk in chunks))
@@ -79,6 +92,8 @@ class Encoder:
             for number, texts in rows:
                 try:
                     documents += self._tokenize([texts])
+                except TokenizerError as error:
+                    raise TokenizerError(f"{chunk.path}:{number}: {error}") from None
                 except ValueError as error:
                     result.note_bad(chunk.path, number, error)
             return documents
@@ -87,9 +102,40 @@ class Encoder:
         return texts if self.split is None else [part for text in texts for part in self.split(text)]
 
     def _tokenize(self, rows: list[list[list[str]]]) -> list[list[list[bytes]]]:
-        """All texts in one call: [line][key][text] to [line][key][sequence]."""
-        packed = iter(tokenize_packed(self.tokenizer, [text for row in rows for texts in row for text in texts]))
+        """All texts in one call: [line][key][text] to [line][key][sequence]. Raises ValueError for a text that gives no ids."""
+        texts = [text for row in rows for texts in row for text in texts]
+        seconds = _PATIENCE + sum(map(len, texts)) / _SLOWEST
+        try:
+            of_texts = in_time(lambda: tokenize_packed(self.tokenizer, texts), seconds)
+        except TimeoutError:
+            raise TokenizerError(
+                f"{self._file}: the tokenizer is not done with this text after {seconds:.0f} s; does a regular expression run "
+                "away? Mend it there, or take the text out"
+            ) from None
+        except OverflowError:
+            raise TokenizerError(f"{self._file}: the tokenizer gives an id beyond 2^31; mend it there") from None
+        self._check_ids(of_texts)
+        packed = iter(of_texts)
         return [[self._document([next(packed) for _ in texts]) for texts in row] for row in rows]
+
+    def _check_ids(self, of_texts: list[bytes]) -> None:
+        """Raise TokenizerError for an id that the vocabulary lacks, such as one that a template inserts: stored in the dtype of the
+        vocabulary, it would be another."""
+        ids = np.frombuffer(b"".join(of_texts), _PACKED)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
+            wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)][0]
+            raise TokenizerError(
+                f"{self._file}: the tokenizer gives the id {wrong}, which {self._outside}; mend it there"
+            )
+
+    @property
+    def _file(self) -> str:
+        """The tokenizer's file, or its name where it has none."""
+        return getattr(self.tokenizer, "path", None) or getattr(self.tokenizer, "name", type(self.tokenizer).__name__)
+
+    @property
+    def _outside(self) -> str:
+        return f"is outside its vocabulary of {self.tokenizer.vocab_size} ids (0 to {self.tokenizer.vocab_size - 1})"
 
     def _document(self, sequences: list[bytes]) -> list[bytes]:
         """The sequences of a document: those without tokens dropped, the last one ending in eod."""

@@ -23,11 +23,12 @@ from typing import Any, BinaryIO, NamedTuple
 STDIN = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 
+LONGEST_LINE_MB = 64  # unless the user says otherwise
+
 _CHUNK_BYTES = 256 << 10
 _PIECES_A_SIZE = 8  # so many pieces of 256 KB, then as many of 512 KB, ...
 _LARGEST_PIECE = 1 << 20  # reached after 6 MB; larger ones take more memory and no less time
 _ZSTD_BYTES = 256  # taken in at a time: 4 bytes of zstd can stand for 128 KB, so 8 MB at most come of it
-_LONGEST_LINE = 1 << 30
 _PARQUET_ROWS = 256
 
 
@@ -88,15 +89,16 @@ def total_size(files: list[str]) -> int | None:
     return None if any(map(_is_stream, files)) else sum(map(os.path.getsize, files))
 
 
-def read_pieces(files: list[str], keys: list[str]) -> Iterator[Piece]:
-    """All text of all files, in order. keys: the columns to read of a Parquet file.
+def read_pieces(files: list[str], keys: list[str], longest_line: int = LONGEST_LINE_MB << 20) -> Iterator[Piece]:
+    """All text of all files, in order. keys: the columns to read of a Parquet file; longest_line: in bytes, which bounds the memory
+    whatever a packed file unpacks to.
 
-    Raises ValueError for a damaged or unreadable file, ImportError where its kind needs a package that is not there.
+    Raises ValueError for a longer line and for a damaged or unreadable file, ImportError where its kind needs a package that is not there.
     """
     number, chunks, size, before = 0, [], 0, 0
     for path in files:
         with _open_source(path, keys) as source:
-            for chunk in _chunks(path, source.blocks):
+            for chunk in _chunks(path, source.blocks, longest_line):
                 chunks.append(chunk)
                 size += len(chunk.text)
                 if size >= piece_bytes(number):
@@ -113,7 +115,7 @@ def piece_bytes(number: int) -> int:
     return min(_LARGEST_PIECE, _CHUNK_BYTES << min(number // _PIECES_A_SIZE, 20))
 
 
-def _chunks(path: str, blocks: Iterator[bytes]) -> Iterator[Chunk]:
+def _chunks(path: str, blocks: Iterator[bytes], longest_line: int) -> Iterator[Chunk]:
     """The lines of a file; a chunk ends at the first line end past 256 KB."""
     first, buffer, searched = 1, bytearray(), _CHUNK_BYTES - 1
     for block in blocks:
@@ -124,9 +126,12 @@ def _chunks(path: str, blocks: Iterator[bytes]) -> Iterator[Chunk]:
             yield Chunk(path, first, text)
             first, searched = first + text.count(b"\n"), _CHUNK_BYTES - 1
         searched = max(searched, len(buffer))
-        if searched > _LONGEST_LINE:
+        if searched > longest_line:
             line = first + buffer.count(b"\n")
-            raise ValueError(f"{path}:{line}: a line of more than {_LONGEST_LINE >> 20} MB; is it JSON lines?")
+            raise ValueError(
+                f"{path}:{line}: a line of more than {longest_line >> 20} MB (--max-line-mb); is it JSON lines? For a document as long "
+                "as that raise the limit, if there is memory for a hundred times as much"
+            )
     if buffer:
         yield Chunk(path, first, bytes(buffer))
 

@@ -6,9 +6,11 @@ TikToken files: "[SEP]" or "<|endoftext|>" in a document is read as the characte
 
 import base64
 import binascii
+import contextlib
 import functools
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -29,7 +31,7 @@ TIK_PATTERNS = {
 
 
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library. path: the file that it was read from.
 
     special: token -> id of those that the library is not told of, so that no text gives them. words: the pattern of
     words that no token crosses, None if there is none such; never: strings of text of which that is not so.
@@ -38,6 +40,7 @@ class LibraryTokenizer:
     def __init__(
         self,
         name: str,
+        path: str,
         tokenizer: Any,
         eod: int,
         pad: int | None,
@@ -45,7 +48,7 @@ class LibraryTokenizer:
         words: str | None = None,
         never: list[str] = (),
     ):
-        self.name = name
+        self.name, self.path = name, path
         self.eod = eod
         self.pad = pad
         self._special = special or {}
@@ -65,19 +68,33 @@ class LibraryTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of `text`; with those that the tokenizer's own template adds, such as a first `<s>`."""
-        return self._tokenizer.encode(text).ids
+        with self._naming_panics():
+            return self._tokenizer.encode(text).ids
 
     def tokenize_packed(self, texts: list[str]) -> list[bytes]:
         """`tokenize` of each text, faster: no positions within the text are noted, and words may be remembered."""
-        if self._memory is not None:
-            return list(map(self._memory.encode, texts))
-        return [packed(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(texts)]
+        with self._naming_panics():
+            if self._memory is not None:
+                return list(map(self._memory.encode, texts))
+            return [packed(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def detokenize(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens included."""
         if not self._special:
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return self._tokenizer.decoder.decode([self.inv_vocab[int(i)] for i in ids])
+
+    @contextlib.contextmanager
+    def _naming_panics(self) -> Iterator[None]:
+        """Where the library breaks off, a ValueError. Its own error, of a class that nobody can import, is no Exception even."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(
+                f"{self.path}: the tokenizer breaks off at this text ({error}), as where a regular expression runs away"
+            ) from None
 
 
 class WordPieceTokenizer(LibraryTokenizer):
@@ -92,7 +109,7 @@ class WordPieceTokenizer(LibraryTokenizer):
         added = [token for token in ("[BOS]", "[EOS]", *sentinels) if token not in vocab]
         special = {token: max(vocab.values()) + 1 + i for i, token in enumerate(added)}
         ids = vocab | special
-        super().__init__(name, tokenizer, ids["[EOS]"], ids["[PAD]"], special)
+        super().__init__(name, path, tokenizer, ids["[EOS]"], ids["[PAD]"], special)
         self.cls, self.sep, self.mask = ids["[CLS]"], ids["[SEP]"], ids["[MASK]"]
         self.bos, self.eos = ids["[BOS]"], ids["[EOS]"]
         self.additional_special_tokens_ids = [ids[token] for token in sentinels]
@@ -150,7 +167,7 @@ def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     eod = tokenizer.token_to_id(EOD_NAMES[0])
     if eod is None:
         raise ValueError(f"{config.vocab_file} has no {EOD_NAMES[0]}, which ends documents; is it GPT-2's vocab.json?")
-    return LibraryTokenizer("GPT2BPETokenizer", tokenizer, eod, None, words=GPT2_PATTERN)
+    return LibraryTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, None, words=GPT2_PATTERN)
 
 
 def huggingface_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
@@ -180,7 +197,7 @@ def huggingface_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     pad = _special_id(tokenizer, settings, "pad_token", special, PAD_NAMES)
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     words = GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None
-    return LibraryTokenizer("HuggingFaceTokenizer", tokenizer, eod, pad, words=words, never=added)
+    return LibraryTokenizer("HuggingFaceTokenizer", path, tokenizer, eod, pad, words=words, never=added)
 
 
 def _is_plain_byte_level(tokenizer: Any) -> bool:
@@ -200,7 +217,7 @@ def _settings_beside(path: str) -> dict[str, Any]:
     try:
         with open(beside, encoding="utf-8") as file:
             settings = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{beside} is not valid JSON: {error}") from None
     return settings if isinstance(settings, dict) else {}
 
@@ -245,7 +262,8 @@ def tik_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
     special = {name: i for i, name in enumerate(names)}
     words = TIK_PATTERNS[config.tiktoken_pattern]
-    return LibraryTokenizer("TikTokenizer", tokenizer, special["</s>"], special.get("<pad>"), special, words)
+    pad = special.get("<pad>")
+    return LibraryTokenizer("TikTokenizer", config.tokenizer_model, tokenizer, special["</s>"], pad, special, words)
 
 
 def _ranked_tokens(path: str, largest: int) -> list[bytes]:
@@ -255,7 +273,7 @@ def _ranked_tokens(path: str, largest: int) -> list[bytes]:
             entries = json.load(file)
         ranks = [entry["rank"] for entry in entries]
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
-    except (ValueError, TypeError, KeyError, binascii.Error) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise ValueError(f"{path} is no list of rank and token_bytes, as TikTokenizer needs it: {error!r}") from None
     if ranks != list(range(len(ranks))) or tokens[:256] != [bytes([i]) for i in range(256)]:
         raise ValueError(f"{path}: ranks must be 0, 1, 2, ..., and the first 256 tokens the 256 bytes")

@@ -15,8 +15,8 @@ from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 class PieceTokenizer:
     """A sentencepiece model. first: ids that begin every text."""
 
-    def __init__(self, name: str, model: Any, first: tuple[int, ...] = ()):
-        self.name = name
+    def __init__(self, name: str, path: str, model: Any, first: tuple[int, ...] = ()):
+        self.name, self.path = name, path
         self.vocab_size = model.get_piece_size()
         self.bos, self.eos = model.bos_id(), model.eos_id()
         self.eod = self.eos
@@ -47,8 +47,8 @@ class PieceTokenizer:
 class SpecialPieceTokenizer(PieceTokenizer):
     """A sentencepiece model with <CLS>, <SEP>, <EOD>, <MASK>, padding, begin, end and <extra_id_...> added to it."""
 
-    def __init__(self, name: str, model: Any, extra_ids: int):
-        super().__init__(name, model)
+    def __init__(self, name: str, path: str, model: Any, extra_ids: int):
+        super().__init__(name, path, model)
         self.special: dict[str, int] = {}
         self.cls, self.sep, self.eod, self.mask = map(self._add, ("<CLS>", "<SEP>", "<EOD>", "<MASK>"))
         own = ((model.pad_id(), "<PAD>"), (model.bos_id(), "<BOS>"), (model.eos_id(), "<EOS>"))
@@ -102,18 +102,19 @@ def _load(config: TokenizerConfig) -> Any:
 
 
 def sentence_piece_tokenizer(config: TokenizerConfig) -> SpecialPieceTokenizer:
-    return SpecialPieceTokenizer("SentencePieceTokenizer", _load(config), config.vocab_extra_ids)
+    model = _load(config)
+    return SpecialPieceTokenizer("SentencePieceTokenizer", config.tokenizer_model, model, config.vocab_extra_ids)
 
 
 def gpt_sentence_piece_tokenizer(config: TokenizerConfig) -> PieceTokenizer:
-    return _with_end(PieceTokenizer("GPTSentencePieceTokenizer", _load(config)), config)
+    return _with_end(PieceTokenizer("GPTSentencePieceTokenizer", config.tokenizer_model, _load(config)), config)
 
 
 def llama2_tokenizer(config: TokenizerConfig) -> PieceTokenizer:
     model = _load(config)
     if model.bos_id() < 0:
         raise ValueError(f"{config.tokenizer_model} has no begin-of-text piece; use GPTSentencePieceTokenizer")
-    return _with_end(PieceTokenizer("Llama2Tokenizer", model, (model.bos_id(),)), config)
+    return _with_end(PieceTokenizer("Llama2Tokenizer", config.tokenizer_model, model, (model.bos_id(),)), config)
 
 
 def _with_end(tokenizer: PieceTokenizer, config: TokenizerConfig) -> PieceTokenizer:

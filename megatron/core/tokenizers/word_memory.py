@@ -93,9 +93,9 @@ class _Ids(dict):
         self._tokenizer = tokenizer
 
     def __missing__(self, word: str) -> bytes:
-        ids = packed(self._tokenizer.encode(word).ids)
-        if len(word) <= _LONGEST_REMEMBERED:
-            self[word] = ids
+        if len(word) > _LONGEST_REMEMBERED:  # perhaps of a whole file, which takes long: other threads go on meanwhile
+            return packed(self._tokenizer.encode_batch_fast([word])[0].ids)
+        self[word] = ids = packed(self._tokenizer.encode(word).ids)
         return ids
 
 
