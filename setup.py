@@ -9,6 +9,7 @@ REQUIRED = [
     "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/comm.py
     "numpy",  # memory-mapped token files and the order of samples
     "tokenizers",  # byte-level BPE: to learn a vocabulary, and to turn text into tokens and back
+    "sentencepiece",  # SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer: the tokenizers of many published models
     "matplotlib",  # the curves of tools/plot_run.py
     "PyYAML",  # settings from a file, --yaml-cfg; imported only then
 ]
@@ -20,7 +21,6 @@ EXTRAS = {
         "hypothesis",  # inputs that nobody thought of, for the tests of properties
     ],
     "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
-    "sentencepiece": ["sentencepiece"],  # SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer
     "zstd": ["zstandard"],  # tools/preprocess_data.py --input corpus.jsonl.zst
     "parquet": ["pyarrow"],  # tools/preprocess_data.py --input corpus.parquet
     "nltk": ["nltk"],  # tools/preprocess_data.py --sentence-splitter nltk, for languages other than English
