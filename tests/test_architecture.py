@@ -20,7 +20,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 ROWS = [
     {"config", "device", "grid", "boxes", "enums", "lazy", "batch_size", "launch", "parallel_config"},
     {"comm", "mesh", "current_mesh", "error_file", "lines", "job", "model_parallel", "parallel_state"}
-    | {"placement", "random", "deferred", "main_grad", "offload", "utils"},
+    | {"placement", "random", "deferred", "main_grad", "offload", "products", "utils"},
     {"tensor_parallel", "pipeline_parallel", "distributed", "datasets", "tokenizers"},
     {"transformer", "optimizer", "checkpoint"},
     {"models"},

@@ -277,7 +277,7 @@ def runtime_for(mesh: Mesh, config: TransformerConfig, folder: Path, global_batc
     settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
     return SimpleNamespace(
         mesh=mesh, config=replace(settings, transformer=config), device=Device("cpu"),
-        tokenizer=SimpleNamespace(vocab_size=VOCAB), global_batch_size=global_batch,
+        tokenizer=SimpleNamespace(vocab_size=VOCAB), global_batch_size=global_batch, products=mesh.products,
     )  # fmt: skip
 
 

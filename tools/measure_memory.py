@@ -33,6 +33,7 @@ from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.tier import FileTensor
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_config import grid_for
+from megatron.core.products import NATIVE, WAYS, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
@@ -258,7 +259,11 @@ def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt"
     mesh = mesh_of(config, world_size, rank)
     tokenizer = build_tokenizer(config.tokenizer)
     tier = make_tier(config.offload, rank, torch.device("cpu"))
-    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, DropoutKeys(1), WeightGradStore(), tier=tier)
+    way = config.transformer.cpu_half_products  # what is measured depends on the flags, not on this CPU
+    products = Products.all(way) if way in WAYS else NATIVE
+    runtime = Runtime(
+        config, args, mesh, Device("cpu"), tokenizer, DropoutKeys(1), WeightGradStore(), tier=tier, products=products
+    )
     use_mesh(mesh)
     set_runtime(runtime, this_thread_only=True)
     try:
@@ -281,9 +286,12 @@ def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt"
             tier.close()
         use_mesh(None)
         set_runtime(None, this_thread_only=True)
-    threads = torch.get_num_threads()
-    run = RunSizes.of(config, tokenizer.vocab_size, world_size, accelerator=False, threads=threads, model=model)
-    run = of_rank(run, mesh)
+    run = of_rank(
+        RunSizes.of(
+            config, tokenizer.vocab_size, world_size,
+            accelerator=False, threads=torch.get_num_threads(), model=model, widened=products.widened,
+        ), mesh,
+    )  # fmt: skip
     kinds, total = {kind: tracker.peak[kind] for kind in KINDS}, tracker.peak["total"]
     return Measured(run, mesh["pp"].rank, kinds, total, max(ever, total), in_file)
 

@@ -97,9 +97,10 @@ class Device:
 
         Of an accelerator, whose large pinned memory is then as large as it has to be. Of a CPU:
         empty_level: as `DeviceConfig.empty_unused_memory_level`, which a C library can only be told once.
-        With `bf16` float32 matrix products are rounded to bfloat16 factors from here on. Weight gradients are the only such
-        products in a --bf16 run, and their float32 factors are widened bfloat16: every product is exact, summed in float32,
-        and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`).
+        With `bf16` float32 matrix products are rounded to bfloat16 factors from here on, where the CPU has instructions for that. The
+        float32 factors in a --bf16 run are widened bfloat16, those of weight gradients and of `products.py`: every product is exact,
+        summed in float32, and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`). Only attention that is taken
+        in float32 has others, its probabilities, which are rounded then as they are without.
         """
         if self.name != "cpu":
             round_no_large_pinned_memory()

@@ -26,6 +26,7 @@ import torch
 from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis, Grid
+from megatron.core.products import NATIVE
 
 
 class Mesh(Mapping[str, Axis]):
@@ -41,6 +42,7 @@ class Mesh(Mapping[str, Axis]):
             "cpu"  # where this rank computes, and how: for Megatron's functions, which are not told
         )
         self.sequence_parallel = False
+        self.products = NATIVE
         self.kept: dict[str, Any] = {}  # what Megatron's global accessors hand out again, by their names
 
     def __getitem__(self, name: str) -> Axis:

@@ -9,6 +9,7 @@
 There is no state of random generators to save: draws follow from the seed and from the position in the run.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
+from megatron.core import comm, products
 from megatron.core.boxes import pieces_of_run, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.placement import owned_pieces, pieces
@@ -32,6 +34,7 @@ from megatron.training.checkpoint_checks import (
     check_same_positions,
     note_changes,
 )
+from megatron.training.config import CheckpointConfig
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.start import where_to_start
 from megatron.training.state import TrainState
@@ -122,11 +125,30 @@ def save(
             "grad_scaler": {} if optimizer.scaler is None else optimizer.scaler.state(),
             "vocab_size": runtime.tokenizer.vocab_size,
             "config": runtime.config.as_json(),
+            **_products_of(runtime),
         },
         world,
         device,
     )
     print_rank_0(f"saved checkpoint at iteration {state.iteration} to {root}")
+
+
+def _products_of(runtime: Runtime) -> dict[str, Any]:
+    dtype = runtime.config.transformer.params_dtype
+    has_two = products.has_two_ways(dtype, runtime.device.torch_device)
+    return {"products": products.as_json(runtime.products, dtype)} if has_two else {}
+
+
+def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:
+    """How the run that this one goes on from multiplied; None where there is none, or it cannot be read, which `load` then says. Every
+    rank must call."""
+    found = None
+    if world.is_first:
+        with contextlib.suppress(ValueError, OSError):
+            start = where_to_start(config)
+            if start is not None and not start.weights_only:
+                found = open_checkpoint(Path(start.root)).state.get("products")
+    return json.loads(comm.broadcast_text(json.dumps(found), world, device))
 
 
 def load(

@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from megatron.core import comm, parallel_state
+from megatron.core import comm, parallel_state, products
 from megatron.core.config import ConfigError
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.error_file import write_error_file
+from megatron.core.grid import Axis
 from megatron.core.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.offload.folder import folder_problems, remove_left_behind
@@ -28,6 +29,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
+from megatron.training.checkpointing import saved_products
 from megatron.training.config import Config
 from megatron.training.model_rules import NO_RULES, ModelRules
 from megatron.training.offload import notes_of
@@ -105,12 +107,25 @@ def initialize_megatron(
     with comm.together(mesh["world"], device.torch_device):
         tier = make_tier(config.offload, mesh["world"].rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, mesh["world"].size))
-    runtime = Runtime(config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier)
+    mesh.products = settle_products(config, mesh["world"], device, settings.notes)
+    runtime = Runtime(
+        config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier, products=mesh.products
+    )
     if tier is not None:
         runtime.held.callback(tier.close)
     set_runtime(runtime)
     announce(runtime, settings.notes)
     return runtime
+
+
+def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> products.Products:
+    """How matrices are multiplied, which goes on as in the checkpoint. Every rank must call; `notes` gets a line about it."""
+    dtype, asked, kept = config.transformer.params_dtype, config.transformer.cpu_half_products, None
+    if asked == "auto" and products.has_two_ways(dtype, device.torch_device):
+        kept = saved_products(config.checkpoint, world, device.torch_device)
+    found, note = products.settle(dtype, device.torch_device, world, asked=asked, kept=kept)
+    notes += [note] if note else []
+    return found
 
 
 def read_settings(

@@ -12,6 +12,7 @@ from megatron.core.device import Device
 from megatron.core.mesh import Mesh
 from megatron.core.offload.tier import Tier
 from megatron.core.optimizer.lr_schedule import RunLength
+from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tokenizers.tokenizers import Tokenizer
@@ -34,6 +35,7 @@ class Runtime:
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
     tier: Tier | None = None  # where offloaded state lives
+    products: Products = NATIVE  # how a CPU multiplies in half precision
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what is given back at the end of the run
 
     @property
@@ -77,6 +79,7 @@ class Runtime:
             self.device.torch_device,
             self.weight_grads,
             kv=self.mesh["kv"],
+            products=self.products,
         )
 
     def model_parts(

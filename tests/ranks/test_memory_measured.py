@@ -43,6 +43,12 @@ def test_a_rank_takes_what_is_predicted():
 
 
 @pytest.mark.full
+def test_a_rank_that_multiplies_in_float32_takes_what_is_predicted():
+    check(Case("--num-layers 2 --attention-dropout 0 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+               "--micro-batch-size 1 --vocab-size 30 --bf16 --cpu-half-products widened", 1, 0))  # fmt: skip
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.shown.replace("--", "") or "plain")
 def test_measured_memory_is_the_predicted(case: Case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where those with an --offload-dir have it

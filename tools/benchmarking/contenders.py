@@ -77,10 +77,11 @@ class Ours:
             "hidden-dropout": 0.0, "attention-dropout": 0.0, "train-iters": 1_000_000, "eval-iters": 0, "lr": LR,
             "weight-decay": WEIGHT_DECAY, "clip-grad": CLIP, "lr-decay-style": "constant",
             "tokenizer-type": "NullTokenizer", "vocab-size": work.vocab_size - 1, "device": device_name,
+            "cpu-half-products": work.cpu_half_products,
         }  # fmt: skip
         argv = [text for name, value in settings.items() for text in (f"--{name}", str(value))] + ["--mock-data"]
         with contextlib.redirect_stdout(None):
-            runtime = initialize_megatron(argv=argv + ["--bf16"] * work.bf16)
+            runtime = initialize_megatron(argv=argv + ["--bf16"] * work.bf16 + ["--fp16"] * work.fp16)
             self.trainer = Trainer(
                 runtime,
                 lambda sizes: (range(sizes[0]), None, None),  # of a size, and never read

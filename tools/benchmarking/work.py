@@ -21,6 +21,8 @@ class Work:
     micro_batch_size: int = 4
     global_batch_size: int = 4
     bf16: bool = False
+    fp16: bool = False
+    cpu_half_products: str = "auto"
 
     @property
     def padded_vocab_size(self) -> int:
@@ -54,7 +56,7 @@ class Work:
 
     def problems(self) -> list[str]:
         """Why this cannot be run, in the words of the command line."""
-        sizes = [name for name, value in asdict(self).items() if not isinstance(value, bool) and value < 1]
+        sizes = [name for name, value in asdict(self).items() if type(value) is int and value < 1]
         if sizes:
             return [f"--{name.replace('_', '-')} must be at least 1" for name in sizes]
         problems = []

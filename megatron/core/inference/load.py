@@ -8,6 +8,7 @@ from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_config import grid_for
 from megatron.core.placement import pieces
+from megatron.core.products import Products, settle
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig, tensor_parallel_problems
@@ -31,7 +32,10 @@ def load_gpt(
     another rank's.
     """
     mesh = mesh or lone_mesh()
-    parts = {"vocab_size": vocab_size, "positions": positions}
+    # By this CPU's own times: the weights may come from another.
+    asked = config.cpu_half_products
+    products, _ = settle(config.params_dtype, device, mesh["world"], asked="measure" if asked == "auto" else asked)
+    parts = {"vocab_size": vocab_size, "positions": positions, "products": products}
     model = _stage(config, mesh, device, **parts)
     _check_same_parameters(checkpoint, _stage(config, lone_mesh(), "meta", **parts))
     wanted = {}
@@ -56,7 +60,13 @@ def layout_problems(config: TransformerConfig, tensor: int, pipeline: int) -> li
 
 
 def _stage(
-    config: TransformerConfig, mesh: Mesh, device: torch.device | str, *, vocab_size: int, positions: int
+    config: TransformerConfig,
+    mesh: Mesh,
+    device: torch.device | str,
+    *,
+    vocab_size: int,
+    positions: int,
+    products: Products,
 ) -> GPTModel:
     """Layers divided as evenly as they can be, whatever division the training had."""
     pp, n = mesh["pp"], config.num_layers
@@ -65,7 +75,7 @@ def _stage(
         vocab_size=vocab_size,
         positions=positions,
         layers=range(pp.rank * n // pp.size, (pp.rank + 1) * n // pp.size),
-        tp=TensorParallel(mesh["tp"], dtype=config.params_dtype, device=device, kv=mesh["kv"]),
+        tp=TensorParallel(mesh["tp"], dtype=config.params_dtype, device=device, kv=mesh["kv"], products=products),
         keys=DropoutKeys(seed=0),  # never asked: there is no dropout in evaluation mode
         ends=mesh["embd"],
         pre_process=pp.is_first,

@@ -21,12 +21,12 @@ class Dense(nn.Module):
 
     def __init__(self, width: int, out: int, std: float, tp: TensorParallel, *, partial: bool | None = None):
         super().__init__()
-        self.store = tp.weight_grads
+        self.store, self.products = tp.weight_grads, tp.products
         self.weight = tp.replicated((out, width), Normal(std), partial=partial)
         self.bias = tp.replicated((out,), Constant(0.0), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, store=self.store) + self.bias
+        return linear(x, self.weight, store=self.store, products=self.products) + self.bias
 
 
 class Pooler(nn.Module):

@@ -16,7 +16,8 @@ class LanguageModelHead(nn.Module):
 
     def __init__(self, config: TransformerConfig, vocab_size: int, *, tp: TensorParallel, shares_table: bool = False):
         super().__init__()
-        self.axis, self.sequence_parallel, self.store = tp.axis, tp.sequence_parallel, tp.weight_grads
+        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.store, self.products = tp.weight_grads, tp.products
         if shares_table:
             # Its gradient has two sources on this stage; put off, one would be added in another order than without.
             self.store = None
@@ -30,4 +31,7 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         weight = tied_weight if self.weight is None else self.weight
-        return column_linear(x, weight, self.axis, sequence_parallel=self.sequence_parallel, store=self.store)
+        return column_linear(
+            x, weight, self.axis,
+            sequence_parallel=self.sequence_parallel, store=self.store, products=self.products,
+        )  # fmt: skip

@@ -30,7 +30,7 @@ def tensor_parallel_of(config: Any = None) -> TensorParallel:
     mesh = get_mesh()
     divided = getattr(config, "sequence_parallel", mesh.sequence_parallel) and mesh["tp"].size > 1
     dtype = getattr(config, "params_dtype", torch.get_default_dtype())
-    return TensorParallel(mesh["tp"], divided, dtype, mesh.device, kv=mesh["kv"])
+    return TensorParallel(mesh["tp"], divided, dtype, mesh.device, kv=mesh["kv"], products=mesh.products)
 
 
 def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> Normal | Constant:

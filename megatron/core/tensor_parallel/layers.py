@@ -19,6 +19,7 @@ from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
 from megatron.core.placement import Constant, Normal, Placement, Rows
+from megatron.core.products import NATIVE, Products
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import column_linear, linear
 from megatron.core.tensor_parallel.lookup import lookup
@@ -35,6 +36,7 @@ class TensorParallel:
     device: torch.device | str = "cpu"
     weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
     kv: Axis | None = None  # the neighbours on `axis` that share one key/value head, if ranks outnumber heads
+    products: Products = NATIVE  # how a CPU multiplies in half precision
 
     @property
     def sequence_axis(self) -> Axis | None:
@@ -86,7 +88,8 @@ class ColumnParallelLinear(nn.Module):
         rows: tuple[Rows, ...] = (),
     ):
         super().__init__()
-        self.axis, self.sequence_parallel, self.store = tp.axis, tp.sequence_parallel, tp.weight_grads
+        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.store, self.products = tp.weight_grads, tp.products
         self.gather_output, self.skip_bias_add, self.blocks = gather_output, skip_bias_add, blocks
         if rows:
             local, division = sum(run.stop - run.start for run in rows), {"rows": rows}
@@ -99,7 +102,10 @@ class ColumnParallelLinear(nn.Module):
         self.bias = tp.parameter((local,), Placement((output_size,), Constant(0.0), **division)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = column_linear(x, self.weight, self.axis, sequence_parallel=self.sequence_parallel, store=self.store)
+        y = column_linear(
+            x, self.weight, self.axis,
+            sequence_parallel=self.sequence_parallel, store=self.store, products=self.products,
+        )  # fmt: skip
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
@@ -133,7 +139,8 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: bool = False,
     ):
         super().__init__()
-        self.axis, self.skip_bias_add, self.store = tp.axis, skip_bias_add, tp.weight_grads
+        self.axis, self.skip_bias_add = tp.axis, skip_bias_add
+        self.store, self.products = tp.weight_grads, tp.products
         self.leave = mappings.reduce_scatter_sequence if tp.sequence_parallel else mappings.reduce
         columns = divide("input size of a row-parallel layer", input_size, tp.axis)
         self.weight = tp.parameter(
@@ -142,7 +149,7 @@ class RowParallelLinear(nn.Module):
         self.bias = tp.replicated((output_size,), Constant(0.0)) if bias else None
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        z = self.leave(linear(y, self.weight, store=self.store), self.axis)
+        z = self.leave(linear(y, self.weight, store=self.store, products=self.products), self.axis)
         if self.skip_bias_add:
             return z, self.bias
         return z if self.bias is None else z + self.bias, None

@@ -19,24 +19,32 @@ from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta
+from megatron.core.products import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, way: Way = "native") -> Tensor | None:
     """Add grad^T x to `weight.main_grad` and return None; return the product where the weight has no buffer.
 
-    grad: [..., out], x: [..., in], weight: [out, in].
+    grad: [..., out], x: [..., in], weight: [out, in]. way: of a product that is summed in the precision of its factors.
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     main_grad, beta = main_grad_and_beta(weight)
     if main_grad is None:
-        return grad.t() @ x
-    _accumulate_for(grad.device, main_grad.dtype, grad.dtype)(main_grad, grad, x, beta)
+        return times(grad.t(), x, way)
+    _accumulate_for(grad.device, main_grad.dtype, grad.dtype, way)(main_grad, grad, x, beta)
     grad_was_added(weight)
     return None
 
 
 def _in_place(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     total.addmm_(grad.t(), x, beta=beta)
+
+
+def _rounded_once(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+    """Into a total in half precision, of factors in float32."""
+    wide = x.float()
+    for part, some in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
+        part.copy_(torch.addmm(part.float(), some.t().float(), wide, beta=beta))
 
 
 def _added_within(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
@@ -54,16 +62,18 @@ def _widened(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     Blocks of 512 tokens are also faster on the CPU, by a tenth (1024 or 2048 tokens, 768 to 16384 features).
     """
     x_blocks = x.to(total.dtype).split(_TOKENS_AT_ONCE)
-    for part, grad_part in zip(total.split(_FEATURES_AT_ONCE), grad.split(_FEATURES_AT_ONCE, dim=1)):
+    for part, grad_part in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
         for i, (grad_block, x_block) in enumerate(zip(grad_part.split(_TOKENS_AT_ONCE), x_blocks)):
             part.addmm_(grad_block.t().to(total.dtype), x_block, beta=beta if i == 0 else 1)
 
 
-_FEATURES_AT_ONCE, _TOKENS_AT_ONCE = 4096, 512
+_TOKENS_AT_ONCE = 512
 
 
 @cache
-def _accumulate_for(device: torch.device, total: torch.dtype, factor: torch.dtype) -> Callable[..., None]:
+def _accumulate_for(
+    device: torch.device, total: torch.dtype, factor: torch.dtype, way: Way = "native"
+) -> Callable[..., None]:
     """How this device adds a product of `factor` matrices to a `total` one without rounding the product first.
 
     Found by trying, once: torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch pull request 150812), and
@@ -81,7 +91,7 @@ def _accumulate_for(device: torch.device, total: torch.dtype, factor: torch.dtyp
     factors, 13 ms here. It is a setting of the whole process, so that a --bf16 run makes it at its start (`Device.prepare`).
     """
     if total == factor:
-        return _in_place
+        return _in_place if way == "native" else _rounded_once
     one = torch.ones((8, 8), dtype=factor, device=device)
     for accumulate in (_added_within, _mixed):
         added, written = one.to(total), torch.full_like(one, float("nan"), dtype=total)
@@ -100,16 +110,23 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, store: WeightGradStore | None
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        axis: Axis,
+        sequence_parallel: bool,
+        store: WeightGradStore | None,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # save_for_backward returns a new object of the weight; its buffer hangs on the one we were given.
         ctx.weight, ctx.axis, ctx.sequence_parallel, ctx.store = weight, axis, sequence_parallel, store
+        ctx.way = products.backward
         full = comm.all_gather(x, axis) if sequence_parallel else x
-        return full @ weight.t()
+        return times_transposed(full, weight, products.forward)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         defers = needs_weight and _defers(ctx)
@@ -119,39 +136,40 @@ class _ColumnLinear(torch.autograd.Function):
         grad_x = summing = grad_weight = None
         if needs_x:
             start = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
-            summing = start(grad @ weight, ctx.axis)
+            summing = start(times(grad, weight, ctx.way), ctx.axis)
         if defers:
-            holder, axis, gathers, factor = ctx.weight, ctx.axis, ctx.sequence_parallel, x.detach()
-            ctx.store.keep(lambda: _write(holder, grad, comm.all_gather(factor, axis) if gathers else factor))
+            holder, axis, gathers, factor, way = ctx.weight, ctx.axis, ctx.sequence_parallel, x.detach(), ctx.way
+            ctx.store.keep(lambda: _write(holder, grad, comm.all_gather(factor, axis) if gathers else factor, way))
             grad_was_put_off(holder)
         elif needs_weight:
-            grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x)
+            grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x, ctx.way)
         if summing:
             grad_x = summing.wait()
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 class _Linear(torch.autograd.Function):
     """x [.., in] -> [.., out] without communication: the product inside a row-parallel layer."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, store: WeightGradStore | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, store: WeightGradStore | None, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.store = weight, store
-        return x @ weight.t()
+        ctx.weight, ctx.store, ctx.way = weight, store, products.backward
+        return times_transposed(x, weight, products.forward)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x, grad_weight = grad @ weight if needs_x else None, None
+        grad_x, grad_weight = times(grad, weight, ctx.way) if needs_x else None, None
         if needs_weight and _defers(ctx):
-            holder, factor = ctx.weight, x.detach()  # without the graph behind it, which holds the stage's input
-            ctx.store.keep(lambda: _write(holder, grad, factor))
+            # without the graph behind it, which holds the stage's input
+            holder, factor, way = ctx.weight, x.detach(), ctx.way
+            ctx.store.keep(lambda: _write(holder, grad, factor, way))
             grad_was_put_off(holder)
         elif needs_weight:
-            grad_weight = weight_gradient(ctx.weight, grad, x)
-        return grad_x, grad_weight, None
+            grad_weight = weight_gradient(ctx.weight, grad, x, ctx.way)
+        return grad_x, grad_weight, None, None
 
 
 def _defers(ctx) -> bool:
@@ -159,9 +177,9 @@ def _defers(ctx) -> bool:
     return ctx.store is not None and ctx.store.is_collecting and hasattr(ctx.weight, "main_grad")
 
 
-def _write(weight: Tensor, grad: Tensor, x: Tensor) -> None:
+def _write(weight: Tensor, grad: Tensor, x: Tensor, way: Way) -> None:
     with torch.no_grad():
-        weight_gradient(weight, grad, x)
+        weight_gradient(weight, grad, x, way)
 
 
 def column_linear(
@@ -171,14 +189,15 @@ def column_linear(
     *,
     sequence_parallel: bool = False,
     store: WeightGradStore | None = None,
+    products: Products = NATIVE,
 ) -> Tensor:
     """x A_i for my columns. x: [s, b, in], or my part of the sequence [s/t, b, in]; weight [out/t, in] -> [s, b, out/t].
 
     `store`: where the weight gradient may be put off.
     """
-    return _ColumnLinear.apply(x, weight, axis, sequence_parallel and axis.size > 1, store)
+    return _ColumnLinear.apply(x, weight, axis, sequence_parallel and axis.size > 1, store, products)
 
 
-def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, products: Products = NATIVE) -> Tensor:
     """x [.., in] times weight [out, in] transposed -> [.., out]. `store`: where the weight gradient may be put off."""
-    return _Linear.apply(x, weight, store)
+    return _Linear.apply(x, weight, store, products)

@@ -56,6 +56,7 @@ class ParallelAttention(nn.Module):
         self.core_attention = CoreAttention(
             config.attention_backend,
             AttentionDropout(config.attention_dropout, keys, layer, first_head=tp.axis.rank * heads),
+            tp.products.attention,
         )
         self.keys, self.layer = keys, layer
         self.recomputes_core = config.recomputes("core_attn")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron.core.products import Way
 from megatron.core.random import AttentionDropout
 
 
@@ -95,19 +96,21 @@ _PLAIN = ("unfused", "local")  # --attention-backend; the other names ask for th
 class CoreAttention(nn.Module):
     """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d], causal when the mask is None.
 
-    mask: as the kernels take it, or `Documents`.
+    mask: as the kernels take it, or `Documents`. way: "widened" takes all of it in float32, and rounds what comes out.
     """
 
-    def __init__(self, backend: str, dropout: AttentionDropout):
+    def __init__(self, backend: str, dropout: AttentionDropout, way: Way = "native"):
         super().__init__()
-        self.backend, self.dropout = backend, dropout
+        self.backend, self.dropout, self.way = backend, dropout, way
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None = None) -> Tensor:
-        drops = self.training and self.dropout.probability > 0
+        drops, dtype = self.training and self.dropout.probability > 0, q.dtype
         name = "unfused" if drops or self.backend in _PLAIN else "fused"
+        if self.way == "widened":
+            q, k, v = q.float(), k.float(), v.float()
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
         if isinstance(mask, Documents) and name == "fused":
-            return attention_by_document(q, k, v, mask, self.dropout).permute(2, 0, 1, 3).flatten(2)
-        mask = mask.mask if isinstance(mask, Documents) else mask
-        kernel = _KERNELS[name]
-        return kernel(q, k, v, mask, self.dropout).permute(2, 0, 1, 3).flatten(2)  # [s, b, n * d]
+            out = attention_by_document(q, k, v, mask, self.dropout)
+        else:
+            out = _KERNELS[name](q, k, v, mask.mask if isinstance(mask, Documents) else mask, self.dropout)
+        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, n * d]

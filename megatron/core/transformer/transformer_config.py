@@ -93,6 +93,11 @@ class TransformerConfig:
     fp32_residual_connection: bool = knob(False, "keep the residual stream in float32, with --bf16 or --fp16")
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
     fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and loss scaling")
+    cpu_half_products: Literal["auto", "measure", "native", "widened"] = knob(
+        "auto", "how a CPU multiplies matrices in the precision of --bf16 or --fp16: native, by its own instructions; widened, in float32, "
+        "each result rounded once; measure: of each kind of product whichever it does faster; auto: what the run that it goes on from did, "
+        "else measured",
+    )  # fmt: skip
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ def sizes_of(runtime: Runtime, model: str) -> RunSizes:
         accelerator=runtime.device.module is not None,
         threads=torch.get_num_threads(),
         model=model,
+        widened=runtime.products.widened,
     )
 
 

@@ -54,6 +54,7 @@ class LayerSizes:
     residual_bytes: int = 4
     grad_bytes: int = 4  # of sums of gradients, masters and moments
     main_grad_bytes: int = 4  # of the gradients that a rank adds up itself
+    widened: tuple[str, ...] = ()  # of the kinds of `core/products.py`
     accelerator: bool = True  # whose kernels run: an accelerator's, or the CPU's
     cached_elements: int = 2**18  # of a loss' widened rows at once
 
@@ -111,7 +112,14 @@ class LayerSizes:
 
     @classmethod
     def of(
-        cls, config: Any, vocab_size: int, *, accelerator: bool, threads: int = 1, model: str = "gpt"
+        cls,
+        config: Any,
+        vocab_size: int,
+        *,
+        accelerator: bool,
+        threads: int = 1,
+        model: str = "gpt",
+        widened: tuple[str, ...] = (),
     ) -> "LayerSizes":
         """The sizes of a `Config`, of whose words `vocab_size` are real. threads: those of a rank on a CPU."""
         kind, model, parallel = model, config.transformer, config.parallel
@@ -160,6 +168,7 @@ class LayerSizes:
             main_grad_bytes=2
             if config.data_parallel.main_grads_dtype == "bf16"
             else max(4, model.params_dtype.itemsize),
+            widened=widened,
             accelerator=accelerator,
             cached_elements=2**25 if accelerator else 2**18 * threads,
         )
@@ -219,14 +228,12 @@ class RunSizes:
         return range(rank, len(self.layers), self.p)
 
     @classmethod
-    def of(
-        cls, config: Any, vocab_size: int, world_size: int, *, accelerator: bool, threads: int = 1, model: str = "gpt"
-    ) -> "RunSizes":
-        """The sizes of a checked `Config` on so many ranks."""
+    def of(cls, config: Any, vocab_size: int, world_size: int, **of_layer: Any) -> "RunSizes":
+        """The sizes of a checked `Config` on so many ranks. of_layer: as `LayerSizes.of` takes it."""
         parallel, data_parallel = config.parallel, config.data_parallel
         ranks, replicas = config.data_parallel_size(world_size), data_parallel.num_distributed_optimizer_instances
         return cls(
-            layer=LayerSizes.of(config, vocab_size, accelerator=accelerator, threads=threads, model=model),
+            layer=LayerSizes.of(config, vocab_size, **of_layer),
             layers=tuple(config.layer_split),
             p=parallel.pipeline_model_parallel_size,
             m=max(config.batch_sizes(world_size).sizes) // config.samples_at_once(world_size),

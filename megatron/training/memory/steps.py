@@ -197,14 +197,23 @@ def _linear(sizes: LayerSizes, name: str, inputs: int, outputs: int, *, column: 
     tokens, e, apart = sizes.s * sizes.b, sizes.param_bytes, sizes.sequence_parallel
     kept = (sizes.tokens if column else tokens) * inputs * e
     moved = tokens * inputs * e if column and apart else 0  # x or its gradient, whole
-    widened = _weight_gradient_bytes(sizes, inputs, outputs)
+    widened = max(_weight_gradient_bytes(sizes, inputs, outputs), _widened_bytes(sizes, "backward", inputs, outputs))
+    forward = _widened_bytes(sizes, "forward", inputs, outputs)
     grad_out, grad_in = tokens * outputs * e, (sizes.tokens if column else tokens) * inputs * e
     arriving = sizes.tokens * outputs * e if not column and apart else 0
     keeps = kept if column or name == "fc2" else 0  # attention keeps what proj takes
     return Step(
         name, keeps, grad_out, grad_in, 2 * moved + arriving + widened, deferred=kept + grad_out, deferred_beside=moved + widened,
-        saves=((keeps, e),) if keeps else (), reads=() if keeps else ((kept, e),),
+        saves=((keeps, e),) if keeps else (), reads=() if keeps else ((kept, e),), forward=forward and grad_out + forward,
     )  # fmt: skip
+
+
+def _widened_bytes(sizes: LayerSizes, kind: str, inputs: int, outputs: int) -> int:
+    """Room for a product in float32: on the side of the inputs whole, and a block of the outputs and of the weight."""
+    if kind not in sizes.widened:
+        return 0
+    tokens, block = sizes.s * sizes.b, min(outputs, _FEATURES_AT_ONCE)
+    return (tokens * (inputs + block) + inputs * block) * _FLOAT
 
 
 def _weight_gradient_bytes(sizes: LayerSizes, inputs: int, outputs: int) -> int:
@@ -283,6 +292,12 @@ def _qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
     return tuple((sizes.s * sizes.b * width * e, e) for width in widths)
 
 
+def _widened_qkv(sizes: LayerSizes) -> tuple[Saved, ...]:
+    """Copies of queries, keys and values in float32."""
+    widths = sizes.heads, sizes.kv_heads, sizes.kv_heads
+    return tuple((sizes.s * sizes.b * width * sizes.d * _FLOAT, _FLOAT) for width in widths)
+
+
 def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
     """From the fused q/k/v to what proj takes."""
     tokens, e = sizes.s * sizes.b, sizes.param_bytes
@@ -292,17 +307,26 @@ def _attention(sizes: LayerSizes) -> tuple[Step, ...]:
         rotary = 4 * sizes.s * sizes.rotary_width // 2 * e
         before.append(Step("rotary", rotary, fused, fused, saves=((rotary // 4, e),) * 4, at_once=1))
     if sizes.fused_attention:
+        wide = "attention" in sizes.widened
+        w = _FLOAT if wide else e
         parts = sizes.b if sizes.by_document else 1  # of which each is one operation's
-        given = ((out // parts, e), (tokens * sizes.heads * _FLOAT // parts, _FLOAT)) * parts
-        joined = ((out, e),) if sizes.by_document else ()  # what proj takes is put together from the documents
-        padding = ((tokens * e, e),) if sizes.is_bert else ()  # what is added to the scores of a key
-        saves = (*_qkv(sizes), *given, *joined, *padding)
-        reads = ((fused, e),) if _norms_look_in(sizes) else ()  # values
+        given = ((out // e * w // parts, w), (tokens * sizes.heads * _FLOAT // parts, _FLOAT)) * parts
+        joined = ((out, e),) if sizes.by_document or wide else ()  # what proj takes is put together, or narrowed
+        padding = ((tokens * w, w),) if sizes.is_bert else ()  # what is added to the scores of a key
+        taken = _widened_qkv(sizes) if wide else _qkv(sizes)
+        reads = ((fused, e),) if _norms_look_in(sizes) and not wide else ()  # values
+        # Gradients of what is wide are as wide before they are rounded.
+        beside = (out + fused) // e * w if wide else 0
         core = (
-            _kept_step("attention", saves, out, fused)._replace(
-                reads=reads, at_once=len(_qkv(sizes)) + 2 + sizes.is_bert
+            _kept_step("attention", (*taken, *given, *joined, *padding), out, fused)._replace(
+                reads=reads, at_once=len(taken) + 2 + sizes.is_bert, beside=beside
             ),
         )
+    elif "attention" in sizes.widened:
+        *inner, together = _plain_attention(replace(sizes, param_bytes=_FLOAT))
+        narrow = sum(size for size, _ in _qkv(sizes))  # what was widened is there until attention is done
+        inner = (step._replace(forward=step.forward and step.forward + narrow) for step in inner)
+        core = (*inner, together._replace(keeps=out, grad_out=out, saves=((out, e),)))
     else:
         core = _plain_attention(sizes)
     return (

@@ -1,0 +1,183 @@
+"""Matrix products of half-precision factors on a CPU: by its own instructions, or of factors widened to float32 and rounded once.
+
+Many CPUs have no instructions for bfloat16, and few have any for float16. torch multiplies such matrices there all the same, by
+conversions inside its kernels or element by element. Milliseconds of one core, 1024 tokens, 512 -> 2048 features (torch 2.13, Zen 5):
+
+                                        forward      input's gradient    attention of 2 x 512 tokens, both directions
+    bfloat16, its own instructions      4.7          4.7                 40
+        these masked, AVX-512 left      27           27                  56
+        all of AVX-512 masked           96           1550                211
+    float16                             94           1630                338
+    float32, which has no such gap      10 to 22     10 to 22            44
+
+Which way is faster is found by trying both (`settle`), once for all ranks of a job, by the times of the slowest: the ways differ in
+the last bits, so the choice is a part of a run as its precision is, and goes on with it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.core import comm
+from megatron.core.grid import Axis
+
+Way = Literal["native", "widened"]
+WAYS: tuple[Way, ...] = ("native", "widened")
+
+
+@dataclass(frozen=True)
+class Products:
+    """The way of each kind of product. Everything but half precision on a CPU is native."""
+
+    forward: Way = "native"  # of linear layers, among them the output layer
+    backward: Way = "native"  # their inputs' gradients; those of weights, where they are summed in half precision
+    attention: Way = "native"
+
+    @classmethod
+    def all(cls, way: Way) -> "Products":
+        return cls(way, way, way)
+
+    @property
+    def widened(self) -> tuple[str, ...]:
+        """The kinds that are."""
+        return tuple(kind for kind, way in asdict(self).items() if way == "widened")
+
+
+NATIVE = Products()
+_KINDS = tuple(kind.name for kind in fields(Products))
+
+
+# ---------------------------------------------------------------- the products of a linear layer
+
+
+def times_transposed(x: Tensor, weight: Tensor, way: Way) -> Tensor:
+    """x W^T. x: [.., in], weight: [out, in] -> [.., out]"""
+    rows = x.numel() // max(1, x.shape[-1])
+    if way == "native" or rows <= _FEW_ROWS:
+        return x @ weight.t()
+    y, wide = x.new_empty((*x.shape[:-1], len(weight))), x.float()
+    for part, some in zip(y.split(FEATURES_AT_ONCE, dim=-1), weight.split(FEATURES_AT_ONCE)):
+        part.copy_(wide @ some.float().t())
+    return y
+
+
+def times(grad: Tensor, weight: Tensor, way: Way) -> Tensor:
+    """dY W. grad: [.., out], weight: [out, in] -> [.., in]"""
+    if way == "native":
+        return grad @ weight
+    rows, total = grad.flatten(0, -2), None
+    for part, some in zip(rows.split(FEATURES_AT_ONCE, dim=-1), weight.split(FEATURES_AT_ONCE)):
+        total = part.float() @ some.float() if total is None else total.addmm_(part.float(), some.float())
+    return total.to(grad.dtype).view(*grad.shape[:-1], weight.shape[1])
+
+
+FEATURES_AT_ONCE = 4096  # else the float32 factors of a vocabulary would be hundreds of megabytes
+_FEW_ROWS = 4  # as when texts are continued: the weight is read once, and widening it would be most of the work
+
+
+# ---------------------------------------------------------------- which way is faster
+
+
+def has_two_ways(dtype: torch.dtype, device: torch.device | str) -> bool:
+    return dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
+
+
+def settle(
+    dtype: torch.dtype,
+    device: torch.device | str,
+    world: Axis,
+    *,
+    asked: str = "measure",
+    kept: Mapping[str, Any] | None = None,
+) -> tuple[Products, str | None]:
+    """(how every rank of `world` multiplies, a line about it). Every rank must call.
+
+    asked: a way, or "measure", or "auto", which takes what was `kept` (`as_json`) for this dtype and measures without.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not has_two_ways(dtype, device):
+        return NATIVE, None
+    if asked in WAYS:
+        return Products.all(asked), f"products in {name} are {asked}, as --cpu-half-products asks"
+    if asked == "auto" and (before := from_json(kept, dtype)) is not None:
+        return (
+            before,
+            f"products in {name} as before: {_listed(asdict(before))} (--cpu-half-products measure chooses anew)",
+        )
+    mine = measure(dtype)
+    slowest = torch.tensor([[mine[kind][way] for way in WAYS] for kind in _KINDS], dtype=torch.float64)
+    comm.all_reduce(slowest, world, "max")
+    found = {kind: dict(zip(WAYS, row)) for kind, row in zip(_KINDS, slowest.tolist())}
+    chosen = choose(found)
+    times = {
+        kind: f"{getattr(chosen, kind)} (" + ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in of.items()) + ")"
+        for kind, of in found.items()
+    }
+    return chosen, f"products in {name} as timed on this CPU: {_listed(times)}"
+
+
+def as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:
+    return {"dtype": str(dtype), **asdict(products)}
+
+
+def from_json(kept: Mapping[str, Any] | None, dtype: torch.dtype) -> Products | None:
+    """What `as_json` gave; None for another dtype, or for nothing that it gives."""
+    known = (
+        isinstance(kept, Mapping) and kept.get("dtype") == str(dtype) and all(kept.get(kind) in WAYS for kind in _KINDS)
+    )
+    return Products(*(kept[kind] for kind in _KINDS)) if known else None
+
+
+def _listed(of: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind} {said}" for kind, said in of.items())
+
+
+def measure(dtype: torch.dtype) -> dict[str, dict[Way, float]]:
+    """Seconds of each kind of product, each way, on this CPU: the best of a few runs, since others use it too."""
+    x, weight = torch.ones((_ROWS, _WIDTH), dtype=dtype), torch.ones((_WIDTH, _WIDTH), dtype=dtype)
+    heads = [torch.ones((1, 2, _ROWS, 64), dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    def attention(way: Way) -> None:
+        q, k, v = (x.float() for x in heads) if way == "widened" else heads
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    runs = {
+        "forward": lambda way: times_transposed(x, weight, way),
+        "backward": lambda way: (times(x, weight, way), times(x.t(), x, way)),
+        "attention": attention,
+    }
+    return {kind: _best_of(run) for kind, run in runs.items()}
+
+
+_ROWS, _WIDTH = 128, 512  # large enough that a kernel's start counts for nothing
+_RUNS, _SECONDS = 7, 0.05  # of each way, but for a way that takes longer, which two runs tell
+
+
+def _best_of(run: Callable[[Way], None]) -> dict[Way, float]:
+    """The ways take turns, so that another process slows both."""
+    best, spent = dict.fromkeys(WAYS, float("inf")), dict.fromkeys(WAYS, 0.0)
+    for way in WAYS:
+        run(way)  # the first prepares its kernel
+    for _ in range(_RUNS):
+        for way in WAYS:
+            if spent[way] < _SECONDS:
+                began = time.perf_counter()
+                run(way)
+                seconds = time.perf_counter() - began
+                best[way], spent[way] = min(best[way], seconds), spent[way] + seconds
+    return best
+
+
+def choose(seconds: Mapping[str, Mapping[Way, float]]) -> Products:
+    """Those products widened that are clearly faster so: where both ways take about as long, two runs must not differ by chance."""
+    return Products(
+        **{kind: "widened" if of["native"] > _CLEARLY * of["widened"] else "native" for kind, of in seconds.items()}
+    )
+
+
+_CLEARLY = 1.5

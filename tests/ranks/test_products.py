@@ -1,0 +1,163 @@
+"""Products in half precision on a CPU: both ways right, the faster one chosen by all ranks alike, and kept with the run."""
+
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from torch import Tensor
+
+import pretrain_gpt
+from megatron.core import products
+from megatron.core.enums import ModelType
+from megatron.core.mesh import Mesh
+from megatron.core.products import NATIVE, Products, choose, from_json, settle, times, times_transposed
+from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.tensor_parallel import linear
+from megatron.core.transformer.core_attention import CoreAttention, Documents
+from megatron.training.training import pretrain
+
+HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative
+FAST = {"native": 1.0, "widened": 2.0}
+SLOW = {"native": 2.0, "widened": 1.0}
+
+
+def timed(forward: dict, backward: dict, attention: dict) -> dict:
+    return {"forward": forward, "backward": backward, "attention": attention}
+
+
+# ---------------------------------------------------------------- the products
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
+    """Within half a unit of the last place of the exact value, and what float32 sums add."""
+    allowed = (HALF[got.dtype] * 1.01) * exact.abs() + 1e-6 * exact.abs().max()
+    assert ((got.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("at_once", [4096, 7])
+def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, monkeypatch):
+    """Whole, and in blocks of features with a rest."""
+    for module in (products, linear):
+        monkeypatch.setattr(module, "FEATURES_AT_ONCE", at_once)
+    x, weight, grad = drawn(6, 2, 40, dtype=dtype), drawn(24, 40, dtype=dtype), drawn(6, 2, 24, dtype=dtype)
+    assert_rounded_once(times_transposed(x, weight, "widened"), x.double() @ weight.double().t())
+    assert_rounded_once(times(grad, weight, "widened"), grad.double() @ weight.double())
+    rows, of_rows = x.flatten(0, 1), grad.flatten(0, 1)
+    exact = of_rows.double().t() @ rows.double()
+    assert_rounded_once(times(of_rows.t(), rows, "widened"), exact)
+    add = linear._accumulate_for(x.device, dtype, dtype, "widened")
+    total = torch.full((24, 40), float("nan"), dtype=dtype)
+    add(total, of_rows, rows, 0)
+    assert_rounded_once(total, exact)
+    before = total.clone()
+    add(total, of_rows, rows, 1)
+    assert_rounded_once(total, before.double() + exact)
+
+
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_widened_attention_is_as_good_as_rounding_its_result(backend: str, masked: bool):
+    """With grouped heads, and with documents that do not see each other."""
+    q, k, v = (drawn(9, 2, heads, 8, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2))
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]]).expand(2, -1)
+    mask = Documents(numbers) if masked else None
+
+    def run(*factors: Tensor, way: str) -> tuple[Tensor, ...]:
+        attention = CoreAttention(backend, AttentionDropout(0.0, DropoutKeys(0), 0, first_head=0), way)
+        out = attention(*factors, mask)
+        return out, *torch.autograd.grad((out * out.detach()).sum(), factors)
+
+    exact = run(*(x.detach().double().requires_grad_() for x in (q, k, v)), way="native")
+    got = run(q, k, v, way="widened")
+    assert_rounded_once(got[0], exact[0])
+    for mine, true in zip(got, exact):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - true).norm() <= 2.0**-8 * true.norm()
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def test_only_what_is_clearly_faster_is_widened():
+    close = {"native": 1.3, "widened": 1.0}
+    assert choose(timed(SLOW, FAST, close)) == Products("widened", "native", "native")
+
+
+def test_the_slowest_rank_decides_for_all(monkeypatch):
+    """Two kinds of CPU in one job: the ranks would compute other numbers, and one of them would keep the other waiting."""
+    found = {0: timed(FAST, FAST, FAST), 1: timed({"native": 9.0, "widened": 3.0}, FAST, FAST)}
+    turn, lock = iter(found.values()), threading.Lock()
+
+    def measure(dtype: torch.dtype) -> dict:
+        with lock:
+            return next(turn)
+
+    monkeypatch.setattr(products, "measure", measure)
+
+    def choice(mesh: Mesh) -> tuple[Products, str | None]:
+        return settle(torch.bfloat16, "cpu", mesh["world"])
+
+    chosen = run_ranks({"dp": 2}, choice)
+    assert [one for one, _ in chosen] == [Products("widened", "native", "native")] * 2
+    assert "forward widened (native 9000.0 ms, widened 3000.0 ms)" in chosen[0][1]
+
+
+def test_what_a_device_does_by_itself_is_not_measured(monkeypatch):
+    monkeypatch.setattr(products, "measure", None)
+    (mesh,) = run_ranks({}, lambda mesh: mesh)
+    ask = partial(settle, world=mesh["world"])
+    assert ask(torch.float32, "cpu") == ask(torch.float64, "cpu") == ask(torch.bfloat16, "cuda:0") == (NATIVE, None)
+    assert ask(torch.float16, "cpu", asked="widened")[0] == Products.all("widened")
+    kept = {"dtype": "torch.float16", "forward": "widened", "backward": "native", "attention": "widened"}
+    assert ask(torch.float16, "cpu", asked="auto", kept=kept)[0] == Products("widened", "native", "widened")
+
+
+@pytest.mark.parametrize("kept", [None, {}, {"dtype": "torch.float16"}, {"dtype": "torch.bfloat16", "forward": 3}, []])
+def test_a_choice_that_cannot_be_kept_is_made_anew(kept: object):
+    assert from_json(kept, torch.bfloat16) is None
+
+
+def test_both_ways_are_measured():
+    found = products.measure(torch.bfloat16)
+    assert found.keys() == timed({}, {}, {}).keys()
+    assert all(0 < found[kind][way] < 60 for kind in found for way in products.WAYS)
+
+
+# ---------------------------------------------------------------- a run
+
+
+def test_a_run_goes_on_as_it_multiplied_before(tmp_path, capsys, monkeypatch):
+    """Stopped and started on a CPU where the other way is faster, to the bit; chosen anew where that is asked for."""
+
+    def train(way: str, flags: str = "") -> bytes:
+        monkeypatch.setattr(products, "measure", lambda dtype: timed(*[SLOW if way == "widened" else FAST] * 3))
+        argv = (
+            "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --vocab-size 60 "
+            "--mock-data --tokenizer-type NullTokenizer --train-iters 4 --lr 0.01 --eval-iters 0 --device cpu --bf16 "
+            f"--hidden-dropout 0 --attention-dropout 0 --save {tmp_path} --load {tmp_path} --save-interval 2 {flags}"
+        ).split()
+        pretrain(
+            pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider,
+            ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=argv,
+        )  # fmt: skip
+        return (tmp_path / "iter_0000004" / "rank_00000.bin").read_bytes()
+
+    def again_from_the_second_step(way: str, flags: str = "") -> bytes:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+        return train(way, flags)
+
+    through = train("widened")
+    assert "forward widened (native 2000.0 ms, widened 1000.0 ms)" in capsys.readouterr().out
+    assert again_from_the_second_step("native") == through
+    assert "as before: forward widened, backward widened, attention widened" in capsys.readouterr().out
+    assert again_from_the_second_step("native", "--cpu-half-products measure") != through
+    assert "forward native (native 1000.0 ms" in capsys.readouterr().out
+    assert Path(tmp_path / "iter_0000004" / "manifest.json").read_text().count('"forward": "native"') == 1
