@@ -61,7 +61,7 @@ class TrainingConfig:
         False, "on SIGTERM finish the step on all ranks, save, and end with exit code 0, as a cluster's time limit asks"
     )
     seed: int = knob(1234, "of the initial weights, the data order and the dropout")
-    check_for_nan_in_loss_and_grad: bool = knob(True, "go on when a gradient is not a finite number")
+    check_for_nan_in_loss_and_grad: bool = knob(True, "go on when a loss or a gradient is not a finite number")
 
     def __post_init__(self) -> None:
         problems = [

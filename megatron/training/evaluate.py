@@ -38,5 +38,5 @@ def evaluate(
     with torch.no_grad():
         for batch in range(num_batches):
             totals.add(pipeline.evaluate(data_iterators, first_sample + batch * global_batch_size))
-    _, losses = share_totals(totals, pipeline.mesh, pipeline.device)
+    *_, losses = share_totals(totals, pipeline.mesh, pipeline.device)
     return losses

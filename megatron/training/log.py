@@ -212,11 +212,22 @@ def validation_line(where: str, losses: Mapping[str, float]) -> str:
     return " | ".join(parts) + " | "
 
 
+def validation_warning(where: str, losses: Mapping[str, float]) -> str | None:
+    """What a reader must not miss among the lines of a run that goes on."""
+    bad = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+    if not bad:
+        return None
+    return (
+        f"WARNING: validation at {where}: {', '.join(bad)}. The run goes on, as training's losses decide; look at the validation data, and at "
+        "the weights"
+    )
+
+
 def has_perplexity(name: str) -> bool:
     """Whether a number of a validation is a loss: a share of right answers has no perplexity."""
     return not name.endswith("accuracy")
 
 
 def perplexity(loss: float) -> float:
-    """exp of the loss, capped at e^20."""
-    return math.exp(min(20.0, loss))
+    """exp of the loss, capped at e^20; of a loss that is no finite number none either."""
+    return math.exp(min(20.0, loss)) if math.isfinite(loss) else math.exp(loss)

@@ -13,6 +13,7 @@ from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
@@ -159,14 +160,13 @@ class StepResult:
     losses: dict[str, float]
     grad_norm: float
     loss_scale: float = 1.0  # of the next step
-    skipped: bool = False  # the scaled gradient overflowed, and nothing was updated
+    skipped: bool = False  # the scaled gradient is not finite, and nothing was updated
+    loss_is_finite: bool = True  # of every microbatch of every rank
 
     @property
     def is_nan(self) -> bool:
         """Whether something else than a too large loss scale is wrong."""
-        if self.skipped:
-            return not all(math.isfinite(loss) for loss in self.losses.values())
-        return not math.isfinite(self.grad_norm)
+        return not self.loss_is_finite or not (self.skipped or math.isfinite(self.grad_norm))
 
 
 _NO_TIMERS = Timers()
@@ -186,7 +186,7 @@ def train_step(
     timers: Timers = _NO_TIMERS,
     empty: Callable[[int], None] = lambda level: None,
 ) -> StepResult:
-    """One update of the parameters. Every rank must call; all raise NotFiniteError if the gradient is not finite.
+    """One update of the parameters. Every rank must call; all raise NotFiniteError if a loss or the gradient is not finite.
 
     Gradients are sums over tokens until all are summed, and are then divided by the tokens of the whole step, so that no layout
     and no uneven loss mask changes what they mean. The count is that of `loss_func`, so it may be a sum of weights: a fraction, or
@@ -194,12 +194,12 @@ def train_step(
     they are. With a loss scale, the objective is differentiated as objective x scale / nominal tokens: a sum over tokens would leave
     float16's range, their mean does not. A gradient that overflows all the same makes every rank skip the update: its norm is
     one number for the model, and the ranks that hold copies have summed their gradients. An adapting scale reacts to that, and
-    nothing is raised.
+    nothing is raised while it can fall. A loss that is not finite is no overflow of the scale, which lowers nothing in a forward.
 
     num_microbatches: of one rank in this step, where steps differ; weight_decay: where it changes. empty: called with 1 after the
     backwards and 2 after the update, to give back memory that tensors no longer need.
 
-    Scalars that travel: the token count over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
+    Scalars that travel: token count and loss over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
     """
     chunks = list(pipeline.chunks.values())
     for chunk in chunks:
@@ -212,47 +212,63 @@ def train_step(
     with timers("forward-backward"):
         totals = pipeline.train(data_iterators, first_sample, loss_scale, num_microbatches)
     empty(1)
-    tokens, losses = share_totals(totals, pipeline.mesh, pipeline.device)
+    tokens, loss_sum, losses = share_totals(totals, pipeline.mesh, pipeline.device)
     with timers("all-grads-sync"):
         for chunk in chunks:
             chunk.finish_grad_reduce()
     with timers("optimizer-clip-main-grad"):
         norm, factor = optimizer.clip_factor((tokens or 1.0) * loss_scale)
-    overflow = not math.isfinite(norm)
-    if overflow and check_finite and not (scaler is not None and scaler.adapts):
-        raise NotFiniteError(
-            f"the gradient's norm is {norm} (losses on this rank: {losses}); nothing was updated in this step. "
-            "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
-        )
-    if scaler is not None:
+    loss_is_finite, overflow = math.isfinite(loss_sum), not math.isfinite(norm)
+    if check_finite:
+        _check_finite(loss_sum, norm, losses, scaler)
+    if scaler is not None and (loss_is_finite or not overflow):
         scaler.update(overflow)
-    if scaler is None or not overflow:
+    skipped = overflow and scaler is not None
+    if not skipped:
         with timers("optimizer"):
             optimizer.step(lr, decoupled_lr, weight_decay=weight_decay, factor=factor)
         with timers("params-all-gather"):
             for chunk in chunks:
                 chunk.gather_params()
     empty(2)
-    if scaler is None:
-        return StepResult(losses, norm)
-    return StepResult(losses, norm, scaler.scale, skipped=overflow)
+    return StepResult(losses, norm, 1.0 if scaler is None else scaler.scale, skipped, loss_is_finite)
 
 
-def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> tuple[float, dict[str, float]]:
-    """(tokens of the whole step, on every rank; mean of each report entry, on the last stage). Every rank must call.
+def _check_finite(loss: float, norm: float, losses: Mapping[str, float], scaler: GradScaler | None) -> None:
+    """Raise NotFiniteError for what no lower loss scale mends: that scales gradients, and makes no loss NaN or infinite."""
+    why = ""
+    if not math.isfinite(loss):
+        why = (
+            f"The sum of the step's losses is {loss}, so that the weights or the data are to blame and no loss scale. "
+        )
+    elif math.isfinite(norm) or (scaler is not None and scaler.can_fall):
+        return
+    elif isinstance(scaler, DynamicGradScaler):
+        why = f"The step before overflowed too, and the loss scale can fall no lower (--min-loss-scale {scaler.minimum}). "
+    raise NotFiniteError(
+        f"the gradient's norm is {norm} (losses on this rank: {losses}); nothing was updated in this step. {why}"
+        "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
+    )
 
-    One all-reduce over dp within the last stage carries everything; the token count then goes over pp.
+
+def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> tuple[float, float, dict[str, float]]:
+    """(tokens of the whole step, sum of its losses as they were returned, on every rank; mean of each report entry, on the last stage).
+    Every rank must call.
+
+    One all-reduce over dp within the last stage carries everything; tokens and losses then go over pp.
     """
     names = sorted(totals.report)
-    packed = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
-    packed[0] = totals.tokens
+    packed = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device)
+    packed[0], packed[1] = totals.tokens, totals.value
     for i, name in enumerate(names):
-        packed[1 + 2 * i : 3 + 2 * i] = totals.report[name]
+        packed[2 + 2 * i : 4 + 2 * i] = totals.report[name]
     if mesh["pp"].is_last:
         comm.all_reduce(packed, mesh["dp"])
-    tokens = comm.all_reduce(packed[:1].clone(), mesh["pp"])
-    tokens, *values = torch.cat((tokens, packed)).cpu().tolist()  # read at once, since each read waits for the device
-    return tokens, {name: _mean(values[1 + 2 * i], values[2 + 2 * i]) for i, name in enumerate(names)}
+    shared = comm.all_reduce(packed[:2].clone(), mesh["pp"])
+    tokens, loss, *values = (
+        torch.cat((shared, packed[2:])).cpu().tolist()
+    )  # read at once: each read waits for the device
+    return tokens, loss, {name: _mean(values[2 * i], values[2 * i + 1]) for i, name in enumerate(names)}
 
 
 def _mean(total: float, count: float) -> float:

@@ -27,7 +27,7 @@ from megatron.training.evaluate import evaluate, window
 from megatron.training.exits import Exits
 from megatron.training.heartbeat import heartbeat
 from megatron.training.initialize import as_settings_problem, available_cores
-from megatron.training.log import TrainingLog, validation_line
+from megatron.training.log import TrainingLog, validation_line, validation_warning
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
@@ -286,7 +286,10 @@ class Trainer:
                 global_batch_size=self.batch_size,
             )
             on_set = f" on {'validation' if split == 'valid' else split} set" if at_end else ""
-            print_rank_last(validation_line(f"iteration {self.state.iteration}{on_set}", losses))
+            where = f"iteration {self.state.iteration}{on_set}"
+            print_rank_last(validation_line(where, losses))
+            if warning := validation_warning(where, losses):
+                print_rank_last(warning)
             self.watch.report_validation(split, losses, at_end=at_end)
             if self.non_loss.process is not None:
                 self._show_non_loss_data(split, first_sample)

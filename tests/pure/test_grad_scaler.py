@@ -104,7 +104,7 @@ def test_a_given_scale_stays():
 def test_what_is_scaled():
     assert make_grad_scaler(LossScaleConfig(), fp16=False) is None
     assert make_grad_scaler(LossScaleConfig(loss_scale=8.0), fp16=False).scale == 8.0
-    assert make_grad_scaler(LossScaleConfig(loss_scale=0.0), fp16=True).adapts, "0 is Megatron's spelling of unset"
+    assert make_grad_scaler(LossScaleConfig(loss_scale=0.0), fp16=True).can_fall, "0 is Megatron's spelling of unset"
 
 
 def test_a_state_without_a_scale_changes_nothing():

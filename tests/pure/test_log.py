@@ -106,6 +106,11 @@ def test_throughput_is_flops_by_the_time_of_a_step(clock, capsys):
             "b value: 1.000000E+00 | b PPL: 2.718282E+00 | ",
         ),
         ("iteration 1", {}, " validation loss at iteration 1 | "),
+        (
+            "iteration 1",
+            {"a": math.nan, "b": math.inf},
+            " validation loss at iteration 1 | a value: NAN | a PPL: NAN | b value: INF | b PPL: INF | ",
+        ),
     ],
 )
 def test_a_validation_line_is_megatrons(where: str, losses: dict, line: str):

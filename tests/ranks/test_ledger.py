@@ -30,9 +30,9 @@ PLAIN = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
 # What a step sends beside activations and gradients: (op, axis, bytes), each once.
 SCALARS = {
     ("all_reduce", "mp"): FLOAT64,  # the norm of the gradient
-    ("all_reduce", "pp"): FLOAT64,  # the number of tokens
+    ("all_reduce", "pp"): 2 * FLOAT64,  # the number of tokens, the sum of the losses
 }
-REPORT = 3 * FLOAT64  # tokens, sum and count of the one reported loss: all-reduce over dp in the last stage
+REPORT = 4 * FLOAT64  # these, sum and count of the one reported loss: all-reduce over dp in the last stage
 
 
 def calls_of_step(config, layout: Layout) -> list[list[Call]]:

@@ -40,7 +40,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.checkpoint_checks import check_same_optimizer
 from megatron.training.log import TrainingLog
 from megatron.training.state import TrainState
-from megatron.training.train_step import BatchShape, Pipeline, StepResult, train_step
+from megatron.training.train_step import BatchShape, NotFiniteError, Pipeline, StepResult, train_step
 
 TOLERANCE = 1e-10
 BATCH = 24
@@ -250,6 +250,46 @@ def test_a_fixed_scale_skips_and_stays_or_raises():
 
     (results,) = run_ranks({}, unchecked)
     assert [(r.skipped, r.loss_scale) for r in results] == [(False, 256.0), (True, 256.0), (False, 256.0)]
+
+
+PIPELINE = Layout(pp=2, dp=2, m=2)
+
+
+@pytest.mark.parametrize("layout", [Layout(), PIPELINE, pytest.param(EIGHT_RANKS, marks=pytest.mark.full)], ids=str)
+def test_a_nan_in_a_weight_is_no_overflow_of_the_loss_scale(layout: Layout):
+    """In the first stage, as a broken checkpoint leaves it: every rank stops by name; unchecked, steps are skipped and the scale stays."""
+    run = Run(FP16, layout, loss_scale=SHORT)
+
+    def work(mesh: Mesh) -> tuple[str, float, list[StepResult]]:
+        rank, said = start(mesh, run), ""
+        for name, parameter in rank.chunk.module.named_parameters():
+            if name.endswith("layers.0.input_layernorm.weight"):
+                parameter.data[1] = torch.nan
+        options = {"first_sample": 0, "lr": 1e-3}
+        batches = lambda: {mesh["pp"].rank: microbatches(run, rank.pipeline.batch, 0, mesh)}  # noqa: E731
+        try:
+            train_step(rank.pipeline, rank.optimizer, batches(), **options)
+        except NotFiniteError as error:
+            said = str(error)
+        results = [
+            train_step(rank.pipeline, rank.optimizer, batches(), **options, check_finite=False) for _ in range(3)
+        ]
+        return said, rank.optimizer.scaler.scale, results
+
+    for said, scale, results in run_ranks({"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}, work):
+        assert "losses is nan" in said and "--no-check-for-nan-in-loss-and-grad" in said
+        assert scale == SHORT.initial_loss_scale
+        assert all(result.skipped and result.is_nan for result in results)
+
+
+def test_overflows_in_a_row_at_the_lowest_scale_stop_the_run():
+    """Where the scale can fall no more the gradient itself is not finite; one such step between good ones is skipped."""
+    lowest = LossScaleConfig(initial_loss_scale=2.0, hysteresis=1)
+    ranks = ranks_of(Run(FP16, PIPELINE, steps=4, loss_scale=lowest, overflows=frozenset({(0, 0), (0, 2)})))
+    assert [result.skipped for result in ranks[3].results] == [True, False, True, False]
+    assert [result.loss_scale for result in ranks[3].results] == [1.0] * 4
+    with pytest.raises(RuntimeError, match="--min-loss-scale"):
+        ranks_of(Run(FP16, PIPELINE, steps=2, loss_scale=lowest, overflows=frozenset({(0, 0), (0, 1)})))
 
 
 @pytest.mark.full

@@ -309,6 +309,18 @@ def test_validations_come_when_asked(flags: str, where: list[str], capsys):
     assert [line.split(" | ")[0].removeprefix(" validation loss at ") for line in lines] == where
 
 
+def test_a_validation_that_is_no_number_says_so_and_is_warned_of(capsys):
+    """A rate of 1e30 makes weights of which nothing finite comes."""
+    flags = "--eval-iters 1 --eval-interval 2 --lr 1e30 --no-check-for-nan-in-loss-and-grad"
+    run(ONE, SHORT + flags)
+    lines = capsys.readouterr().out.splitlines()
+    first, *validations = [line for line in lines if line.startswith(" validation loss at")]
+    assert first.endswith("| lm loss PPL: 4.851652E+08 | ")  # of a loss of 1e88: e^20, which is Megatron's most
+    assert len(validations) == 2 and all("value: NAN | lm loss PPL: NAN |" in line for line in validations)
+    warned = [line for line in lines if line.startswith("WARNING: validation at")]
+    assert len(warned) == 2 and all("lm loss is nan" in line for line in warned)
+
+
 def test_a_set_smaller_than_a_validation_is_read_whole(capsys, monkeypatch):
     """And one smaller than a batch not at all."""
     provider = pretrain_gpt.train_valid_test_datasets_provider

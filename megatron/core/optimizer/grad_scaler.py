@@ -54,7 +54,7 @@ def is_power_of_two(number: float) -> bool:
 class ConstantGradScaler:
     """A scale that stays."""
 
-    adapts = False
+    can_fall = False
 
     def __init__(self, scale: float):
         self.scale = scale
@@ -75,12 +75,15 @@ class DynamicGradScaler:
     The patience is restored by growth alone, not by a good step: two overflows far apart within one window halve the scale.
     """
 
-    adapts = True
-
     def __init__(self, initial: float, *, minimum: float, window: int, hysteresis: int):
         self.scale, self.minimum, self.window, self.hysteresis = initial, minimum, window, hysteresis
         self.good_steps = 0  # since the last overflow or growth
         self.patience = hysteresis  # overflows still borne before the scale falls
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether another overflow may be the scale's fault: not the second in a row at the lowest scale, with no patience left."""
+        return self.scale > self.minimum or self.patience > 0 or self.good_steps > 0
 
     def update(self, overflow: bool) -> None:
         """Count one step."""

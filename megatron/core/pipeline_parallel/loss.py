@@ -13,6 +13,7 @@ class MicrobatchLoss:
     """The loss of one microbatch as sums."""
 
     objective: Tensor  # scalar to differentiate: the sum over tokens
+    value: Tensor  # the loss as it was returned, in float64
     tokens: Tensor  # scalar: what the sum of all objectives of a step is divided by
     report: dict[str, Tensor]  # name -> (sum, count)
 
@@ -55,6 +56,7 @@ def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
         raise TypeError(f"the loss must be a tensor, to be differentiated, not {type(objective).__name__}")
     if objective.numel() != 1:
         raise TypeError(f"the loss must be one number, not a tensor of shape {tuple(objective.shape)}")
+    value = objective.detach().double().squeeze()  # before a product that may overflow float16, which no gradient sees
     if len(result) == 2:
         objective = objective * nominal_tokens
     device = objective.device
@@ -62,7 +64,7 @@ def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
     if tokens.numel() != 1:
         raise TypeError(f"num_tokens, beside the loss, must be one number, not {tokens.numel()}")
     pairs = {name: _pair(value, device) for name, value in report.items()}
-    return MicrobatchLoss(objective, tokens.squeeze(), pairs)
+    return MicrobatchLoss(objective, value, tokens.squeeze(), pairs)
 
 
 def _numbers(what: str, value: Any, device: torch.device) -> Tensor:
@@ -83,13 +85,14 @@ def _pair(value: Any, device: torch.device) -> Tensor:
 
 @dataclass
 class LossTotals:
-    """The sums of a step so far; objectives are gone by then."""
+    """The sums of a step so far; objectives are gone by then. `value` tells whether each loss was a finite number."""
 
     tokens: Tensor | float = 0.0
+    value: Tensor | float = 0.0
     report: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, loss: "MicrobatchLoss | LossTotals") -> None:
         """Add the sums of a microbatch, or those of other microbatches."""
-        self.tokens = self.tokens + loss.tokens
+        self.tokens, self.value = self.tokens + loss.tokens, self.value + loss.value
         for name, pair in loss.report.items():
             self.report[name] = self.report[name] + pair if name in self.report else pair
