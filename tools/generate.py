@@ -28,6 +28,7 @@ from megatron.core import comm, parallel_state
 from megatron.core.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.device import Device
+from megatron.core.error_file import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt
 from megatron.core.inference.generate import generate_batch
@@ -388,8 +389,10 @@ def main(arguments: list[str] | None = None) -> int:
         print()
         return 130
     except (ValueError, OSError, ImportError, comm.PeerError) as error:
+        told = f"generate: {'; '.join(line.strip() for line in str(error).splitlines())}"
+        write_error_file(told)
         if parallel_state.launched_rank() == 0:
-            print(f"generate: {'; '.join(line.strip() for line in str(error).splitlines())}", file=sys.stderr)
+            print(told, file=sys.stderr)
         return 1 if settings else 2
     finally:
         parallel_state.stop_distributed()

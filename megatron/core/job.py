@@ -25,6 +25,7 @@ from megatron.core.lines import SAYS_EVERY, Exchange, Line, answers, listed, wai
 _joined = False  # whether start_distributed has initialised torch.distributed, and not the caller
 _line: Line | None = None  # to the first rank, from when this one comes until it leaves the job
 _exchange: Exchange | None = None  # of the first rank
+_STAYS_FOR_LATE_COMERS = 5.0  # seconds
 _meetings = itertools.count()  # of this process; all ranks of a job count alike
 
 
@@ -157,6 +158,8 @@ def has_line() -> bool:
 def say_goodbye(why: str | None = None) -> None:
     """Close this rank's line: its end, however it ends, is news to no other rank from now on."""
     global _line, _exchange
+    if _exchange is not None:
+        _exchange.tell_late_comers(_STAYS_FOR_LATE_COMERS)
     if _line is not None:
         _line.leave(why)
         _line = None

@@ -36,7 +36,7 @@ from typing import Any
 from megatron.core.error_file import write_error_file
 
 SAYS_EVERY = 30.0  # seconds between two words about who is missing
-_GRACE = 6.0  # seconds that a rank has to notice by itself that another has died, and to leave in order
+_GRACE = 4.0  # seconds that a rank has to notice by itself that another has died, and to leave in order
 _ANSWERS_WITHIN = 3.0  # seconds in which an address that can be reached accepts a connection
 _PROBES = {
     "TCP_KEEPIDLE": 3,
@@ -125,6 +125,12 @@ class Exchange:
         with contextlib.suppress(OSError):
             hosts += socket.gethostbyname_ex(hosts[0])[2]
         return json.dumps({"hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token})
+
+    def tell_late_comers(self, seconds: float) -> None:
+        """If a rank has died before all had come, stay so long for the others, who would otherwise wait for those that have left."""
+        deadline = time.monotonic() + seconds
+        while self._lost and len(self._came) < self._ranks and not self._complete and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def join(self, seconds: float) -> None:
         """Wait, after the first rank's goodbye, until all others have been told."""

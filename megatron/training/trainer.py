@@ -7,6 +7,7 @@ run()           each step: pipeline -> gradients -> update -> log -> maybe valid
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,8 +33,9 @@ from megatron.training.memory.watch import MemoryWatch
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.save_folder import note_other_checkpoints, prepare_folder
+from megatron.training.start import where_to_go_on
 from megatron.training.state import TrainState
-from megatron.training.train_step import StepResult, train_step
+from megatron.training.train_step import NotFiniteError, StepResult, train_step
 from megatron.training.watch import Watch
 
 
@@ -203,7 +205,7 @@ class Trainer:
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
         state = self.state
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
-        with self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
+        with self._naming_the_step(), self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
             result = train_step(
                 self.pipeline,
                 self.optimizer,
@@ -221,6 +223,15 @@ class Trainer:
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self._report(result, batch_size)
+
+    @contextmanager
+    def _naming_the_step(self) -> Iterator[None]:
+        """A step that gives no numbers ends the run: which one it was, and where to go on."""
+        try:
+            yield
+        except NotFiniteError as error:
+            where = where_to_go_on(self.config.checkpoint.save)
+            raise NotFiniteError(f"{error}. This was iteration {self.state.iteration + 1}; {where}") from error
 
     def _empty_unused(self, level: int) -> None:
         if self.runtime.config.device.empty_unused_memory_level >= level:

@@ -1,5 +1,6 @@
 """Whatever breaks on one rank ends the job, soon and with its reason. Processes, because it is they that die."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_a_rank_asked_to_end_ends_the_job_in_order(data, tmp_path):
     [
         (Layout(tp=2, pp=2), 1, "before", "KeyError: 'the disk is on fire'"),
         (Layout(pp=2), 0, "after", "KeyError: 'the disk is on fire'"),
-        (Layout(dp=2), 0, "nan", "the gradient's norm is nan"),
+        pytest.param(Layout(dp=2), 0, "nan", "the gradient's norm is nan", marks=pytest.mark.full),  # as under torchrun
     ],
 )
 def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, message):
@@ -92,6 +93,18 @@ def test_a_rank_that_dies_while_the_job_starts_ends_the_others_who_name_it(layou
     assert outcome.everything.count(": stopping, because rank 1 (on ") == layout.ranks - 1, outcome
     assert outcome.everything.count(f"process {dead}) has ended without a word") == layout.ranks - 1, outcome
     assert "Traceback" not in outcome.everything and outcome.seconds < SOON, outcome
+
+
+def test_torchrun_ends_with_the_message_which_names_step_and_checkpoint(tmp_path):
+    """Its last block, some forty lines further down, is what a user sees first."""
+    flags = [*DIES, "0", "--fails-how", "nan", "--save", str(tmp_path), "--save-interval", "1", *Layout(dp=2).flags]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    with Job([[*launch, FAILING, *flags]]) as job:
+        outcome = job.wait(60)
+    said, block = outcome.stderr[0].split("Root Cause (first observed failure):")
+    assert outcome.codes == (1,) and len(re.findall("^rank [01] failed: ", said, re.MULTILINE)) == 1, outcome
+    for text in ("the gradient's norm is nan", "iteration 2;", "that of iteration 1:", f"--load {tmp_path}"):
+        assert said.count(text) >= 1 and block.count(text) == 1, outcome
 
 
 def test_a_rank_that_dies_before_it_joins_ends_the_job_by_its_launcher():

@@ -9,8 +9,10 @@ import pytest
 import torch
 from processes import free_port
 from refusals import BASE, BERT_REFUSALS, MOCK, REAL, REFUSALS
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.core import parallel_state
+from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
@@ -224,3 +226,14 @@ def test_a_rank_that_waits_for_others_in_vain_says_where(monkeypatch, capsys):
         "cannot start, 1 problem(s):\n  - rank 0 of 2 did not meet the others at 127.0"
     )
     assert "(rank 1 did not come)" in said and "check the number of processes" in said
+
+
+@pytest.mark.parametrize("of_another", [False, True])
+def test_a_refusal_is_what_torchrun_shows_of_a_rank(of_another, monkeypatch, tmp_path, capsys):
+    """Whichever rank ends first: every rank leaves the message where torchrun reads it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    problems = ["--num-layers is 0", "--seed is -5"]
+    with pytest.raises(SystemExit):
+        stop_with(PeerError("rank 1: " + "; ".join(problems)) if of_another else ConfigError(problems))
+    block = ChildFailedError("script", {0: ProcessFailure(0, 4711, 2, str(tmp_path / "error.json"))}).format_msg()
+    assert "cannot start, " in block and all(problem in block for problem in problems)
