@@ -15,6 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.datasets.document_ends import last_tokens
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
 from tools.errors import say_interrupted, say_what_is_wrong
 
@@ -67,6 +68,12 @@ def merge(prefixes: list[str], output_prefix: str) -> IndexedDatasetWriter:
     return writer
 
 
+def without_ends(prefixes: list[str]) -> list[str]:
+    """Those whose documents, of one sequence each, end in different tokens: there is none that ends a document."""
+    datasets = [dataset for dataset in map(IndexedDataset, prefixes) if len(dataset) == dataset.document_count]
+    return [dataset.prefix for dataset in datasets if len(set(last_tokens(dataset))) > 1]
+
+
 def _append(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
     """Whole documents, about a million sequences at a time, so that memory stays constant."""
     borders, offset = dataset.document_indices, 0
@@ -89,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = build(MergeConfig, read_flags(parser, arguments))
         prefixes = prefixes_of(config.input)
         merged = merge(prefixes, config.output_prefix)
+        unmarked = without_ends(prefixes)
     except (ValueError, OSError) as error:
         return say_what_is_wrong("merge_datasets", error)
     except KeyboardInterrupt:
@@ -96,6 +104,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"wrote {config.output_prefix}: {merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"
     )
+    if unmarked:
+        print(
+            f"documents of {', '.join(unmarked)} end in different tokens, as if preprocessed without --append-eod: nothing marks where "
+            "one ends and the next begins",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -325,7 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_flags(parser, TokenizerConfig)
     try:
         given = read_flags(parser, arguments)
-        progress = preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
+        config = build(PreprocessConfig, given)
+        progress = preprocess(config, build(TokenizerConfig, given))
     except (ValueError, OSError, ImportError) as error:
         return say_what_is_wrong("preprocess_data", error)
     except MemoryError:
@@ -335,6 +336,11 @@ def main(arguments: list[str] | None = None) -> int:
         return say_interrupted("preprocess_data", "the same command goes on from what is done")
     before = f", {progress.kept} of {progress.pieces} pieces from an earlier run" if progress.kept else ""
     print(f"done: {progress.line()}, {progress.skipped} lines skipped{before}", file=sys.stderr)
+    if not (config.append_eod or config.split_sentences):
+        print(
+            "no end-of-document tokens: a GPT sees no border between documents; --append-eod puts them there",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -190,7 +190,8 @@ def build_gpt_datasets(
     if not any(blends := config.blends()):
         raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
     plans = build_gpt_plans(
-        config, blends, tokenizer.vocab_size, num_samples, seed, is_builder=is_builder, wait=wait, say=say, progress=progress
+        config, blends, tokenizer.vocab_size, tokenizer.eod, num_samples, seed,
+        is_builder=is_builder, wait=wait, say=say, progress=progress,
     )  # fmt: skip
     rearrange = FillInTheMiddle(fim, tokenizer, seed) if fim is not None and fim.fim_data else None
     return tuple(

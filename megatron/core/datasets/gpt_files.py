@@ -11,6 +11,7 @@ import numpy as np
 from megatron.core.datasets.blend import Blend
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, lines, reading
+from megatron.core.datasets.document_ends import note_without_ends
 from megatron.core.datasets.found_cache import FoundCaches, shape_problem
 from megatron.core.datasets.index_cache import DataFiles, IndexCache
 from megatron.core.datasets.index_map import (
@@ -70,6 +71,7 @@ def build_gpt_plans(
     config: DataConfig,
     blends: Iterable[Blend | None],
     vocab_size: int,
+    eod_id: int,
     num_samples: list[int | None],
     seed: int,
     *,
@@ -86,6 +88,8 @@ def build_gpt_plans(
         for split in filter(None, plans):
             for line in lines(split.split, _readings(split)):
                 progress(line)
+        if is_builder:  # the others need no token yet
+            _note_missing_ends(filter(None, plans), eod_id, config, say, progress)
         return plans
 
     def build(split: SplitPlan[GPTPart]) -> None:
@@ -140,6 +144,20 @@ def _note_small_ids(indexed: IndexedDataset, vocab_size: int, say: Say) -> None:
             f"{indexed.data_path} holds ids up to {np.iinfo(indexed.dtype).max} ({indexed.dtype}), the tokenizer's vocabulary has "
             f"{vocab_size}: were the data made with another tokenizer?"
         )
+
+
+def _note_missing_ends(
+    splits: Iterable[SplitPlan[GPTPart]], eod_id: int, config: DataConfig, say: Say, progress: Say
+) -> None:
+    """Said as strange where a flag looks for the ends of documents, else in passing."""
+    note = note_without_ends(
+        {part.indexed.prefix: part.indexed for split in splits for part in split.parts}.values(), eod_id
+    )
+    flags = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    if note and (given := [f"--{flag.replace('_', '-')}" for flag in flags if getattr(config, flag)]):
+        say(f"{note}; there {' and '.join(given)} will find nothing to act on")
+    elif note:
+        progress(note)
 
 
 def _split_request(

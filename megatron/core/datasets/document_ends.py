@@ -1,0 +1,31 @@
+"""Whether the documents of token files end with the end-of-document token, by a look at a few of each."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from megatron.core.datasets.indexed import IndexedDataset
+
+_LOOKED_AT = 8  # documents of a file; where they end as they should, one is enough
+
+
+def last_tokens(indexed: IndexedDataset) -> Iterator[int]:
+    """The last token of some documents that have any, from the first to the last of the file."""
+    count = indexed.document_count
+    for d in np.unique(np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(np.int64)):
+        first, past = indexed.document_indices[d : d + 2].tolist()
+        length = int(indexed.sequence_lengths[past - 1]) if past > first else 0
+        if length:
+            yield int(indexed.get(past - 1, length - 1, 1)[0])
+
+
+def note_without_ends(files: Iterable[IndexedDataset], eod_id: int) -> str | None:
+    """What to say of the files of a run whose documents do not end with `eod_id`; None if all do."""
+    names = [file.prefix for file in files if (tokens := list(last_tokens(file))) and eod_id not in tokens]
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"documents of {names[0]}{more} do not end with the end-of-document token ({eod_id}), as if preprocessed without --append-eod: "
+        "a sample goes on from one to the next without a mark"
+    )
