@@ -351,6 +351,8 @@ def run(settings: Settings, world: Axis) -> None:
     """Load, continue, report. Every rank of `world` must call; what stops one stops all."""
     generation, device = settings.generation, settings.device
     checkpoint = open_checkpoint(generation.load, generation.iteration, world, device.torch_device)
+    if checkpoint.warning and world.is_first:
+        print(f"WARNING: {checkpoint.warning}", file=sys.stderr, flush=True)
     prompts, tokenizer, genfile = Prompts([], [], 0, 0), None, None
     with comm.together(world, device.torch_device):
         if world.is_first:

@@ -36,7 +36,7 @@ from megatron.training.checkpoint_checks import (
 )
 from megatron.training.config import CheckpointConfig
 from megatron.training.runtime import Runtime, print_rank_0
-from megatron.training.start import where_to_start
+from megatron.training.start import Start, where_to_start
 from megatron.training.state import TrainState
 
 _MASTER = "optimizer/master/"
@@ -129,6 +129,7 @@ def save(
         },
         world,
         device,
+        warn=lambda problem: print_rank_0(f"WARNING: {problem}"),
     )
     print_rank_0(f"saved checkpoint at iteration {state.iteration} to {root}")
 
@@ -151,6 +152,14 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
     return json.loads(comm.broadcast_text(json.dumps(found), world, device))
 
 
+def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) -> Start | None:
+    """`where_to_start` as the first rank sees it. Every rank must call."""
+    with comm.together(world, device):
+        chosen = json.dumps(where_to_start(config)) if world.is_first else None
+    chosen = json.loads(comm.broadcast_text(chosen, world, device))
+    return None if chosen is None else Start(*chosen)
+
+
 def load(
     runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer
 ) -> tuple[TrainState, dict[str, Any] | None]:
@@ -162,14 +171,14 @@ def load(
     config, mesh, device = runtime.config.checkpoint, runtime.mesh, runtime.device.torch_device
     if config.load is None and config.pretrained_checkpoint is None:
         return TrainState(), None
-    with comm.together(mesh["world"], device):
-        chosen = json.dumps(where_to_start(config)) if mesh["world"].is_first else None
-    chosen = json.loads(comm.broadcast_text(chosen, mesh["world"], device))
+    chosen = choose_start(config, mesh["world"], device)
     if chosen is None:
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
         return TrainState(), None
     given, root, finetune = chosen
     checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
+    if checkpoint.warning:
+        print_rank_0(f"WARNING: {checkpoint.warning}")
     check_same_model(runtime, checkpoint.state, f"{given} {root}")
     wanted = model_tensors(chunks, mesh)
     check_same_parameters(wanted, checkpoint, mesh["world"], device)

@@ -89,7 +89,7 @@ class CheckpointConfig:
 
     save: str | None = knob(None, "folder to write checkpoints to", metavar="DIR")
     load: str | None = knob(
-        None, "folder to go on from; the run starts anew if there is nothing in it yet, or if it is that of --save",
+        None, "folder to go on from; the run starts anew if it is empty, or if it is that of --save and has no checkpoint yet",
         metavar="DIR",
     )  # fmt: skip
     save_interval: int | None = knob(

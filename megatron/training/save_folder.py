@@ -9,16 +9,18 @@ from pathlib import Path
 import torch
 
 from megatron.core import comm
-from megatron.core.checkpoint.format import iteration_of
+from megatron.core.checkpoint.folder import clear_leftovers, newest_iteration
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
+from megatron.training.config import CheckpointConfig
 from megatron.training.runtime import print_rank_0
+from megatron.training.start import loads_what_it_saves
 
 
 def prepare_folder(root: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
     """Find out at the start, not after hours, whether checkpoints can be written to `root`. Every rank must call.
 
-    No other run may save there until `held` is closed.
+    No other run may save there until `held` is closed. What an earlier one left half-way is removed.
     """
     with comm.together(world, device):
         if root is not None and world.is_first:
@@ -30,11 +32,16 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device, held: co
                 raise ConfigError(
                     f"--save {root} cannot be written: {error.strerror}; choose another folder"
                 ) from error
-            _lock(root, held)
+            if _lock(root, held):
+                for problem in clear_leftovers(Path(root)):
+                    print_rank_0(f"WARNING: {problem}")
 
 
-def _lock(root: str, held: contextlib.ExitStack) -> None:
-    """Lock the folder itself, so that no file is left there, and the system unlocks it when this process is killed."""
+def _lock(root: str, held: contextlib.ExitStack) -> bool:
+    """Lock the folder itself, so that no file is left there, and the system unlocks it when this process is killed.
+
+    False on a network file system that does not lock folders: then nobody is refused.
+    """
     handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     held.callback(os.close, handle)
     try:
@@ -44,17 +51,21 @@ def _lock(root: str, held: contextlib.ExitStack) -> None:
             f"--save {root}: another run saves there, and is alive; each would remove what the other is writing. End that run or "
             "choose another folder"
         ) from None
-    except OSError:  # some network file systems do not lock folders: then nobody is refused
-        pass
+    except OSError:
+        return False
+    return True
 
 
-def note_other_checkpoints(root: str | None, iteration: int, world: Axis) -> None:
-    """Say of a run that begins after `iteration` that --save holds later checkpoints, which it does not go on from."""
-    if root is None or not world.is_first:
+def warn_of_other_checkpoints(config: CheckpointConfig, iteration: int, world: Axis) -> None:
+    """Say of a run that begins after `iteration` that --save holds later checkpoints, which it will replace."""
+    if config.save is None or not world.is_first:
         return
-    found = (iteration_of(path.name) for path in Path(root).glob("iter_*"))
-    if later := sorted(number for number in found if number is not None and number > iteration):
+    if iteration and loads_what_it_saves(config):
+        return  # they are later than the one that is loaded, which has been said where it was found
+    newest = newest_iteration(Path(config.save))
+    if newest is not None and newest > iteration:
+        instead = f"give --load {config.save} to go on from them, or " if config.load is None else ""
         print_rank_0(
-            f"--save {root} holds {len(later)} checkpoint(s) of up to iteration {later[-1]}, which this run does not go on from; "
-            "it will replace those it comes to"
+            f"WARNING: --save {config.save} holds checkpoints up to iteration {newest}, and this run begins after iteration "
+            f"{iteration}: it replaces those that it comes to; {instead}give another --save to keep them"
         )

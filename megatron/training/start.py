@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.checkpoint.format import LATEST, MANIFEST, iteration_of
+from megatron.core.checkpoint.folder import latest_iteration, saved_iterations
+from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, iteration_of
 from megatron.core.config import ConfigError
 from megatron.training.config import CheckpointConfig
 
@@ -23,6 +24,15 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
     Raises ConfigError for anything else, with what is there and what to give: a run that starts anew by mistake costs more than
     one that does not start. One rank asks for all, since a shared file system may not show all of them the same.
     """
+    try:
+        return _choose(config)
+    except OSError as error:  # a name that is too long, a folder of another user
+        raise ConfigError(
+            f"{error.filename}, which a run would start from, cannot be read: {error.strerror}; check --load"
+        ) from error
+
+
+def _choose(config: CheckpointConfig) -> Start | None:
     if config.load is not None and _load_holds_checkpoint(config):
         return Start("--load", config.load, config.finetune)
     root = config.pretrained_checkpoint
@@ -37,9 +47,11 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
 
 
 def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
-    root, alone = Path(config.load), config.pretrained_checkpoint is None
+    root, alone, is_save = Path(config.load), config.pretrained_checkpoint is None, loads_what_it_saves(config)
     if (root / LATEST).is_file():
         return True
+    if is_save and saved_iterations(root):
+        return True  # the run was killed after its first checkpoint was complete and before the pointer named it
     if problem := mistake_in(root):
         raise ConfigError(f"--load {config.load} {problem}")
     reasons = {
@@ -48,8 +60,14 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     }
     for reason in (text for text, given in reasons.items() if given):
         raise ConfigError(f"--load {config.load} holds no checkpoint ({_content(root)}), and {reason}")
-    is_save = config.save is not None and os.path.realpath(config.save) == os.path.realpath(root)
-    if not is_save and root.is_dir() and any(root.iterdir()):
+    if is_save:
+        return False
+    if not root.is_dir():
+        raise ConfigError(
+            f"--load {config.load} does not exist; give the folder that --save wrote to, or leave --load out to start anew (only the "
+            "folder of this run's own --save may be missing)"
+        )
+    if any(root.iterdir()):
         raise ConfigError(
             f"--load {config.load} holds no checkpoint (no {LATEST}), but {_content(root)}; give the folder that --save wrote to, "
             "or leave --load out to start anew"
@@ -57,12 +75,22 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     return False
 
 
+def loads_what_it_saves(config: CheckpointConfig) -> bool:
+    """Whether --load and --save name one folder, by whatever path."""
+    if config.load is None or config.save is None:
+        return False
+    if os.path.exists(config.load) and os.path.exists(config.save):
+        return os.path.samefile(config.load, config.save)
+    return os.path.realpath(config.load) == os.path.realpath(config.save)
+
+
 def latest_in(root: str) -> str | None:
     """The iteration that a run with --load goes on from; None where there is none."""
     try:
-        return (Path(root) / LATEST).read_text().strip()
-    except OSError:
+        number = latest_iteration(Path(root))
+    except (OSError, CheckpointError):
         return None
+    return None if number is None else str(number)
 
 
 def where_to_go_on(save: str | None) -> str:

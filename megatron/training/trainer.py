@@ -32,7 +32,7 @@ from megatron.training.log import TrainingLog, validation_line, validation_warni
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
-from megatron.training.save_folder import note_other_checkpoints, prepare_folder
+from megatron.training.save_folder import prepare_folder, warn_of_other_checkpoints
 from megatron.training.start import where_to_go_on
 from megatron.training.state import TrainState
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
@@ -69,6 +69,7 @@ class Trainer:
         self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
         began = time.monotonic() if began is None else began
         self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
+        self._check_folders()
         with heartbeat("building the model", print_rank_0):
             self.chunks, self.optimizer = build_model_and_optimizer(
                 model_provider, runtime, group_of
@@ -87,13 +88,17 @@ class Trainer:
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
 
+    def _check_folders(self) -> None:
+        """Refuse a --save or --load that cannot be before the model is built, which may take minutes."""
+        config, world = self.config.checkpoint, self.mesh["world"]
+        prepare_folder(config.save, world, self.device, self.runtime.held)
+        checkpointing.choose_start(config, world, self.device)
+
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Where the run goes on, and its log of the interval it was stopped in."""
-        save, world = self.config.checkpoint.save, self.mesh["world"]
-        prepare_folder(save, world, self.device, self.runtime.held)
         with heartbeat("loading the checkpoint", print_rank_0):
             state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
-        note_other_checkpoints(save, state.iteration, world)
+        warn_of_other_checkpoints(self.config.checkpoint, state.iteration, self.mesh["world"])
         return state, log_state
 
     def _iters_of_samples(self) -> int:

@@ -1,6 +1,7 @@
 """A user's script in which one rank fails, or dies without a word: `--fails-how` says how. tests/gloo/test_faults.py runs it."""
 
 import os
+import signal
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def failing_forward_step(data_iterator: Iterator | None, model: nn.Module) -> tu
     output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
     if fails and args.fails_how == "after":
         raise KeyError("the disk is on fire")
-    return (output * float("nan"), loss_func) if fails else (output, loss_func)
+    return (output * float("nan"), loss_func) if fails and args.fails_how == "nan" else (output, loss_func)
 
 
 def dying_model_provider(**where: Any) -> nn.Module:
@@ -41,18 +42,33 @@ def dying_model_provider(**where: Any) -> nn.Module:
     return pretrain_gpt.model_provider(**where)
 
 
+def dying_replace(source: str, target: str) -> None:
+    """`os.replace`, but for the one that would make the first checkpoint the latest."""
+    if Path(target).name == "latest_checkpointed_iteration.txt":
+        os.kill(os.getpid(), signal.SIGKILL)
+    _replace(source, target)
+
+
+_replace = os.replace
+
+
 def extra_args(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--fails-rank", type=int)
     parser.add_argument(
         "--fails-how",
-        choices=("before", "after", "nan", "dies before it joins", "dies while meeting", "dies while building"),
+        choices=(
+            *("before", "after", "nan"),
+            *("dies before it joins", "dies while meeting", "dies while building", "dies while saving"),
+        ),
     )
     words = sys.argv
-    if words[words.index("--fails-rank") + 1] == os.environ["RANK"]:
+    if words[words.index("--fails-rank") + 1] == os.environ.get("RANK", "0"):
         if "dies before it joins" in words:
             os._exit(9)
         if "dies while meeting" in words:
             dist.init_process_group = lambda *_, **__: os._exit(9)
+        if "dies while saving" in words:
+            os.replace = dying_replace
     return parser
 
 

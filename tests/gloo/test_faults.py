@@ -11,6 +11,7 @@ from processes import PRETRAIN_GPT, Job, Layout, Outcome, free_port, pretrain, r
 SOON = 30.0  # seconds in which the ranks that are left notice that one is gone
 FAILING = str(Path(__file__).with_name("failing_script.py"))
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--train-iters", "90"]
+LATEST = "latest_checkpointed_iteration.txt"
 DIES = [*GPT2, *STEPS, *MOCK, "--fails-rank"]
 
 
@@ -36,6 +37,17 @@ def test_a_killed_rank_ends_the_others(layout, killed, data, tmp_path):
     printed = {line.iteration: line.text for line in died.training}
     for line in resumed.training:
         assert printed.get(line.iteration, line.text) == line.text
+
+
+def test_a_run_killed_while_its_first_checkpoint_becomes_the_latest_loses_nothing(tmp_path):
+    """Its folder is complete and no file names it yet: the same command goes on from it."""
+    folder = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1", "--train-iters", "2"]
+    flags = [*GPT2, *STEPS, *MOCK, *folder, "--log-interval", "1", "--eval-iters", "0"]
+    died = run([FAILING, *flags, "--fails-rank", "0", "--fails-how", "dies while saving"], timeout=60)
+    assert died.codes == (-signal.SIGKILL,) and not (tmp_path / LATEST).exists(), died
+    resumed = pretrain(flags)
+    assert [line.iteration for line in (*died.training, *resumed.training)] == [1, 2]
+    assert "WARNING" in resumed.stdout[0] and (tmp_path / LATEST).read_text() == "2\n"
 
 
 def test_a_rank_asked_to_end_ends_the_job_in_order(data, tmp_path):

@@ -245,6 +245,20 @@ def test_mistakes_are_one_line(runs, tool, monkeypatch, code, arguments, message
     assert err.startswith("generate: ") and err.count("\n") == 1
 
 
+def test_another_iteration_than_the_newest_is_read_with_a_warning(runs, tool, tmp_path):
+    shutil.copytree(runs / "learned", tmp_path / "learned")
+    call = ("--load", tmp_path / "learned", "--prompt", "5", "--max-new-tokens", 1)
+    pointer = tmp_path / "learned" / "latest_checkpointed_iteration.txt"
+    assert "WARNING" not in tool(*call)[2]
+    pointer.write_text("2\n")
+    for told in (("iteration 2", "iteration 4"), ("iteration 4",)):
+        code, _, err = tool(*call)
+        (warning,) = [line for line in err.splitlines() if line.startswith("WARNING")]
+        assert code == 0 and all(text in warning for text in told) and f"{told[0]} of " in err
+        pointer.unlink(missing_ok=True)
+    assert "WARNING" not in tool(*call, "--iteration", 2)[2]
+
+
 def test_a_state_that_names_no_model_is_refused():
     with pytest.raises(ValueError, match="X does not say what model it holds"):
         read_state({"vocab_size": 5}, "X")

@@ -1,5 +1,6 @@
 """Runs that stop and go on, from the command line to the last line printed: whole runs of one rank, within this process."""
 
+import builtins
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 import pretrain_bert
 import pretrain_gpt
+from megatron.core import parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
@@ -245,6 +247,8 @@ def mistaken(root: Path, what: str) -> Path:
         (root / "notes.txt").write_text("none of ours")
     elif what == "a missing iteration":
         return root / "iter_0000100"
+    elif what == "a name too long":
+        return root / ("a" * 300)
     return {"a file": latest, "an iteration": root / "iter_0000002", "a missing folder": root / "bokks"}.get(what, root)
 
 
@@ -255,6 +259,10 @@ MISTAKES = {
     "no latest": ("", ["holds the iterations 2, 4, but no latest_checkpointed_iteration.txt", "write one of these numbers into {root}/latest"]),
     "something else": ("", ["holds no checkpoint (no latest_checkpointed_iteration.txt), but it holds notes.txt; give the folder"]),
     "a missing folder": ("--finetune", ["bokks holds no checkpoint (it does not exist), and --finetune needs weights to load"]),
+    "a missing folder, nothing else": ("", ["--load {root}/bokks does not exist; give the folder that --save wrote to"]),
+    "a missing folder, another save": ("--save {root}", ["--load {root}/bokks does not exist"]),
+    "a missing folder, other weights": ("--pretrained-checkpoint {root}", ["--load {root}/bokks does not exist"]),
+    "a name too long": ("", ["aaa"]),
     "a missing folder, exit": ("--exit-on-missing-checkpoint", ["holds no checkpoint", "--exit-on-missing-checkpoint is given"]),
 }  # fmt: skip
 
@@ -264,7 +272,7 @@ def test_a_load_that_is_a_mistake_is_refused_with_what_is_there(what: str, check
     flags, texts = MISTAKES[what]
     shutil.copytree(checkpoints, tmp_path / "books")
     load = mistaken(tmp_path / "books", what.split(",")[0])
-    message = refused(f"--train-iters 6 --load {load} {flags}")
+    message = refused(f"--train-iters 6 --load {load} {flags.format(root=tmp_path / 'books')}")
     for text in texts:
         assert text.format(root=tmp_path / "books") in message
 
@@ -275,15 +283,92 @@ def test_an_empty_folder_name_is_refused(flag: str, refused):
 
 
 @pytest.mark.parametrize(
-    "load, save", [("new", None), ("new", "new"), ("new/", "./new"), ("empty", "new"), ("notes", "notes")]
-)
+    "load, save",
+    [
+        ("new", "new"), ("new/", "./new"), ("link/new", "new"), ("link/new", "x/../new"), ("gone", "new"),
+        ("empty", None), ("empty", "new"), ("notes", "notes"),
+    ],
+)  # fmt: skip
 def test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so(load: str, save, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("notes").mkdir()
     Path("notes/todo.txt").write_text("a folder that --save names may hold more")
+    Path("link").symlink_to(".")
+    Path("gone").symlink_to("new")
     text = said(f"--train-iters 1 --load {load}" + (f" --save {save}" if save else ""))
     assert text.count(f"no checkpoint in {load}: starting from initial weights") == 1
+
+
+@pytest.mark.parametrize("save", [True, False], ids=["--save on it", "--load alone"])
+def test_a_pointer_to_an_older_iteration_is_followed_with_a_warning(save: bool, checkpoints, said, tmp_path):
+    """One flipped bit makes a 6 of a 4; and whoever goes back by hand is told as well."""
+    root = tmp_path / "books"
+    shutil.copytree(checkpoints, root)
+    flags = f"--train-iters 4 --load {root}" + (f" --save {root}" if save else "")
+    assert "WARNING" not in said(flags)
+    (root / "latest_checkpointed_iteration.txt").write_text("2\n")
+    text = said(flags)
+    (warning,) = [line for line in text.splitlines() if line.startswith("WARNING")]
+    assert "iteration 2" in warning and "iteration 4" in warning and str(root) in warning
+    assert sorted(rates(text)) == [3, 4]
+
+
+class Killed(BaseException):
+    """The process ends here: nothing that catches an Exception runs."""
+
+
+LATEST = "latest_checkpointed_iteration.txt"
+FULL = OSError(28, "No space left on device")
+ENDS = {
+    "killed as the folder is renamed": (Path, "rename", "iter_0000001.partial", Killed()),
+    "killed as the pointer is opened": (builtins, "open", f"{LATEST}.partial", Killed()),
+    "killed as the pointer is renamed": (os, "replace", f"{LATEST}.partial", Killed()),
+    "no room for the pointer": (builtins, "open", f"{LATEST}.partial", FULL),
+    "no rename of the pointer": (os, "replace", f"{LATEST}.partial", FULL),
+    "killed as a later folder is renamed": (Path, "rename", "iter_0000002.partial", Killed()),
+    "killed as a later pointer is renamed": (os, "replace", f"{LATEST}.partial", Killed()),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_same_command_goes_on_after_a_save_that_did_not_end(how, checkpoints, said, capsys, monkeypatch, tmp_path):
+    """And ends as a run that was not stopped, to the bit."""
+    place, name, path, error = ENDS[how]
+    function, command = getattr(place, name), f"--train-iters 4 --save-interval 1 --save {tmp_path} --load {tmp_path}"
+    at = 2 if how == "killed as a later pointer is renamed" else 1
+    calls = []
+
+    def ends(first, *rest, **more):
+        calls.extend([first] if first == tmp_path / path else [])
+        if len(calls) == at:
+            raise error
+        return function(first, *rest, **more)
+
+    with monkeypatch.context() as patch, pytest.raises((Killed, SystemExit)) as stopped:
+        patch.setattr(place, name, ends)
+        run(command)
+    parallel_state.stop_distributed()  # as at the end of the process
+    told = capsys.readouterr().err
+    assert stopped.type is Killed or (stopped.value.code == 1 and "No space left on device" in told)
+    said(command)
+    assert {path.name for path in tmp_path.iterdir()} == {LATEST, *(f"iter_{n:07d}" for n in range(1, 5))}
+    assert saved(tmp_path, 4, "") == saved(checkpoints, 4, "")
+
+
+def test_a_folder_that_cannot_be_removed_does_not_end_the_run_and_goes_with_the_next_start(said, monkeypatch, tmp_path):
+    def busy(folder, *rest, **more):
+        raise OSError(16, "Device or resource busy")
+
+    flags = f"--train-iters 2 --save-interval 1 --save {tmp_path}"
+    said(flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        text = said(flags)
+    assert sorted(rates(text)) == [1, 2]
+    assert any(line.startswith("WARNING") and "iter_0000001.replaced" in line for line in text.splitlines())
+    assert list(tmp_path.glob("*.replaced"))
+    assert "WARNING" not in said(f"{flags} --load {tmp_path}") and not list(tmp_path.glob("*.replaced"))
 
 
 # ---------------------------------------------------------------- all problems together
@@ -340,11 +425,15 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused_by_its_parameters(tmp_
 
 
 @pytest.mark.full
-def test_a_run_that_will_replace_checkpoints_of_another_says_so(tmp_path, said):
-    note = f"--save {tmp_path} holds 2 checkpoint(s) of up to iteration 2, which this run does not go on from"
-    flags = f"--train-iters 3 --exit-interval 2 --save {tmp_path} --save-interval 1"
-    assert [note in said(flags) for _ in range(2)] == [False, True]
-    assert "which this run does not go on from" not in said(f"{flags} --load {tmp_path}")
+def test_a_run_that_will_replace_checkpoints_of_another_is_warned(tmp_path, said):
+    flags = f"--train-iters 3 --exit-interval 2 --save {tmp_path}/a --save-interval 1"
+    assert "WARNING" not in said(flags)
+    lines = [line for line in said(flags).splitlines() if line.startswith("WARNING")]
+    assert len(lines) == 1 and f"--save {tmp_path}/a" in lines[0] and f"give --load {tmp_path}/a" in lines[0]
+    assert "WARNING" not in said(f"{flags} --load {tmp_path}/a")
+    said(f"--train-iters 3 --exit-interval 1 --save {tmp_path}/b")
+    lines = [line for line in said(f"{flags} --load {tmp_path}/b").splitlines() if line.startswith("WARNING")]
+    assert len(lines) == 1 and f"--save {tmp_path}/a" in lines[0] and "iteration 3" in lines[0]
 
 
 @pytest.mark.full
