@@ -50,7 +50,7 @@ def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, Drop
         hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     keys = DropoutKeys(1)
-    tp = TensorParallel(mesh["tp"], False, config.params_dtype, kv=mesh["kv"])
+    tp = TensorParallel(mesh["tp"], False, config.params_dtype, kv=mesh["kv"], fills=False)
     model = GPTModel(
         config, vocab_size=options.vocab, positions=options.sequence, layers=range(options.layers), tp=tp, keys=keys,
         ends=mesh["embd"],

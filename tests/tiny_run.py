@@ -173,7 +173,7 @@ def build_chunks(
     pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
     config, last = layout.applied_to(config), pp.size * layout.v - 1
     for stage in range(pp.rank, last + 1, pp.size):
-        tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store, kv=mesh["kv"])
+        tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store, kv=mesh["kv"], fills=False)
         model = subject.make(
             config, vocab_size=vocab, layers=layers_of_stage(config.num_layers, last + 1, stage),
             tp=tp, keys=keys, ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,

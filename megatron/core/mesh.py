@@ -18,6 +18,7 @@
 `Axis` objects that it uses.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ class Mesh(Mapping[str, Axis]):
             "cpu"  # where this rank computes, and how: for Megatron's functions, which are not told
         )
         self.sequence_parallel = False
+        self.fills_by_name = False  # inside `filling_by_name`
         self.products = NATIVE
         self.kept: dict[str, Any] = {}  # what Megatron's global accessors hand out again, by their names
 
@@ -53,6 +55,15 @@ class Mesh(Mapping[str, Axis]):
 
     def __len__(self) -> int:
         return len(self._axes)
+
+    @contextlib.contextmanager
+    def filling_by_name(self) -> Iterator[None]:
+        """Layers made inside leave their parameters to `initialize_parameters`, which draws each once, by its name."""
+        self.fills_by_name = True
+        try:
+            yield
+        finally:
+            self.fills_by_name = False
 
     def over(self, names: tuple[str, ...]) -> Axis:
         """The one axis that spans several: ("dp_outer", "dp_inner") is "dp"."""

@@ -11,8 +11,9 @@ A layer sets `parameter.placement = Placement(...)` when it creates the paramete
 | its boxes in a checkpoint  | a rank writes its `owned_pieces` and reads its `pieces`                             |
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.boxes import Box, intersect, relative_to, whole
 from megatron.core.grid import Axis
@@ -34,6 +35,10 @@ class Constant:
     value: float
 
 
+# A function is given the whole tensor, as `torch.nn.init`'s are, on every rank: see `random.py` for what that costs.
+InitialValue = Normal | Constant | Callable[[Any], Any]
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows start .. stop of the whole tensor. Those that several ranks hold name the axis of these ranks, each of which has
@@ -49,7 +54,7 @@ class Placement:
     """How one parameter is spread over the ranks. Axes are named; a mesh turns names into `Axis` objects."""
 
     shape: tuple[int, ...]  # of the whole tensor, without padding
-    init: Normal | Constant | None  # None: the creator fills it
+    init: InitialValue | None  # None: the creator fills it
     shard: Mapping[str, int] = field(default_factory=dict)  # axis -> the tensor dimension that it divides
     replicated_over: tuple[str, ...] = ()  # axes whose ranks hold the same copy
     partial_grad: tuple[str, ...] = ()  # axes over which each rank holds only a part of the gradient

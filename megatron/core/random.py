@@ -7,8 +7,9 @@ no generator's state is ever saved.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.grid import Axis
-from megatron.core.placement import Constant, pieces
+from megatron.core.placement import Constant, Normal, pieces
 
 TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 us
 
@@ -29,22 +30,59 @@ def seed_of(*key: int | str) -> int:
 # ---------------------------------------------------------------- initial weights
 
 
-@torch.no_grad()
 def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis]) -> None:
     """Fill every parameter of a model chunk with its part of the global initial value. Padding becomes zero.
 
     Parameter names must be global (layers numbered over the whole model): they seed the draws.
     """
     for name, parameter in model.named_parameters():
-        placement = parameter.placement
-        if placement.init is None:
-            continue
-        parameter.zero_()
-        for box, local in pieces(placement, tuple(parameter.shape), mesh):
-            if isinstance(placement.init, Constant):
-                parameter[slices(local)].fill_(placement.init.value)
-            else:
-                parameter[slices(local)].copy_(normal_box(placement.shape, box, placement.init.std, seed, name))
+        initialize_parameter(parameter, seed, name, mesh)
+
+
+@torch.no_grad()
+def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Mapping[str, Axis]) -> None:
+    """The same of one parameter. mesh: the axes that divide it."""
+    placement, init = parameter.placement, parameter.placement.init
+    if init is None or parameter.is_meta:
+        return
+    parameter.zero_()
+    drawn = None if isinstance(init, Normal | Constant) else _made_by(init, placement.shape, seed, name)
+    for box, local in pieces(placement, tuple(parameter.shape), mesh):
+        if isinstance(init, Constant):
+            parameter[slices(local)].fill_(init.value)
+        elif isinstance(init, Normal):
+            parameter[slices(local)].copy_(normal_box(placement.shape, box, init.std, seed, name))
+        else:
+            parameter[slices(local)].copy_(drawn[slices(box)])
+
+
+def seed_of_next_parameter() -> int:
+    """From torch's generator, which every rank of a model must have seeded alike: one number, whatever the parameter's size and part."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """The global float32 tensor as a function fills it, which works in place (`torch.nn.init.xavier_normal_`) or returns another tensor.
+
+    On the CPU, whole on every rank, since nobody knows what it makes of a part: t ranks take the time and, for a moment, the memory of t.
+    What it draws comes from torch's generator, which is seeded for it and put back.
+    """
+    values, generator = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu"), torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed_of(seed, name))
+    try:
+        with torch.device("cpu"):
+            returned = init(values)
+    finally:
+        generator.set_state(state)
+    if isinstance(returned, Tensor) and returned.shape == values.shape and bool(values.isnan().all()):
+        values = returned.detach().cpu()
+    if bool(values.isnan().any()):
+        raise ValueError(
+            f"init_method {getattr(init, '__name__', init)!r} leaves {int(values.isnan().sum())} of {values.numel()} elements of a tensor of "
+            f"shape {shape} without a value; it must set them all in place, as torch.nn.init.xavier_normal_ does, or return a tensor of that shape"
+        )
+    return values
 
 
 def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: str) -> Tensor:

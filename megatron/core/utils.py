@@ -23,7 +23,7 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def init_method_normal(sigma: float) -> Normal:
-    """Initial weights from N(0, sigma^2). A description and no function of a tensor: that would see a rank's part only."""
+    """Initial weights from N(0, sigma^2). A description and no function of a tensor, so that a rank draws only what it holds."""
     return Normal(sigma)
 
 

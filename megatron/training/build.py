@@ -48,7 +48,8 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         stage = chunk_number * pp.size + pp.rank
         mesh.virtual_rank = chunk_number
         chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
-        with runtime.device.torch_device:  # where a module that is told nothing makes its tensors
+        # On the device, where a module that is told nothing makes its tensors.
+        with runtime.device.torch_device, mesh.filling_by_name():
             chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
         place_plain_parameters(chunk, runtime.config.transformer.params_dtype, mesh.sequence_parallel)
         if problems := model_problems(chunk, in_pipeline=last_stage > 0):

@@ -80,6 +80,7 @@ class Runtime:
             self.weight_grads,
             kv=self.mesh["kv"],
             products=self.products,
+            fills=not self.mesh.fills_by_name,
         )
 
     def model_parts(

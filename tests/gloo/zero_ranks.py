@@ -188,7 +188,7 @@ def train_with_fsdp2(mesh: Mesh, model: TransformerConfig, batch: int) -> dict[s
 
 def build_plain(mesh: Mesh, model: TransformerConfig) -> torch.nn.Module:
     """The model with its first weights, in no buffers."""
-    tp = TensorParallel(mesh["tp"], False, model.params_dtype, kv=mesh["kv"])
+    tp = TensorParallel(mesh["tp"], False, model.params_dtype, kv=mesh["kv"], fills=False)
     module = GPTModel(
         model,
         positions=SEQ,

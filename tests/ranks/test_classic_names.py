@@ -1,16 +1,20 @@
 """Megatron's functions and layers, called with Megatron's arguments, give Megatron's values forward and backward."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from local_ranks import run_ranks
+from tiny_run import SEQ, TINY_GPT2, VOCAB, my_pieces, put_together
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
 from megatron.core.boxes import slices
-from megatron.core.placement import pieces
-from megatron.core.random import initialize_parameters, normal_box
+from megatron.core.models.gpt import GPTModel
+from megatron.core.placement import Constant, pieces
+from megatron.core.random import DropoutKeys, initialize_parameters, normal_box
+from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids
@@ -184,10 +188,104 @@ def test_the_order_of_arguments_of_version_2():
     torch.testing.assert_close(two[0][1], one[1])
 
 
+# ---------------------------------------------------------------- initial values
+
+FILLS = {
+    "none given": None,
+    "normal": init_method_normal(0.5),
+    "constant": Constant(2.0),
+    "torch's": torch.nn.init.xavier_uniform_,
+    "partial": partial(torch.nn.init.trunc_normal_, std=0.5),
+    "orthogonal": torch.nn.init.orthogonal_,
+    "lambda": lambda w: w.normal_().mul_(0.5),
+    "a new tensor": lambda w: torch.rand(w.shape) + 1,
+}
+
+
+def made_layers(mesh, init):
+    """Two of each kind, outside of `get_model`; their parameters by name, as they are right after construction."""
+    torch.manual_seed(7)
+    options = {"config": Config(), "init_method": init}
+    layers = [
+        layer
+        for _ in range(2)
+        for layer in (
+            mt.ColumnParallelLinear(H, F, **options),
+            mt.RowParallelLinear(F, H, **options),
+            mt.VocabParallelEmbedding(12, H, **options),
+        )
+    ]
+    return my_pieces(torch.nn.ModuleList(layers), mesh, lambda p: p.data), torch.rand(3)
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_layer_has_its_initial_values_at_once_and_the_same_in_every_layout(name):
+    ((pieces_of_one, next_drawn),) = run_ranks({}, partial(made_layers, init=FILLS[name]))
+    one = put_together([pieces_of_one])
+    for tp in (2, 4):
+        ranks = run_ranks({"tp": tp}, partial(made_layers, init=FILLS[name]))
+        whole = put_together([mine for mine, _ in ranks])
+        assert whole.keys() == one.keys() and all(torch.equal(whole[key], one[key]) for key in one)
+        assert all(torch.equal(after, next_drawn) for _, after in ranks), "torch's generator depends on the layout"
+    for key, value in one.items():
+        if key.endswith("bias"):
+            assert not value.any()
+        elif name == "constant":
+            assert bool((value == 2).all())
+        else:
+            assert value.unique().numel() > value.numel() / 2 and 0 < value.abs().max() < 5
+    if name == "torch's":  # of the whole tensor's fans: 6 and 8
+        largest = one["0.weight"].abs().max()
+        assert 0.9 * (6 / 14) ** 0.5 < largest <= (6 / 14) ** 0.5
+    if name != "constant":
+        assert not torch.equal(one["0.weight"], one["3.weight"]), "two layers begin alike"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_made_by_hand_begins_as_one_process_has_it(dtype):
+    """Norms, biases and padded words included."""
+    config = replace(TINY_GPT2, fp64=False, bf16=dtype == torch.bfloat16)
+
+    def work(mesh):
+        torch.manual_seed(7)
+        model = GPTModel(
+            config, vocab_size=VOCAB, positions=SEQ, layers=range(config.num_layers), tp=TensorParallel(mesh["tp"], dtype=dtype),
+            keys=DropoutKeys(SEED), ends=mesh["embd"], pre_process=True, post_process=True,
+        )  # fmt: skip
+        table = model.get_parameter("language_model.embedding.word_embeddings.weight")
+        padding = table[max(0, VOCAB - mesh["tp"].rank * table.shape[0]) :]
+        assert not padding.any()
+        return my_pieces(model, mesh, lambda p: p.data)
+
+    one, two = (put_together(run_ranks({"tp": tp}, work)) for tp in (1, 2))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert all(bool((value == 1).all()) for name, value in one.items() if name.endswith("norm.weight"))
+    assert one["language_model.embedding.word_embeddings.weight"].float().std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_function_of_a_tensor_fills_a_named_model_the_same_in_every_layout():
+    """As `get_model` fills it: by the parameter's name and not torch's generator."""
+
+    def work(mesh, seed):
+        torch.manual_seed(seed)
+        with mesh.filling_by_name():
+            block = torch.nn.ModuleDict(
+                {"up": mt.ColumnParallelLinear(H, F, init_method=torch.nn.init.kaiming_normal_)}
+            )
+        before = torch.default_generator.get_state()
+        initialize_parameters(block, SEED, mesh)
+        assert torch.equal(torch.default_generator.get_state(), before)
+        return my_pieces(block, mesh, lambda p: p.data)
+
+    one, two = (put_together(run_ranks({"tp": tp}, partial(work, seed=tp))) for tp in (1, 2))
+    assert torch.equal(one["up.weight"], two["up.weight"])
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"init_method": torch.nn.init.xavier_normal_}, "init_method must be init_method_normal(std)"),
+        ({"init_method": "xavier"}, "init_method must be init_method_normal(std)"),
+        ({"init_method": lambda w: None}, "leaves 48 of 48 elements of a tensor of shape (8, 6) without a value"),
         ({"stride": 2}, "stride=2 (fused parts are `blocks`"),
         ({"is_expert": True}, "not built: is_expert"),
         ({"some_day": 1}, "not built: some_day"),

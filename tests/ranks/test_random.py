@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from local_ranks import run_ranks
+from script_run import trainer_of
 from tiny_run import GPT2, LLAMA, SEED, VOCAB, Layout, build, my_pieces, put_together, run
 from torch import Tensor, nn
 
+import pretrain_gpt
+from megatron.core import random as draws
 from megatron.core.boxes import slices
 from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.random import (
@@ -133,6 +136,28 @@ def test_each_tensor_of_a_model_has_its_deviation():
         n = weight.numel()
         assert abs(weight.std().item() / std - 1) < SIGMAS / (2 * n) ** 0.5, name
         assert abs(weight.mean().item()) < SIGMAS * std / n**0.5, name
+
+
+def test_a_run_draws_each_weight_once_and_by_its_name(monkeypatch):
+    """A layer made alone draws when it is made; those of a model that `get_model` builds wait for their names."""
+    drawn: list[str] = []
+
+    def counted(shape, box, std, seed, name):
+        drawn.append(name)
+        return normal_box(shape, box, std, seed, name)
+
+    monkeypatch.setattr(draws, "normal_box", counted)
+
+    def work(mesh):
+        flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1e-3 --train-iters 1 "
+        flags += "--mock-data --tokenizer-type NullTokenizer --vocab-size 7 --device cpu --eval-iters 0"
+        with trainer_of(pretrain_gpt, mesh, flags) as trainer:
+            return [
+                name for name, p in trainer.model[0].module.named_parameters() if isinstance(p.placement.init, Normal)
+            ]
+
+    (expected,) = run_ranks({}, work)
+    assert drawn == expected and len(expected) == 2 + 2 * 4
 
 
 def test_padding_starts_at_zero():

@@ -75,7 +75,9 @@ def _stage(
         vocab_size=vocab_size,
         positions=positions,
         layers=range(pp.rank * n // pp.size, (pp.rank + 1) * n // pp.size),
-        tp=TensorParallel(mesh["tp"], dtype=config.params_dtype, device=device, kv=mesh["kv"], products=products),
+        tp=TensorParallel(
+            mesh["tp"], dtype=config.params_dtype, device=device, kv=mesh["kv"], products=products, fills=False
+        ),
         keys=DropoutKeys(seed=0),  # never asked: there is no dropout in evaluation mode
         ends=mesh["embd"],
         pre_process=pp.is_first,

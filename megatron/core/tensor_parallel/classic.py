@@ -3,7 +3,8 @@
     ColumnParallelLinear(hidden, 4 * hidden, config=config, init_method=init_method_normal(0.02), gather_output=False)
 
 What our own models hand to a layer, these find in the current mesh: the axis, sequence parallelism, the device. `config` gives
-`params_dtype`, and `sequence_parallel` where it has one. `tp=TensorParallel(...)` takes the place of both.
+`params_dtype`, and `sequence_parallel` where it has one. `tp=TensorParallel(...)` takes the place of both. Weights have their initial
+values at once, drawn as the state of torch's generator has it, or, in a model that `get_model` builds, by their names.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.current_mesh import get_mesh
 from megatron.core.device import to_device
-from megatron.core.placement import Constant, Normal
+from megatron.core.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.tensor_parallel.data import broadcast_data as broadcast_equal_shapes
 from megatron.core.tensor_parallel.layers import TensorParallel
@@ -30,20 +31,21 @@ def tensor_parallel_of(config: Any = None) -> TensorParallel:
     mesh = get_mesh()
     divided = getattr(config, "sequence_parallel", mesh.sequence_parallel) and mesh["tp"].size > 1
     dtype = getattr(config, "params_dtype", torch.get_default_dtype())
-    return TensorParallel(mesh["tp"], divided, dtype, mesh.device, kv=mesh["kv"], products=mesh.products)
+    options = {"kv": mesh["kv"], "products": mesh.products, "fills": not mesh.fills_by_name}
+    return TensorParallel(mesh["tp"], divided, dtype, mesh.device, **options)
 
 
-def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> Normal | Constant:
+def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> InitialValue:
     """The initial values. Raises TypeError for what has no meaning here."""
     strange = [name for name, value in others.items() if name not in _WITHOUT_EFFECT or value]
     if stride != 1:
         strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.layers)")
     if strange:
         raise TypeError(f"{layer}: not built: {', '.join(strange)}")
-    if init_method is not None and not isinstance(init_method, Normal | Constant):
+    if init_method is not None and not isinstance(init_method, Normal | Constant) and not callable(init_method):
         raise TypeError(
-            f"{layer}: init_method must be init_method_normal(std) or scaled_init_method_normal(std, layers) of megatron.core.utils, "
-            f"not {type(init_method).__name__}: a function sees this rank's part only, so that weights would depend on the layout"
+            f"{layer}: init_method must be init_method_normal(std) or scaled_init_method_normal(std, layers) of megatron.core.utils, or a "
+            f"function of the whole tensor, such as torch.nn.init.xavier_normal_, not {type(init_method).__name__}"
         )
     return Normal(INIT_STD) if init_method is None else init_method
 

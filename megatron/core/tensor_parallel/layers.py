@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
-from megatron.core.placement import Constant, Normal, Placement, Rows
+from megatron.core.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.products import NATIVE, Products
+from megatron.core.random import initialize_parameter, seed_of_next_parameter
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import column_linear, linear
 from megatron.core.tensor_parallel.lookup import lookup
@@ -37,6 +38,9 @@ class TensorParallel:
     weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
     kv: Axis | None = None  # the neighbours on `axis` that share one key/value head, if ranks outnumber heads
     products: Products = NATIVE  # how a CPU multiplies in half precision
+    fills: bool = (
+        True  # parameters when they are made; False where `initialize_parameters` or a checkpoint will, by name
+    )
 
     @property
     def sequence_axis(self) -> Axis | None:
@@ -44,14 +48,16 @@ class TensorParallel:
         return self.axis if self.sequence_parallel else None
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
-        """An uninitialised parameter that knows where it lives."""
+        """A parameter that knows where it lives, with this rank's part of its initial value: the same values in every layout, by the state
+        of torch's generator. Every rank must make the same parameters in the same order."""
         parameter = nn.Parameter(torch.empty(local_shape, dtype=self.dtype, device=self.device))
         parameter.placement = placement
+        if self.fills:
+            seed = 0 if isinstance(placement.init, Constant | None) else seed_of_next_parameter()
+            initialize_parameter(parameter, seed, "", {self.axis.name: self.axis})
         return parameter
 
-    def replicated(
-        self, shape: tuple[int, ...], init: Constant | Normal, *, partial: bool | None = None
-    ) -> nn.Parameter:
+    def replicated(self, shape: tuple[int, ...], init: InitialValue, *, partial: bool | None = None) -> nn.Parameter:
         """A parameter that every tensor-parallel rank holds whole. Under sequence parallelism each rank applies it to its part
         of the sequence only, and so has only a part of its gradient; `partial` says so of another cause."""
         parts = (self.axis.name,) if (self.sequence_parallel if partial is None else partial) else ()
@@ -80,7 +86,7 @@ class ColumnParallelLinear(nn.Module):
         output_size: int,
         *,
         tp: TensorParallel,
-        init: Normal,
+        init: InitialValue,
         bias: bool = True,
         gather_output: bool = False,
         skip_bias_add: bool = False,
@@ -134,7 +140,7 @@ class RowParallelLinear(nn.Module):
         output_size: int,
         *,
         tp: TensorParallel,
-        init: Normal,
+        init: InitialValue,
         bias: bool = True,
         skip_bias_add: bool = False,
     ):
@@ -169,7 +175,7 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         *,
         tp: TensorParallel,
-        init: Normal,
+        init: InitialValue,
         padded_size: int | None = None,
         ends: Axis | None = None,
     ):
