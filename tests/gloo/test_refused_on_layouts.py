@@ -41,7 +41,6 @@ LATER = {
     "index cut off": (DATA + "cut_index", ["{tmp}/cut_index.idx has 50 bytes, its header describes", "copy it again"]),
     "index of something else": (DATA + "other", ["{tmp}/other.idx does not begin as an index of tokens does", "preprocess again"]),
     "tokens missing": (DATA + "no_tokens", ["{tmp}/no_tokens.bin", "does not exist"]),
-    "data of another tokenizer": (DATA + "good --vocab-size 40", ["{tmp}/good.bin holds token", "has 41 (NullTokenizer)", "use that one"]),
     "empty split": (DATA + "good --split 0,1,1", ["no training data", "--split"]),
     "split without documents": (DATA + "good --split 1,999,0", ["--split 1,999,0 leaves no document of 100 to the train split", "larger share"]),
     "damaged checkpoint": (LOAD + "damaged", ["{tmp}/damaged/iter_0000002/rank_00000.bin", "sha256"]),
