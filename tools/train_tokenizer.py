@@ -1,6 +1,6 @@
-"""Train a tokenizer on text: the tokenizer.json of a byte-level BPE, or with --kind wordpiece the vocab.txt of a BERT.
+"""Train a tokenizer on text: a tokenizer.json of byte-level BPE or of single characters, or the vocab.txt of a BERT (--kind).
 
-The first is for --tokenizer-type HuggingFaceTokenizer, the second for BertWordPieceLowerCase.
+A tokenizer.json is for --tokenizer-type HuggingFaceTokenizer, a vocab.txt for BertWordPieceLowerCase.
 
     python tools/train_tokenizer.py --input corpus/ notes.txt 'more/*.jsonl' --vocab-size 32000 --output tokenizer.json
 
@@ -25,6 +25,7 @@ from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocess_data import input_files, line_texts, without_mark
 
 EOD = "<|endoftext|>"
+UNKNOWN = "<unk>"
 _SMALLEST = 257  # 256 bytes and EOD
 _BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _JSON_ENDINGS = (".jsonl", ".json")
@@ -43,8 +44,10 @@ class TrainTokenizerConfig:
     json_key: str = knob("text", "key whose text is read in JSON-lines files", metavar="KEY")
     vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
     special_tokens: list[str] = knob([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
-    kind: Literal["bpe", "wordpiece"] = knob(
-        "bpe", "tokens from bytes, or BERT's: pieces of words in lower case, in which --output is a vocab.txt"
+    kind: Literal["bpe", "char", "wordpiece"] = knob(
+        "bpe",
+        f"tokens from bytes; an id for each character of the text, and {UNKNOWN} for all others; or BERT's: pieces of words in lower "
+        "case, in which --output is a vocab.txt",
     )
     output: str | None = knob(None, "tokenizer.json (or vocab.txt) to write", metavar="FILE", required=True)
 
@@ -118,6 +121,27 @@ def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] =
     return tokenizer
 
 
+def train_characters(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
+    """A tokenizer whose tokens are the characters of `texts`, by code point, after EOD, UNKNOWN and the `special_tokens`."""
+    try:
+        from tokenizers import Tokenizer, decoders, models
+    except ImportError:
+        raise ImportError("training needs the package tokenizers: pip install tokenizers") from None
+    characters = set(itertools.chain.from_iterable(_some(texts)))
+    tokens = list(dict.fromkeys([EOD, UNKNOWN, *special_tokens, *sorted(characters)]))
+    if len(tokens) > vocab_size:
+        raise ValueError(
+            f"--vocab-size ({vocab_size}) is too small for {len(characters)} different characters, {EOD}, {UNKNOWN} and "
+            f"--special-tokens; give at least {len(tokens)}"
+        )
+    # BPE without merges is no more than a table, and takes a text of megabytes at once.
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([EOD, *special_tokens])
+    return tokenizer
+
+
 def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
     """The tokens of a BERT's vocab.txt in the order of their ids: special ones, letters, pieces of words in lower case."""
     try:
@@ -150,7 +174,8 @@ def _learn(config: TrainTokenizerConfig, texts: Iterator[str]) -> tuple[str, int
     if config.kind == "wordpiece":
         tokens = train_word_pieces(list(texts), config.vocab_size)
         return "".join(f"{token}\n" for token in tokens), len(tokens)
-    tokenizer = train(texts, config.vocab_size, config.special_tokens)
+    learn = train_characters if config.kind == "char" else train
+    tokenizer = learn(texts, config.vocab_size, config.special_tokens)
     return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
 
 
@@ -176,7 +201,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return say_interrupted("train_tokenizer", "nothing was written")
     fewer = f", fewer than --vocab-size {config.vocab_size}: the text has no more to learn from; give more of it"
-    print(f"wrote {config.output}: {count} ids{fewer if count < config.vocab_size else ''}", file=sys.stderr)
+    print(
+        f"wrote {config.output}: {count} ids{fewer if count < config.vocab_size and config.kind != 'char' else ''}",
+        file=sys.stderr,
+    )
     return 0
 
 

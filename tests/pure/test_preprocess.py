@@ -217,6 +217,31 @@ def test_a_tokenizer_has_the_special_tokens_that_are_asked_for(tmp_path):
     assert [tokenizer.vocab[name] for name in ("<|endoftext|>", "<a>", "<b>")] == [0, 1, 2]
 
 
+def test_characters_are_numbered_in_order_and_others_are_unknown(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("b\u00e4a ba\n\n")
+    arguments = [
+        "--kind",
+        "char",
+        "--input",
+        tmp_path / "a.txt",
+        "--special-tokens",
+        "<a>",
+        "--output",
+        tmp_path / "t.json",
+    ]
+    assert train(*arguments) == 0
+    assert "8 ids\n" in capsys.readouterr().err
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "t.json")))
+    assert tokenizer.vocab == {"<|endoftext|>": 0, "<unk>": 1, "<a>": 2, "\n": 3, " ": 4, "a": 5, "b": 6, "\u00e4": 7}
+    assert (tokenizer.eod, tokenizer.vocab_size) == (0, 8)
+    assert tokenizer.tokenize("ab \u00e4z\n") == [5, 6, 4, 7, 1, 3]
+    assert tokenizer.detokenize([5, 6, 4, 7, 3, 0, 1]) == "ab \u00e4\n<|endoftext|><unk>"
+    assert train(*arguments, "--vocab-size", 7) == 1
+    assert "--vocab-size (7) is too small for 5 different characters" in (error := capsys.readouterr().err)
+    assert "at least 8" in error
+
+
 def test_word_pieces_are_the_same_every_time_and_serve_a_bert(tmp_path, capsys):
     """Any letter of the text is a piece, in capitals or not; others are unknown."""
     pytest.importorskip("tokenizers")
