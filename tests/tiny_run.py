@@ -274,10 +274,11 @@ class TinyTrainer:
 
 def runtime_for(mesh: Mesh, config: TransformerConfig, folder: Path, global_batch: int) -> SimpleNamespace:
     """What `checkpointing` asks of a run that saves to, and loads from, `folder`."""
-    settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder)])
+    settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder), "--allow-precision-change"])
     return SimpleNamespace(
         mesh=mesh, config=replace(settings, transformer=config), device=Device("cpu"),
-        tokenizer=SimpleNamespace(vocab_size=VOCAB), global_batch_size=global_batch, products=mesh.products,
+        vocab_size_if_any=VOCAB, tokenizer_sha256=None, data_sha256=None, global_batch_size=global_batch,
+        products=mesh.products,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.training.arguments import ArgumentsError, parse_args
 from megatron.training.config import Config
 from megatron.training.initialize import collected
@@ -25,8 +26,8 @@ from megatron.training.memory.estimate import estimate
 from megatron.training.memory.report import as_json, full_report
 from megatron.training.memory.room import hint_of_fused
 from megatron.training.memory.sizes import MODELS, RunSizes
-from megatron.training.model_rules import BERT_RULES, GPT_RULES
-from megatron.training.rules import NO_TOKENIZER, apart_from, check, filled_in
+from megatron.training.model_rules import BERT_RULES, GPT_RULES, text_problems
+from megatron.training.rules import apart_from, check, filled_in
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +63,7 @@ def read(words: Sequence[str]) -> tuple[RunSizes, bool]:
         found: list[str] = []
         with collected(found):
             check(filled_in(error.parts), _world_size_in(words))
+        found += text_problems(filled_in(error.parts))
         problems = error.problems + apart_from(error.problems, error.parts, found)
         raise ConfigError([_in_terms_of_words(problem) for problem in problems]) from None
     if args.world_size < 1:

@@ -35,6 +35,7 @@ from megatron.core.inference.generate import generate_batch
 from megatron.core.mesh import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.training.config import COMPONENTS, Config
 from tools.errors import naming_flag
 
@@ -157,6 +158,8 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device,
     parts = {"vocab_size": vocab_size, "positions": config.positions, "device": device.torch_device}
     model = load_gpt(checkpoint, config.transformer, **parts, mesh=mesh)
     if world.is_first:
+        for note in notes_on(checkpoint.state):
+            print(note, file=sys.stderr, flush=True)
         print(f"iteration {checkpoint.iteration} of {settings.load} on {device.name}", file=sys.stderr, flush=True)
     return model, mesh
 
@@ -170,8 +173,21 @@ def read_state(state: dict[str, Any], source: str) -> tuple[int, Config]:
     known = {f.name for f in fields(COMPONENTS["transformer"])}
     if unknown := sorted(saved["transformer"].keys() - known):
         raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
+    if own := ", ".join(f"{name} {value}" for name, value in saved.get("own_model", {}).items()):
+        raise ConfigError(
+            f"{source} is of a model with settings of its script's own: {own}; generate with that script's model"
+        )
     parts = {name: build(component, saved.get(name, {})) for name, component in COMPONENTS.items()}
     return state["vocab_size"], Config(**parts)
+
+
+def notes_on(state: dict[str, Any]) -> list[str]:
+    """What is assumed of a checkpoint, and what it says that is not read here."""
+    notes = (
+        [] if "model" in state else ["the checkpoint does not name its model: it is taken for a GPT of these layers"]
+    )
+    own = ", ".join(f"{name} {value}" for name, value in state["config"].get("own", {}).items())
+    return notes + ([f"not read here, settings of the script's own: {own}"] if own else [])
 
 
 # ---------------------------------------------------------------- the prompts
@@ -190,11 +206,17 @@ class Prompts:
     def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
         """The prompts, and the tokenizer that reads and writes them. Raises ValueError, OSError or ImportError."""
         vocab_size, config = read_state(state, source)
-        tokenizer = load_tokenizer(replace(config.tokenizer, **settings.tokenizer_flags))
+        given = replace(config.tokenizer, **settings.tokenizer_flags)
+        tokenizer = load_tokenizer(given)
         if tokenizer.vocab_size != vocab_size:
             raise ConfigError(
                 f"the checkpoint has a vocabulary of {vocab_size}, the tokenizer ({tokenizer.name}) one of "
                 f"{tokenizer.vocab_size}; give the tokenizer that it was trained with: --tokenizer-type and its files"
+            )
+        if state.get("tokenizer_sha256") not in (None, tokenizer_sha256(given, tokenizer)):
+            raise ConfigError(
+                f"the tokenizer ({tokenizer.name}) has the size of the one that the checkpoint was trained with, but its files hold "
+                "something else; give that one: --tokenizer-type and its files"
             )
         texts, limit = read_texts(settings.generation), config.data.seq_length
         ids = [prompt_ids(text, tokenizer) for text in texts]

@@ -34,15 +34,22 @@ class ConfigError(ValueError):
 
 
 def knob(
-    default: Any, help: str, *, flags: tuple[str, ...] = (), metavar: str | None = None, required: bool = False
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    metavar: str | None = None,
+    required: bool = False,
+    of_model: bool = False,
 ) -> Any:
     """A dataclass field that is also a flag.
 
     `flags` replaces the spelling `--field-name` (several are aliases). A boolean whose default is True is switched off by
     `--no-field-name`, one whose default is False is switched on by `--field-name`; its help says what giving the flag does.
     `required` is what help and documents say of it; the config, or a check across configs, refuses its absence.
+    `of_model`, of a script's own knob: with another value the parameters mean something else, so a run refuses the checkpoint.
     """
-    metadata = {"help": help, "flags": flags, "metavar": metavar, "required": required}
+    metadata = {"help": help, "flags": flags, "metavar": metavar, "required": required, "of_model": of_model}
     if isinstance(default, list):
         return dataclasses.field(
             default_factory=lambda: list(default), metadata=metadata, hash=False
@@ -173,6 +180,7 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
         self._unreadable: dict[str, str] = {}
         self.refused: set[str] = set()  # flags that are known in order to say why they cannot be given
+        self.own: list[argparse.Action] = []  # those that a script added
 
     def read(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
         """(values, words that no flag took, field -> what is wrong with the value it was given, which is left out)."""
@@ -210,9 +218,10 @@ class FlagParser(argparse.ArgumentParser):
 
     @contextlib.contextmanager
     def flags_of_script(self) -> Iterator[None]:
-        """Flags that are added meanwhile, in groups or not, stand behind the first group in help."""
-        before = list(self._action_groups)
+        """Flags that are added meanwhile, in groups or not, are `own`, and stand behind the first group in help."""
+        before, ours = list(self._action_groups), len(self._actions)
         yield
+        self.own = self._actions[ours:]
         added = [group for group in self._action_groups if group not in before]
         self._optionals.title = "Flags of this script"
         first, *others = [group for group in before if group is not self._optionals and group is not self._positionals]
@@ -244,7 +253,8 @@ def add_flag(
     default = default_text(field) if default is None else default
     shown = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
     text = argparse.SUPPRESS if hidden else f"{field.metadata['help']}{shown}".replace("%", "%%")
-    group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
+    action = group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
+    action.knob = field  # for whoever asks an action for its default, which argparse is not told
 
 
 def read_flags(parser: FlagParser, argv: Sequence[str] | None) -> dict[str, Any]:

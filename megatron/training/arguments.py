@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import COMPONENTS, Config
 from megatron.training.help import add_help_flags, flag_groups, meaning_of_shorthand
 from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
+from megatron.training.own_flags import own_flags
 from megatron.training.yaml_settings import YAML_FLAG, read_yaml
 
 
@@ -155,8 +156,8 @@ def parse_args(
     parts, more = _build_all(settings, {name for source in sources for name in source.unreadable})
     if problems + more:
         raise ArgumentsError(problems + more, parts)
-    config = Config(**parts)
-    flat = {name: value for part in config.as_json().values() for name, value in part.items()}
+    config = Config(**parts, own=own_flags(parser, settings, _names_of_settings()))
+    flat = {name: value for part in config.component_values().values() for name, value in part.items()}
     flat["log_interval"] = config.log.steps_between_lines  # scripts count steps by it, as in Megatron
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
     no_effect |= in_vain | _without_effect(config)
@@ -172,6 +173,10 @@ def _without_effect(config: Config) -> dict[str, str]:
     reason = "it divides work of tensor-parallel ranks, and --tensor-model-parallel-size is 1"
     more = {"--sequence-parallel": reason} if undivided else {}
     return more | config.without_effect | config.checkpoint.without_effect
+
+
+def _names_of_settings() -> set[str]:
+    return {field.name for component in COMPONENTS.values() for field in knobs(component)}
 
 
 def _flag_of(name: str) -> str:
@@ -191,8 +196,8 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
         raise ConfigError([*problems, *(f"{path}: {problem}" for problem in error.problems)]) from None
     source.problems = [*problems, *(f"{path}: {problem}" for problem in source.problems)]
     source.no_effect |= no_effect
-    own = {field.name for component in COMPONENTS.values() for field in knobs(component)}
-    parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in own})
+    ours = _names_of_settings()
+    parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in ours})
     return [source]
 
 

@@ -1,30 +1,20 @@
 """Whether a checkpoint is one that this run can go on from: of the same model and optimizer; and what else has changed since."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint, LocalTensor
-from megatron.core.config import ConfigError, default_of, knobs
+from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.compared import BY_DATA, BY_TOKENIZER, Change, Changes, compare, precision_of
 from megatron.training.config import Config
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.state import TrainState
 
-# Settings that decide what the parameters mean: a checkpoint made with others cannot be loaded.
-_SHAPE = (
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention",
-    "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization", "norm_epsilon",
-    "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
-)  # fmt: skip
 _POSITIONS = "embedding.position_embeddings.weight"
-# Settings that, changed under a resumed run, change its data or its schedule: said aloud, and allowed.
-_NOTABLE = (
-    "seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "train_iters", "train_samples", "seq_length",
-    "split",
-)  # fmt: skip
 
 
 def check_same_parameters(
@@ -43,21 +33,74 @@ def check_same_parameters(
         )
 
 
-def check_same_model(runtime: Runtime, saved: dict[str, Any], given: str) -> None:
-    """Refuse a checkpoint of another model, naming every setting that differs. given: the flag and folder it comes from."""
-    mine, theirs = runtime.config.as_json()["transformer"], saved["config"]["transformer"]
-    defaults = {f.name: default_of(f) for f in knobs(TransformerConfig)}  # for settings younger than the checkpoint
-    problems = [
-        f"{name}: the checkpoint has {theirs.get(name, defaults[name])}, this run has {mine[name]}"
-        for name in _SHAPE
-        if theirs.get(name, defaults[name]) != mine[name]
-    ]
-    if saved["vocab_size"] != runtime.tokenizer.vocab_size:
+def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool) -> None:
+    """Refuse a checkpoint of another model or tokenizer, and for a run that goes on from it of another precision.
+
+    Every setting that differs is named. model: what this run's is called. given: the flag and folder that the checkpoint comes from.
+    """
+    if "transformer" not in saved.get("config", {}) or "vocab_size" not in saved:
+        raise ConfigError(f"{given} does not say what model it holds; it was not written by a pretraining run")
+    changes, config = _changes(runtime, saved), runtime.config
+    problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
+    if (theirs := saved.get("model", model)) != model:
         problems.append(
-            f"vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer {runtime.tokenizer.vocab_size}"
+            f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: start it with the script of the model "
+            f'that was saved. A class that computes what {theirs} does says so: model_name = "{theirs}"'
+        )
+    if saved["vocab_size"] != runtime.vocab_size_if_any:
+        problems.append(
+            f"{given} holds another model; vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer "
+            f"{runtime.vocab_size_if_any}"
+        )
+    elif (
+        _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256) and not config.checkpoint.allow_tokenizer_change
+    ):
+        problems.append(
+            f"{given} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; give that "
+            "one, or --allow-tokenizer-change if the ids mean the same, or are to be learned anew"
+        )
+    if goes_on and changes.precision and not config.checkpoint.allow_precision_change:
+        then, now = (precision_of(parts["transformer"]) for parts in (saved["config"], config.as_json()))
+        problems.append(
+            f"{given} was trained in {then}, this run is in {now}; give the flags of that precision, or --allow-precision-change to go "
+            "on in this one"
         )
     if problems:
-        raise ConfigError([f"{given} holds another model; {p}" for p in problems])
+        raise ConfigError(problems)
+
+
+def _changes(runtime: Runtime, saved: dict[str, Any]) -> Changes:
+    """All settings that differ. Tokenizer and data are compared by what they hold, where the checkpoint says that."""
+    mine, config = runtime.config.as_json(), saved["config"]
+    by_content = {
+        *(BY_TOKENIZER if saved.get("tokenizer_sha256") and runtime.tokenizer_sha256 else ()),
+        *(BY_DATA if saved.get("data_sha256") and runtime.data_sha256 else ()),
+    }
+    defaults = {flag.name: flag.default for flag in runtime.config.own.flags}
+    return compare(mine, config, defaults, by_content)
+
+
+def _is_other(saved: dict[str, Any], name: str, mine: str | None) -> bool:
+    return None not in (mine, theirs := saved.get(name)) and theirs != mine
+
+
+def _difference(change: Change) -> str:
+    if change.is_unknown:
+        return f"{change.name}: the checkpoint has {change.before}, and this code does not know it; use the code that wrote it"
+    return f"{change.name}: the checkpoint has {change.before}, this run has {change.now}"
+
+
+def _flags_then_and_now(runtime: Runtime, saved: dict[str, Any], part: str, names: Sequence[str]) -> str:
+    """The flags of a tokenizer or of data that differ; where none does, the files have changed."""
+    now, before = runtime.config.as_json()[part], saved["config"].get(part, {})
+    differ = [name for name in names if before.get(name) != now[name]]
+    texts = [f"{name} {_shown(before.get(name))} before, {_shown(now[name])} now" for name in differ]
+    given = ", ".join(_shown(now[name]) for name in names if now[name] is not None)
+    return ", ".join(texts) or f"the files have changed since ({given})"
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def check_same_positions(
@@ -101,12 +144,31 @@ def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
         )
 
 
-def note_changes(runtime: Runtime, saved: dict[str, Any]) -> None:
-    """Say which settings of a resumed run differ from the saved ones in a way that changes its course."""
-    flat = [{k: v for part in c.values() for k, v in part.items()} for c in (runtime.config.as_json(), saved["config"])]
-    # In force: the setting may be unset in both. Older checkpoints do not say.
-    before = saved.get("global_batch_size", TrainState.from_json(saved["train"]).samples_per_iter)
-    flat[0]["global_batch_size"], flat[1]["global_batch_size"] = runtime.global_batch_size, before
-    for name in _NOTABLE:
-        if flat[0][name] != flat[1].get(name):
-            print_rank_0(f"resumed with another {name}: {flat[1].get(name)} before, {flat[0][name]} now")
+def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = True) -> None:
+    """Say which settings differ from the saved ones, though neither refused nor without effect on the course of the run.
+
+    goes_on: whether the run does; one that takes the weights alone has a course of its own, and only its script's flags are said.
+    """
+    changes = _changes(runtime, saved)
+    names_of_own = {*saved["config"].get("own", ()), *(flag.name for flag in runtime.config.own.flags)}
+    what = "resumed" if goes_on else "weights are of a run"
+    if "model" not in saved:
+        print_rank_0("the checkpoint does not name its model: it is taken for one of this run's")
+    if runtime.config.own.flags and "own" not in saved["config"]:
+        print_rank_0("the checkpoint does not hold the flags of its script: they are not compared")
+    if goes_on and changes.precision:
+        then, now = (precision_of(parts["transformer"]) for parts in (saved["config"], runtime.config.as_json()))
+        print_rank_0(f"resumed with another precision: {then} before, {now} now")
+    for change in changes.course:
+        if not goes_on and change.name not in names_of_own:
+            continue
+        now = "unknown now" if change.is_unknown else f"{_shown(change.now)} now"
+        print_rank_0(f"{what} with another {change.name}: {_shown(change.before)} before, {now}")
+    if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):
+        print_rank_0(f"{what} with another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}")
+    if goes_on and _is_other(saved, "data_sha256", runtime.data_sha256):
+        print_rank_0(f"resumed with other data: {_flags_then_and_now(runtime, saved, 'data', BY_DATA)}")
+    before = saved.get("global_batch_size")  # older checkpoints do not say
+    before = before or TrainState.from_json(saved["train"]).samples_per_iter
+    if goes_on and runtime.global_batch_size != before:
+        print_rank_0(f"resumed with another global_batch_size: {before} before, {runtime.global_batch_size} now")

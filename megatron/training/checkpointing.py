@@ -35,6 +35,7 @@ from megatron.training.checkpoint_checks import (
     note_changes,
 )
 from megatron.training.config import CheckpointConfig
+from megatron.training.model_name import model_name
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.start import Start, where_to_start
 from megatron.training.state import TrainState
@@ -111,6 +112,7 @@ def save(
     for chunk in chunks:
         chunk.finish_param_gather()
     world = mesh["world"]
+    name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=world.size - 1)
     save_checkpoint(
         Path(root),
@@ -123,7 +125,10 @@ def save(
             "global_batch_size": runtime.global_batch_size,
             "optimizer_steps": optimizer.step_count,
             "grad_scaler": {} if optimizer.scaler is None else optimizer.scaler.state(),
-            "vocab_size": runtime.tokenizer.vocab_size,
+            "model": name,
+            "vocab_size": runtime.vocab_size_if_any,
+            "tokenizer_sha256": runtime.tokenizer_sha256,
+            "data_sha256": runtime.data_sha256,
             "config": runtime.config.as_json(),
             **_products_of(runtime),
         },
@@ -179,7 +184,8 @@ def load(
     checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
     if checkpoint.warning:
         print_rank_0(f"WARNING: {checkpoint.warning}")
-    check_same_model(runtime, checkpoint.state, f"{given} {root}")
+    name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
+    check_same_model(runtime, checkpoint.state, name, f"{given} {root}", goes_on=not finetune)
     wanted = model_tensors(chunks, mesh)
     check_same_parameters(wanted, checkpoint, mesh["world"], device)
     check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
@@ -196,9 +202,9 @@ def load(
         if optimizer.scaler is not None:
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     print_rank_0(f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {root}")
+    note_changes(runtime, checkpoint.state, goes_on=not finetune)
     if finetune:
         return TrainState(), None
-    note_changes(runtime, checkpoint.state)
     return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]
 
 

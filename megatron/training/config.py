@@ -18,6 +18,7 @@ from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.own_flags import OwnFlags
 from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
 
 
@@ -107,6 +108,12 @@ class CheckpointConfig:
     finetune: bool = knob(False, "load the weights only and start at step 0")
     load_optim: bool = knob(True, "start the optimizer anew instead of loading its state")
     exit_on_missing_checkpoint: bool = knob(False, "stop if --load holds no checkpoint")
+    allow_precision_change: bool = knob(
+        False, "go on from a checkpoint in another precision (--bf16, --fp16, --fp64, float32) than it was trained in"
+    )
+    allow_tokenizer_change: bool = knob(
+        False, "take the weights of a checkpoint although its tokenizer, of the same size, was another one"
+    )
 
     def __post_init__(self) -> None:
         problems = []
@@ -118,8 +125,14 @@ class CheckpointConfig:
     @property
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""
-        loads = self.load is not None or self.pretrained_checkpoint is not None
-        return {} if self.load_optim or loads else {"--no-load-optim": "there is no --load, and nothing is loaded"}
+        if self.load is not None or self.pretrained_checkpoint is not None:
+            return {}
+        about_loading = {
+            "--no-load-optim": not self.load_optim,
+            "--allow-precision-change": self.allow_precision_change,
+            "--allow-tokenizer-change": self.allow_tokenizer_change,
+        }
+        return {flag: "there is no --load, and nothing is loaded" for flag, given in about_loading.items() if given}
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,7 @@ class Config:
     tensorboard: TensorBoardConfig
     profile: ProfileConfig
     device: DeviceConfig
+    own: OwnFlags = OwnFlags()  # of the script
 
     def data_parallel_size(self, world_size: int) -> int:
         return world_size // self.parallel.model_parallel_size
@@ -243,29 +257,36 @@ class Config:
             )
         return found
 
-    def as_json(self) -> dict[str, dict[str, Any]]:
+    def component_values(self) -> dict[str, dict[str, Any]]:
+        """Every knob's value by component."""
         return {
-            part.name: {
-                f.name: getattr(getattr(self, part.name), f.name) for f in knobs(type(getattr(self, part.name)))
-            }
-            for part in fields(self)
+            name: {f.name: getattr(getattr(self, name), f.name) for f in knobs(component)}
+            for name, component in COMPONENTS.items()
         }
 
+    def as_json(self) -> dict[str, dict[str, Any]]:
+        """The same with the script's own flags."""
+        return self.component_values() | self.own.as_json()
+
     def changed_lines(self) -> list[str]:
-        """One line per setting that is not its default, under the name of its component, for the start of the log."""
-        changed = {part.name: changes(getattr(self, part.name)) for part in fields(self)}
-        width = max((len(name) for pairs in changed.values() for name in pairs), default=0)
+        """One line per setting that is not its default, under the name of its component, for the start of the log; and one for
+        each flag of the script's own, which no document lists."""
+        groups = {title_of(component): changes(getattr(self, name)) for name, component in COMPONENTS.items()}
+        groups = {title: dict(sorted(pairs.items())) for title, pairs in groups.items()}
+        for title, flags in self.own.by_title().items():
+            groups[title] = groups.get(title, {}) | {flag.name: (flag.default, flag.value) for flag in flags}
+        width = max((len(name) for pairs in groups.values() for name in pairs), default=0)
         lines = []
-        for part, pairs in changed.items():
-            lines += [f"  {title_of(COMPONENTS[part])}"] if pairs else []
-            lines += [f"    {name:<{width}}  {_shown(*pair)}" for name, pair in sorted(pairs.items())]
+        for title, pairs in groups.items():
+            lines += [f"  {title}"] if pairs else []
+            lines += [f"    {name:<{width}}  {_shown(*pair)}" for name, pair in pairs.items()]
         return lines
 
 
 def _shown(default: Any, value: Any) -> str:
-    """A value beside its default, where there is one."""
+    """A value beside its default, where there is one and it is another."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if default is None else f"{text}  (default {default})"
+    return text if default is None or default == value else f"{text}  (default {default})"
 
 
-COMPONENTS: dict[str, type] = {f.name: f.type for f in fields(Config)}  # type: ignore[misc]
+COMPONENTS: dict[str, type] = {f.name: f.type for f in fields(Config) if f.name != "own"}  # type: ignore[misc]

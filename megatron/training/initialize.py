@@ -15,6 +15,7 @@ import torch
 from megatron.core import comm, parallel_state, products
 from megatron.core.config import ConfigError
 from megatron.core.datasets.fim import FillInTheMiddle
+from megatron.core.datasets.identity import data_sha256
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.error_file import write_error_file
@@ -26,6 +27,7 @@ from megatron.core.offload.offload_config import make_tier
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
@@ -34,7 +36,7 @@ from megatron.training.config import Config
 from megatron.training.model_rules import NO_RULES, ModelRules
 from megatron.training.offload import notes_of
 from megatron.training.rules import apart_from, check, filled_in
-from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime
+from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
 from megatron.training.start import mistake_in
 from megatron.training.timers import Timers
 from megatron.training.watch_config import watch_notes
@@ -48,7 +50,8 @@ class Settings:
     args: Arguments
     notes: list[str]
     device: Device
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    tokenizer_sha256: str | None
 
 
 def initialize_megatron(
@@ -108,9 +111,13 @@ def initialize_megatron(
         tier = make_tier(config.offload, mesh["world"].rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, mesh["world"].size))
     mesh.products = settle_products(config, mesh["world"], device, settings.notes)
+    checkpoints = config.checkpoint.save or config.checkpoint.load
     runtime = Runtime(
-        config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier, products=mesh.products
-    )
+        config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier,
+        products=mesh.products,
+        tokenizer_sha256=settings.tokenizer_sha256,
+        data_sha256=data_sha256(config.data) if checkpoints and mesh["world"].is_first else None,
+    )  # fmt: skip
     if tier is not None:
         runtime.held.callback(tier.close)
     set_runtime(runtime)
@@ -154,7 +161,8 @@ def read_settings(
     device.prepare(bf16=config.transformer.bf16, empty_level=max(empty_level, int(config.offload.tier == "file")))
     if config.profile.record_memory_history:
         device.record_memory_history()
-    return Settings(config, args, notes, device, tokenizer)
+    sha256 = None if tokenizer is None else tokenizer_sha256(config.tokenizer, tokenizer)
+    return Settings(config, args, notes, device, tokenizer, sha256)
 
 
 def _groups_of_one(config: Config, world_size: int) -> list[str]:
@@ -185,7 +193,7 @@ def examine(config: Config, world_size: int, rules: ModelRules) -> tuple[list[st
     device = tokenizer = None
     with collected(problems):
         check(config, world_size)
-    problems += file_problems(config)
+    problems += file_problems(config, reads_text=rules.reads_text)
     with collected(problems):
         device = select_device(config.device)
         check_backend(config.device.distributed_backend, device)
@@ -229,9 +237,9 @@ def check_backend(backend: str | None, device: Device) -> None:
         )
 
 
-def file_problems(config: Config) -> list[str]:
+def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:
     """Files that this rank should find and does not, and a --save folder that cannot come to be. Nothing is made yet."""
-    problems = config.data.missing_files()
+    problems = config.data.missing_files() if reads_text else []
     for flag, folder in (
         ("--save", config.checkpoint.save),
         ("--data-cache-path", config.data.data_cache_path),
@@ -308,14 +316,13 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None) ->
     with comm.together(world):
         if problem is not None:
             raise problem
-    shared = {name: part for name, part in settings.config.as_json().items() if name != "device"}
-    mine = comm.fingerprint(f"{shared} {settings.tokenizer.vocab_size}")
+    # A script's own flags may tell ranks apart, unless they decide what the parameters mean.
+    shared = {name: part for name, part in settings.config.as_json().items() if name not in ("device", "own")}
+    mine = comm.fingerprint(f"{shared} {settings.tokenizer_sha256}")
     ends = torch.tensor([mine, -mine], dtype=torch.int64)
     comm.all_reduce(ends, world, "max")
     if ends[0].item() != -ends[1].item():
-        raise ConfigError(
-            "the ranks were started with different settings or vocabularies; start all with the same ones"
-        )
+        raise ConfigError("the ranks were started with different settings or tokenizers; start all with the same ones")
 
 
 def _remove_left_behind(config: Config, world_size: int) -> list[str]:
@@ -329,15 +336,15 @@ def _remove_left_behind(config: Config, world_size: int) -> list[str]:
     )
 
 
-def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any]:
+def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What Megatron's `args` hold beside the flags, and scripts ask for."""
-    tensor = config.parallel.tensor_model_parallel_size
+    tensor, words = config.parallel.tensor_model_parallel_size, vocab_size_of(config, tokenizer)
     return {
         "rank": parallel_state.launched_rank(),
         "world_size": mesh["world"].size,
         "data_parallel_size": mesh["dp"].size,
         "params_dtype": config.transformer.params_dtype,
-        "padded_vocab_size": config.transformer.padded_vocab_size(tokenizer.vocab_size, tensor),
+        "padded_vocab_size": None if words is None else config.transformer.padded_vocab_size(words, tensor),
         "virtual_pipeline_model_parallel_size": mesh.virtual_size,
         "global_batch_size": config.global_batch_size(mesh["world"].size),
         "max_position_embeddings": config.positions,

@@ -11,29 +11,40 @@ from dataclasses import dataclass, field
 from megatron.core.config import knobs
 from megatron.core.datasets.bert import bert_problems
 from megatron.core.datasets.masked import MaskedDataConfig
+from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.config import Config
 
 
 @dataclass(frozen=True)
 class ModelRules:
-    """unread: field -> why giving it has no effect. problems: (config, the tokenizer if it could be built) -> what cannot work."""
+    """unread: field -> why giving it has no effect. problems: (config, the tokenizer if it could be built) -> what cannot work.
+    reads_text: whether --data-path names token files, which are looked for before the ranks meet."""
 
     unread: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Config, Tokenizer | None], list[str]] = lambda config, tokenizer: []
+    reads_text: bool = False
+
+
+def text_problems(config: Config) -> list[str]:
+    """What a run lacks whose data are text, or made up like it."""
+    problems = [] if config.data.source_problems(needed=False) else config.data.source_problems()
+    return problems + ([NO_TOKENIZER] if config.tokenizer.tokenizer_type is None else [])
 
 
 def _problems_of_bert(config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    problems = bert_problems(config.data, config.masked_data, tokenizer)
+    problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT, and a BERT has masked words instead; leave it out")
     return problems
 
 
-NO_RULES = ModelRules()
+NO_RULES = ModelRules()  # of a script with data of its own
 GPT_RULES = ModelRules(
     unread=dict.fromkeys(
         (f.name for f in knobs(MaskedDataConfig)), "only masked words need it, as pretrain_bert.py has them"
-    )
+    ),
+    problems=lambda config, tokenizer: text_problems(config),
+    reads_text=True,
 )
-BERT_RULES = ModelRules(problems=_problems_of_bert)
+BERT_RULES = ModelRules(problems=_problems_of_bert, reads_text=True)

@@ -14,11 +14,6 @@ from megatron.core.transformer.transformer_config import tensor_parallel_problem
 from megatron.training.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.watch_config import watch_problems
 
-NO_TOKENIZER = (
-    "--tokenizer-type is required, or the files of the script's own choice (--vocab-file, and --merge-file for a GPT); "
-    "NullTokenizer with --vocab-size is for data without text"
-)
-
 
 def check(config: Config, world_size: int) -> None:
     """Rules across components; all problems at once. Every rank calls, before anything communicates."""
@@ -94,11 +89,9 @@ def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[s
 
 
 def _data_problems(config: Config) -> list[str]:
-    problems = config.data.source_problems()
+    problems = config.data.source_problems(needed=False)
     if config.fim.fim_data and config.data.mock_data:
         problems.append("--fim-data rearranges text, which --mock-data has none of; leave one of them out")
-    if config.tokenizer.tokenizer_type is None:
-        problems.append(NO_TOKENIZER)
     return problems
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.batch_size import BatchSizes
+from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
@@ -15,6 +16,7 @@ from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments
 from megatron.training.config import Config
@@ -30,13 +32,15 @@ class Runtime:
     args: Arguments
     mesh: Mesh
     device: Device
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: the script has data of its own, and no text
     dropout_keys: DropoutKeys
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
     tier: Tier | None = None  # where offloaded state lives
     products: Products = NATIVE  # how a CPU multiplies in half precision
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what is given back at the end of the run
+    tokenizer_sha256: str | None = None  # of what its files hold
+    data_sha256: str | None = None  # likewise; known to the first rank alone
 
     @property
     def world_size(self) -> int:
@@ -63,10 +67,25 @@ class Runtime:
         return self.config.run_length(self.world_size)
 
     @property
+    def vocab_size_if_any(self) -> int | None:
+        """Words of the model: the tokenizer's, or without one those of --vocab-size; None where neither is given."""
+        return vocab_size_of(self.config, self.tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """The same. Raises ConfigError where neither is given."""
+        if self.vocab_size_if_any is None:
+            raise ConfigError(
+                "this model needs the size of its vocabulary: give --vocab-size N, the number of words, or --tokenizer-type with its "
+                'files; a script says its own with pretrain(..., args_defaults={"vocab_size": N})'
+            )
+        return self.vocab_size_if_any
+
+    @property
     def model_shape(self) -> ModelShape:
         """What a token costs."""
         config = self.config
-        return ModelShape.of(config.transformer, self.tokenizer.vocab_size, config.data.seq_length)
+        return ModelShape.of(config.transformer, self.vocab_size, config.data.seq_length)
 
     @property
     def tensor_parallel(self) -> TensorParallel:
@@ -89,7 +108,7 @@ class Runtime:
         """The keyword arguments of `GPTModel` for this rank's stage; with interleaving, for its chunk `vp_stage`."""
         pp = self.mesh["pp"]
         return {
-            "vocab_size": self.tokenizer.vocab_size,
+            "vocab_size": self.vocab_size,
             "positions": self.config.positions,
             "layers": self.config.layer_split[(vp_stage or 0) * pp.size + pp.rank],
             "tp": self.tensor_parallel,
@@ -98,6 +117,11 @@ class Runtime:
             "pre_process": pre_process,
             "post_process": post_process,
         }
+
+
+def vocab_size_of(config: Config, tokenizer: Tokenizer | None) -> int | None:
+    """Words of the model, where something says them."""
+    return config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 _runtime: Runtime | None = None
@@ -126,7 +150,11 @@ def get_args() -> Arguments:
 
 
 def get_tokenizer() -> Tokenizer:
-    return get_runtime().tokenizer
+    """The tokenizer of the run. Raises ConfigError where there is none."""
+    tokenizer = get_runtime().tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")
+    return tokenizer
 
 
 def get_timers() -> Timers:

@@ -17,7 +17,7 @@ from torch import nn
 from megatron.core import comm, parallel_state
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
-from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule, schedule_in_force
+from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learning_rate_schedule, schedule_in_force
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.core.pipeline_parallel.schedules import keep_reports
@@ -115,14 +115,17 @@ class Trainer:
             length = replace(length, samples_per_iter=state.samples_per_iter)
         else:
             state.samples_per_iter = 0
-        compared = config.checkpoint.load_optim and self._steps_left > 0
-        saved = self.state.schedules if compared else {}
+        saved = self.state.schedules if self._steps_left > 0 else {}
 
         def in_force(mine: AnySchedule, name: str) -> AnySchedule:
             what, samples = name.replace("_", " "), state.scheduled_train_samples
-            plan = schedule_in_force(mine, saved.get(name), config.learning_rate, what=what, samples=samples)
-            if saved.get(name, asdict(plan)) != asdict(plan):
-                print_rank_0(f"the {what} follows this run's settings, not those of the checkpoint")
+            compared = saved.get(name) if config.checkpoint.load_optim else None
+            plan = schedule_in_force(mine, compared, config.learning_rate, what=what, samples=samples)
+            if name in saved and (differ := differences(type(plan)(**saved[name]), plan)):
+                told = "; ".join(differ.values())
+                print_rank_0(
+                    f"the {what} follows this run's settings, not those of the checkpoint (in samples: {told})"
+                )
             return plan
 
         self.schedule = in_force(learning_rate_schedule(config.learning_rate, length), "learning_rate")

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.training import failures, pretrain
+from megatron.training.model_rules import GPT_RULES
 
 
 def outcome_of(words: list[str]) -> tuple[int | None, str, float]:
@@ -32,6 +33,7 @@ def outcome_of(words: list[str]) -> tuple[int | None, str, float]:
                 pretrain_gpt.model_provider,
                 ModelType.encoder_or_decoder,
                 pretrain_gpt.forward_step,
+                rules=GPT_RULES,
                 argv=words,
             )
         except SystemExit as stop:

@@ -9,6 +9,7 @@ from megatron.core.config import ConfigError
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.training.arguments import Arguments, parse_args
 from megatron.training.config import COMPONENTS, Config
+from megatron.training.model_rules import text_problems
 from megatron.training.rules import check
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
@@ -233,44 +234,6 @@ def test_what_a_resumed_run_follows_has_several_spellings(spelling: str):
 
 def test_a_bad_default_of_the_script_is_found_like_a_flag():
     assert problems_of("", args_defaults={"num_layers": 0}) == ["--num-layers is 0; it must be at least 1"]
-
-
-def extra(parser):
-    group = parser.add_argument_group("mine")
-    group.add_argument("--my-rate", type=float, default=0.25, help="a rate in %%")
-    group.add_argument("--my-name", default=None)
-    group.add_argument("--my-switch", action="store_true")
-    return parser
-
-
-def test_a_script_brings_flags_of_its_own():
-    config, args, _ = parse_args(["--my-rate", "0.5", "--num-layers", "2"], extra_args_provider=extra)
-    assert (args.my_rate, args.my_name, args.my_switch) == (0.5, None, False)
-    assert config.transformer.num_layers == args.num_layers == 2
-    assert problems_of("--my-ratte 1", extra_args_provider=extra) == [
-        "unknown flag --my-ratte; did you mean --my-rate?"
-    ]
-    assert problems_of("--my-rate x", extra_args_provider=extra) == ["--my-rate: invalid float value: 'x'"]
-
-
-def test_a_script_may_mean_something_of_its_own_by_a_flag_that_is_refused_or_without_effect():
-    def own(parser):
-        parser.add_argument("--temperature", type=float, default=1.0)
-        parser.add_argument("--num-classes", type=int, default=2)
-
-    _, args, notes = parse_args(["--temperature", "0.5", "--num-classes", "3"], extra_args_provider=own)
-    assert (args.temperature, args.num_classes, notes) == (0.5, 3, [])
-    assert problems_of("--temperature 0.5")[0].startswith("--temperature: pretraining writes no text")
-
-
-def test_a_provider_may_return_nothing():
-    _, args, _ = parse_args(["--my-switch"], extra_args_provider=lambda parser: extra(parser) and None)
-    assert args.my_switch is True
-
-
-def test_defaults_of_the_script_fill_in_its_own_flags_where_they_are_none():
-    _, args, _ = parse_args([], extra_args_provider=extra, args_defaults={"my_name": "x"})
-    assert args.my_name == "x"
 
 
 # ---------------------------------------------------------------- mistakes
@@ -505,9 +468,10 @@ def test_a_number_that_makes_no_sense_is_refused(line: str):
     ids=["nothing given", "much at once", "batch", "world", "layers", "schedule"],
 )
 def test_all_problems_between_components_come_at_once(line: str, world_size: int, problems: list[str]):
+    """The last ones are those of a script whose data are text."""
     with pytest.raises(ConfigError) as error:
         check(config_of(line), world_size)
-    assert error.value.problems == problems
+    assert error.value.problems + text_problems(config_of(line)) == problems
 
 
 def test_a_warm_up_that_outlasts_the_decay_is_found_with_the_other_problems():

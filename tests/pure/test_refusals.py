@@ -40,13 +40,13 @@ def launched(tmp_path, monkeypatch):
 def test_what_cannot_work_is_refused_in_words(launched, tmp_path, capsys, ranks, flags, said):
     words = launched(ranks, flags)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words)
+        read_settings(None, None, words, GPT_RULES)
     for text in said:
         assert text.replace("{tmp}", str(tmp_path)) in str(error.value)
     assert len(error.value.problems) <= 2, "one mistake, or two that go together"
     if ranks == 1:
         with pytest.raises(SystemExit) as stop:
-            pretrain(None, None, ModelType.encoder_or_decoder, lambda data, model: None, argv=words)
+            pretrain(None, None, ModelType.encoder_or_decoder, lambda data, model: None, rules=GPT_RULES, argv=words)
         assert stop.value.code == 2
         printed = capsys.readouterr().err
         assert printed.startswith(f"cannot start, {len(error.value.problems)} problem(s):\n  - ")
@@ -91,14 +91,14 @@ def test_a_run_of_masters_in_two_bytes_is_told_where_they_are_not_exact(launched
 
 
 def test_a_line_without_mistakes_is_read(launched):
-    assert read_settings(None, None, launched(1, MOCK)).tokenizer.vocab_size == 61
+    assert read_settings(None, None, launched(1, MOCK), GPT_RULES).tokenizer.vocab_size == 61
 
 
 def test_problems_of_settings_and_of_files_come_together(launched, tmp_path):
     words = launched(4, REAL + "--data-path {tmp}/no --save {tmp}/file --global-batch-size 12 --tokenizer-type "
                      "GPT2BPETokenizer --vocab-file {tmp}/v --merge-file {tmp}/m")  # fmt: skip
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words)
+        read_settings(None, None, words, GPT_RULES)
     assert [problem.split()[0] for problem in error.value.problems] == [
         "--global-batch-size", "--data-path", "--save", "--vocab-file"
     ]  # fmt: skip
@@ -124,7 +124,7 @@ TOGETHER = [
 def test_mistakes_in_several_components_are_said_at_once(launched, tmp_path, ranks, flags, problems):
     words = launched(ranks, flags)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words)
+        read_settings(None, None, words, GPT_RULES)
     expected = [problem.replace("{tmp}", str(tmp_path)) for problem in problems]
     assert len(error.value.problems) == len(expected), error.value.problems
     assert all(sum(p.startswith(begin) for p in error.value.problems) == 1 for begin in expected), error.value.problems
@@ -136,23 +136,23 @@ def test_a_back_end_of_another_device_is_refused_where_a_group_will_be_made(laun
     with pytest.raises(
         ConfigError, match=r"^--distributed-backend nccl does not connect.* --device cpu; leave it out \(gloo"
     ):
-        read_settings(None, None, words)
+        read_settings(None, None, words, GPT_RULES)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    assert read_settings(None, None, words).config.device.distributed_backend == "nccl"
+    assert read_settings(None, None, words, GPT_RULES).config.device.distributed_backend == "nccl"
     monkeypatch.undo()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert read_settings(None, None, words).config.device.distributed_backend == "nccl"
+    assert read_settings(None, None, words, GPT_RULES).config.device.distributed_backend == "nccl"
 
 
 def test_a_package_that_a_tokenizer_lacks_is_a_problem_like_others(launched, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)  # what makes its import fail
     words = launched(1, " --mock-data --seed -1 --tokenizer-type Llama2Tokenizer --tokenizer-model {tmp}/file")
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words)
+        read_settings(None, None, words, GPT_RULES)
     assert [problem.split()[0] for problem in error.value.problems] == ["--seed", "--tokenizer-type"]
     assert "Llama2Tokenizer needs the package sentencepiece: pip install sentencepiece" in str(error.value)
 
@@ -161,7 +161,7 @@ def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch)
     """The user who runs the tests may be allowed everything."""
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, launched(1, MOCK + "--save {tmp}/a/b"))
+        read_settings(None, None, launched(1, MOCK + "--save {tmp}/a/b"), GPT_RULES)
     assert str(error.value) == (
         f"--save {tmp_path}/a/b cannot be written: {tmp_path} allows this user no new files; choose another folder"
     )
@@ -170,7 +170,11 @@ def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch)
 @pytest.mark.parametrize(("ranks", "notes"), [(2, 1), (4, 0)])
 def test_shards_over_one_rank_are_noted(ranks, notes, launched):
     words = launched(ranks, MOCK + "--zero-stage 2 --num-distributed-optimizer-instances 2")
-    told = [note for note in read_settings(None, None, words).notes if note.startswith("no effect here: ZeRO stage 2")]
+    told = [
+        note
+        for note in read_settings(None, None, words, GPT_RULES).notes
+        if note.startswith("no effect here: ZeRO stage 2")
+    ]
     assert len(told) == notes
 
 
@@ -178,7 +182,7 @@ def test_shards_over_one_rank_are_noted(ranks, notes, launched):
 def test_a_link_that_leads_nowhere_is_named(flag, launched, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, launched(1, MOCK + f"{flag} {{tmp}}/link/a"))
+        read_settings(None, None, launched(1, MOCK + f"{flag} {{tmp}}/link/a"), GPT_RULES)
     assert str(error.value) == (
         f"{flag} {tmp_path}/link/a cannot be written: {tmp_path}/link is a link to {tmp_path}/gone, which does not exist; choose another "
         "folder"
@@ -189,15 +193,15 @@ def test_a_cache_that_is_built_may_be_read_only(launched, tmp_path, monkeypatch)
     monkeypatch.setattr("os.access", lambda *_: False)
     words = launched(1, MOCK + "--data-cache-path {tmp}/cache")
     with pytest.raises(ConfigError, match=r"--data-cache-path .* allows this user no new files"):
-        read_settings(None, None, words)
+        read_settings(None, None, words, GPT_RULES)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "ab-GPTDataset-train-description.txt").touch()
-    read_settings(None, None, words)
+    read_settings(None, None, words, GPT_RULES)
 
 
 def test_nothing_is_written_where_something_is_refused(launched, tmp_path):
     with pytest.raises(ConfigError):
-        read_settings(None, None, launched(1, MOCK + "--save {tmp}/new --max-position-embeddings 3"))
+        read_settings(None, None, launched(1, MOCK + "--save {tmp}/new --max-position-embeddings 3"), GPT_RULES)
     assert {path.name for path in Path(tmp_path).iterdir()} == {"file"}
 
 
@@ -205,7 +209,7 @@ def test_a_stage_split_with_two_mistakes_counts_as_two_problems(launched):
     flags = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers 16 "
     flags += "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5 --global-batch-size 8"
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, launched(4, MOCK + flags))
+        read_settings(None, None, launched(4, MOCK + flags), GPT_RULES)
     assert [p.split(" (")[0] for p in error.value.problems][:2] == [
         "pipeline: --decoder-first-pipeline-num-layers", "pipeline: --decoder-last-pipeline-num-layers"
     ]  # fmt: skip

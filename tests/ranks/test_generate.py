@@ -12,13 +12,15 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 import pretrain_gpt
-from megatron.core.checkpoint import open_checkpoint, save_checkpoint
+from megatron.core.checkpoint import format, open_checkpoint, save_checkpoint
 from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt
 from megatron.core.inference.generate import generate, next_scores
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import greedy
-from megatron.training import pretrain
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
+from megatron.training import get_runtime, pretrain
 from megatron.training.checkpointing import model_tensors
 from tools.generate import main, read_state, text_pieces
 
@@ -45,13 +47,13 @@ def runs(tmp_path_factory) -> Path:
     return root
 
 
-def train(folder: Path, flags: str) -> None:
+def train(folder: Path, flags: str, provider=pretrain_gpt.model_provider) -> None:
     flags = (
         f"--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {LENGTH} "
         "--micro-batch-size 4 --train-iters 4 --lr 1e-2 --eval-iters 0 --device cpu "
         f"--save-interval 2 --save {folder} {flags}"
     )
-    parts = (pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider)
+    parts = (pretrain_gpt.train_valid_test_datasets_provider, provider)
     pretrain(*parts, ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=flags.split())
 
 
@@ -181,6 +183,81 @@ def test_a_tokenizer_that_has_moved(runs, tool, tmp_path):
         assert tool(*flags, "--tokenizer-model", moved)[1] == expected[1]
     finally:
         shutil.move(moved, runs / "tokenizer.json")
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_by_what_its_file_holds(runs, tool, tmp_path, capsys):
+    """One that has moved, or was laid out anew, is the same; by a run that goes on likewise."""
+    held = json.loads((runs / "tokenizer.json").read_text())
+    (tmp_path / "same.json").write_text(json.dumps(held | {"padding": None}, indent=4))
+    ids = held["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "other.json").write_text(json.dumps(held))
+    flags = ("--load", runs / "text", "--prompt", "ab", "--max-new-tokens", 2)
+    assert tool(*flags, "--tokenizer-model", tmp_path / "same.json")[:2] == tool(*flags)[:2]
+    code, out, err = tool(*flags, "--tokenizer-model", tmp_path / "other.json")
+    assert (code, out) == (1, "") and "give that one: --tokenizer-type and its files" in err
+    text = f"--load {runs}/text --train-iters 4 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    train(tmp_path / "saved", f"{text}/same.json")
+    assert "another tokenizer" not in capsys.readouterr().out
+    for more in ("", "--finetune"):
+        with pytest.raises(SystemExit) as stop:
+            train(tmp_path / "saved", f"{text}/other.json {more}")
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and "another tokenizer" in said and f"{tmp_path}/other.json now" in said
+
+
+class Quiet(ParallelTransformerLayer):
+    """A fork's layer with the names of a GPT's, which computes something else."""
+
+    def forward(self, x, *more):
+        return x + 0.5 * (super().forward(x, *more) - x)
+
+
+def quiet_gpt(pre_process=True, post_process=True):
+    config, parts = get_runtime().config.transformer, get_runtime().model_parts(pre_process, post_process)
+    return GPTModel(config, **parts, make_layer=lambda i: Quiet(config, i, tp=parts["tp"], keys=parts["keys"]))
+
+
+class Louder(GPTModel):
+    """Likewise, of a class of its own."""
+
+
+def louder_gpt(pre_process=True, post_process=True):
+    return Louder(get_runtime().config.transformer, **get_runtime().model_parts(pre_process, post_process))
+
+
+@pytest.mark.parametrize(
+    "provider, name", [(quiet_gpt, "GPTModel of Quiet"), (louder_gpt, "Louder")], ids=["its layers", "its class"]
+)
+def test_a_checkpoint_of_a_forks_model_is_not_run_with_the_layers_of_a_gpt(provider, name, tool, tmp_path, capsys):
+    """Though parameters and settings are those of a GPT. Both models are named, by the tool and by a run that would go on."""
+    train(tmp_path, NULL, provider)
+    assert open_checkpoint(tmp_path).state["model"] == name
+    capsys.readouterr()
+    code, out, err = tool("--load", tmp_path, "--prompt", "5 6")
+    assert (code, out) == (1, "") and f"holds a {name}, and what generates here is a GPTModel" in err
+    for more in ("", "--finetune"):
+        with pytest.raises(SystemExit) as stop:
+            train(tmp_path, f"{NULL} --load {tmp_path} {more}")
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and f"the checkpoint has a {name}, this run a GPTModel" in said
+
+
+def test_a_class_may_say_that_it_is_a_gpt(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(Louder, "model_name", "GPTModel", raising=False)
+    train(tmp_path, NULL, louder_gpt)
+    assert tool("--load", tmp_path, "--prompt", "5 6")[0] == 0
+
+
+def test_a_checkpoint_that_does_not_name_its_model_is_taken_for_a_gpt(runs, tool, tmp_path):
+    shutil.copytree(runs / "learned", tmp_path / "older")
+    path = tmp_path / "older" / "iter_0000004" / "manifest.json"
+    manifest = format.parse_manifest(path.read_text(), path)
+    for name in ("model", "tokenizer_sha256"):
+        del manifest.state[name]
+    path.write_text(format.to_json(manifest))
+    code, _, err = tool("--load", tmp_path / "older", "--prompt", "5 6")
+    assert code == 0 and "does not name its model: it is taken for a GPT" in err
 
 
 def test_text_comes_in_whole_characters(runs):

@@ -121,14 +121,14 @@ class DataConfig:
             raise ConfigError(list(problems))
         return tuple(parse_blend(words) if words else None for words in given)  # type: ignore[return-value]
 
-    def source_problems(self) -> list[str]:
-        """Whether it is clear where data come from; reads the lists that files hold."""
+    def source_problems(self, *, needed: bool = True) -> list[str]:
+        """Whether it is clear where data come from; reads the lists that files hold. needed: whether they must come from somewhere."""
         if len(self._sources) > 1:
             return [f"{' and '.join(self._sources)} exclude each other; give one"]
         if self.mock_data:
             return []
         if not self._sources:
-            return ["no data: give --data-path PREFIX, or --mock-data to try things out"]
+            return ["no data: give --data-path PREFIX, or --mock-data to try things out"] if needed else []
         try:
             blends = self.blends()
         except ConfigError as error:

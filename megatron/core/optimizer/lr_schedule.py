@@ -265,19 +265,18 @@ def schedule_in_force(
     theirs = type(mine)(**saved)
     if config.use_checkpoint_opt_param_scheduler:
         return theirs
-    differences = _differences(theirs, mine)
-    if differences:
-        stretched = "decay" in differences or "samples" in differences
+    if differ := differences(theirs, mine):
+        stretched = "decay" in differ or "samples" in differ
         hint = " (--train-iters or --train-samples set its length, unless --lr-decay-* does)" if stretched else ""
         raise ConfigError(
-            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(differences.values())}){hint}; give "
+            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(differ.values())}){hint}; give "
             f"--override-opt_param-scheduler to follow this run's settings ({mine.at(samples):.6g} at the next step), "
             f"or --use-checkpoint-opt_param-scheduler for the checkpoint's ({theirs.at(samples):.6g})"
         )
     return mine
 
 
-def _differences(theirs: AnySchedule, mine: AnySchedule) -> dict[str, str]:
+def differences(theirs: AnySchedule, mine: AnySchedule) -> dict[str, str]:
     """Field -> what it was and is, of those that matter to either schedule."""
     before, now = asdict(theirs), asdict(mine)
     names = [name for name in before if name not in mine.ignored & theirs.ignored and before[name] != now[name]]

@@ -17,6 +17,10 @@ NEEDED = {
     "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
+NO_TOKENIZER = (
+    "--tokenizer-type is required, or the files of the script's own choice (--vocab-file, and --merge-file for a GPT); "
+    "NullTokenizer with --vocab-size is for data without text"
+)
 SIZED = ("NullTokenizer", "TikTokenizer")  # which read --vocab-size; the files of the others say it
 EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")  # --vocab-extra-ids is theirs
 
@@ -54,7 +58,8 @@ class TokenizerConfig:
     )
     vocab_size: int | None = knob(
         None,
-        "NullTokenizer: number of ids, to which end-of-document is added; TikTokenizer: number of ids, special tokens included",
+        "NullTokenizer: number of ids, to which end-of-document is added; TikTokenizer: number of ids, special tokens included; "
+        "without a tokenizer: number of words of the model",
     )
     vocab_extra_ids: int = knob(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
     null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; unset: the vocabulary size")

@@ -30,7 +30,7 @@ def sizes_of(runtime: Runtime, model: str) -> RunSizes:
     """Those of the first data-parallel and tensor-parallel rank, were this the model: one of `sizes.MODELS`."""
     return RunSizes.of(
         runtime.config,
-        runtime.tokenizer.vocab_size,
+        runtime.vocab_size,
         runtime.world_size,
         accelerator=runtime.device.module is not None,
         threads=torch.get_num_threads(),

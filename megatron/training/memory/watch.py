@@ -54,10 +54,10 @@ class MemoryWatch:
         """Nothing on any rank unless every rank's model, and its buffers, are those of a GPT or a BERT."""
         runtime, pp = self.runtime, self.runtime.mesh["pp"]
         model = model_of(chunk.module for chunk in self.chunks)
-        run = sizes_of(runtime, model or "gpt")
-        planned = [[plan.numel for plan in plans_of_stage(run, stage)] for stage in run.stages_of(pp.rank)]
+        run = None if model is None else sizes_of(runtime, model)
+        planned = run and [[plan.numel for plan in plans_of_stage(run, stage)] for stage in run.stages_of(pp.rank)]
         there = [[buffer.plan.numel for buffer in chunk.buffers] for chunk in self.chunks]
-        other = torch.tensor([model is None or planned != there], dtype=torch.int64, device=runtime.device.torch_device)
+        other = torch.tensor([planned != there], dtype=torch.int64, device=runtime.device.torch_device)
         if not comm.all_reduce(other, runtime.mesh["world"], "max").item():
             mine = of_rank(run, runtime.mesh)
             self.predicted = estimate(run)

@@ -1,0 +1,46 @@
+"""Which tokenizer this is, by what its files hold: another one of the same size gives other ids to the same text."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.core.tokenizers.tokenizer_config import SIZED, TokenizerConfig
+
+_FILES = ("vocab_file", "merge_file", "tokenizer_model")
+_NOT_READ = ("truncation", "padding")  # of a tokenizer.json: settings of whoever saved it last
+
+
+def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
+    """SHA-256 of what `config` and its files say, and of the ids that end and pad a document.
+
+    A file may move, and a JSON file may be laid out anew: only what is in it counts. tokenizer: the one that `config` builds.
+    """
+    said = {name: value for name, value in asdict(config).items() if name not in _FILES}
+    if config.tokenizer_type not in SIZED:
+        del said["vocab_size"]
+    said |= {
+        "ids": tokenizer.vocab_size,
+        "eod": getattr(tokenizer, "eod", None),
+        "pad": getattr(tokenizer, "pad", None),
+    }
+    said |= {name: _content(path) for name in _FILES if (path := getattr(config, name)) is not None}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _content(path: str) -> str | None:
+    """SHA-256 of what a file holds; None for one that the tokenizer does not read, such as a merge file without a BPE."""
+    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    try:
+        content = Path(path).read_bytes()
+    except OSError:
+        return None
+    try:
+        held = json.loads(content)
+    except (ValueError, RecursionError):  # not JSON
+        return hashlib.sha256(content).hexdigest()
+    if isinstance(held, dict):
+        held = {key: value for key, value in held.items() if key not in _NOT_READ}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,80 @@
+"""The flags that a script adds to those of every run: printed at the start, kept in the checkpoint, compared when it is loaded."""
+
+import argparse
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config import FlagParser, default_of
+
+
+@dataclass(frozen=True)
+class OwnFlag:
+    """One of them. value, default: as JSON."""
+
+    name: str
+    title: str  # of its group
+    value: Any
+    default: Any
+    of_model: bool  # whether the parameters mean something else with another value
+
+
+@dataclass(frozen=True)
+class OwnFlags:
+    """All of them, in the order in which the script adds them."""
+
+    flags: tuple[OwnFlag, ...] = ()
+
+    def as_json(self) -> dict[str, dict[str, Any]]:
+        """Those that decide what the parameters mean, apart from the others."""
+        return {
+            "own": {flag.name: flag.value for flag in self.flags if not flag.of_model},
+            "own_model": {flag.name: flag.value for flag in self.flags if flag.of_model},
+        }
+
+    def by_title(self) -> dict[str, list[OwnFlag]]:
+        groups: dict[str, list[OwnFlag]] = {}
+        for flag in self.flags:
+            groups.setdefault(flag.title, []).append(flag)
+        return groups
+
+
+def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:
+    """The flags that a script added to `parser`, with their values in `settings` or else their defaults; but for other spellings of
+    the settings `ours`."""
+    titles = {id(action): group.title for group in parser._action_groups for action in group._group_actions}
+    flags: dict[str, OwnFlag] = {}
+    for action in parser.own:
+        if action.dest in ours:
+            continue
+        field, title = getattr(action, "knob", None), titles.get(id(action))
+        default = _default_of(parser, action)
+        value = settings.get(action.dest, default)
+        of_model = field is not None and field.metadata["of_model"]
+        # --do and --dont, which share a name, are one setting.
+        flags.setdefault(action.dest, OwnFlag(action.dest, title or "", plain(value), plain(default), of_model))
+    return OwnFlags(tuple(flags.values()))
+
+
+def _default_of(parser: FlagParser, action: argparse.Action) -> Any:
+    """What a flag that is not given stands for."""
+    if (field := getattr(action, "knob", None)) is not None:
+        return default_of(field)
+    if action.default is argparse.SUPPRESS:
+        return None
+    return parser._get_value(action, action.default) if isinstance(action.default, str) else action.default
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON holds it, or a text that is the same in every process."""
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(one) for one in value), key=str)
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

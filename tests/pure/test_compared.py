@@ -1,0 +1,97 @@
+"""Which settings are compared when a run goes on from a checkpoint: all, but for those that a table names with a reason."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron.core.config import default_of, knob, knobs
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import compared
+from megatron.training.arguments import parse_args
+from megatron.training.compared import BY_DATA, BY_TOKENIZER, COURSE_OF_MODEL, NOT_COMPARED, PRECISION, compare
+from megatron.training.config import COMPONENTS, TrainingConfig
+
+DEFAULTS = parse_args([])[0].as_json()
+KNOBS = {f.name: part for part, component in COMPONENTS.items() for f in knobs(component)}
+LEFT_OUT = [name for names in NOT_COMPARED.values() for name in names]
+
+
+def with_value(part: str, name: str, value) -> dict:
+    return {**DEFAULTS, part: {**DEFAULTS[part], name: value}}
+
+
+def kinds(changes) -> dict[str, list[str]]:
+    return {kind: names for kind, found in vars(changes).items() if (names := [change.name for change in found])}
+
+
+def other_than(value):
+    """As many more as a width of heads stays whole with."""
+    if isinstance(value, bool):
+        return not value
+    return value * 2 or 1 if isinstance(value, int | float) else 24 if value is None else "another"
+
+
+def kind_of(name: str) -> str | None:
+    """By the tables, where the rest is compared."""
+    if name in LEFT_OUT or name in PRECISION:
+        return None if name in LEFT_OUT else "precision"
+    return "model" if KNOBS[name] == "transformer" and name not in COURSE_OF_MODEL else "course"
+
+
+@pytest.mark.parametrize("part", COMPONENTS)
+def test_a_setting_is_compared_unless_a_table_says_why_not(part):
+    found = {}
+    for name, value in DEFAULTS[part].items():
+        changes = kinds(compare(DEFAULTS, with_value(part, name, other_than(value))))
+        found[name] = next((kind for kind, names in changes.items() if name in names), None)
+    assert found == {name: kind_of(name) for name in DEFAULTS[part]}
+
+
+def test_the_tables_name_each_setting_once_and_none_that_is_not_there():
+    listed = [*LEFT_OUT, *PRECISION, *COURSE_OF_MODEL, *BY_TOKENIZER, *BY_DATA]
+    assert len(set(listed)) == len(listed) and set(listed) <= set(KNOBS)
+    assert all(KNOBS[name] == "transformer" for name in (*PRECISION, *COURSE_OF_MODEL))
+
+
+@dataclass(frozen=True)
+class YoungerModel(TransformerConfig):
+    squared_relu: bool = knob(False, "another activation")
+
+
+@dataclass(frozen=True)
+class YoungerTraining(TrainingConfig):
+    curriculum: int = knob(0, "another course")
+
+
+@pytest.mark.parametrize(
+    "part, component, name, kind",
+    [("transformer", YoungerModel, "squared_relu", "model"), ("training", YoungerTraining, "curriculum", "course")],
+)
+def test_a_setting_that_nobody_has_listed_is_compared(part, component, name, kind, monkeypatch):
+    """Whichever of the two is older: an activation that only one side knows never goes on as another."""
+    monkeypatch.setitem(compared.COMPONENTS, part, component)
+    default = next(default_of(f) for f in knobs(component) if f.name == name)
+    off, on = (with_value(part, name, value) for value in (default, 1))
+    assert kinds(compare(off, on)) == kinds(compare(on, off)) == {kind: [name]}
+    assert kinds(compare(on, DEFAULTS)) == {kind: [name]}, "the checkpoint is older, and had the default"
+    assert kinds(compare(off, DEFAULTS)) == {}
+    monkeypatch.undo()
+    assert kinds(compare(DEFAULTS, on)) == {kind: [name]}, "the code is older, and knows no such setting"
+    assert compare(DEFAULTS, on).__dict__[kind][0].is_unknown
+
+
+def test_what_is_unset_is_compared_by_what_it_stands_for():
+    saved = with_value("transformer", "ffn_hidden_size", 4 * 768)
+    saved["transformer"] |= {"kv_channels": 64}
+    saved["data"] = {**saved["data"], "split": "969,30,1"}
+    assert kinds(compare(DEFAULTS, saved)) == {}
+
+
+def test_a_scripts_own_flags_are_compared_and_those_of_its_model_refuse():
+    own = {**DEFAULTS, "own": {"phrase": 8, "gone": 3}, "own_model": {"scale": 1.0}}
+    now = {**DEFAULTS, "own": {"phrase": 4, "new": 5}, "own_model": {"scale": 0.5, "power": 2}}
+    found = compare(now, own, {"new": 5, "power": 1})
+    assert kinds(found) == {"model": ["scale", "power"], "course": ["phrase", "gone"]}
+    assert found.course[1].is_unknown
+    older = {part: values for part, values in DEFAULTS.items() if not part.startswith("own")}
+    assert kinds(compare(now, older)) == {}, "an older checkpoint does not say"

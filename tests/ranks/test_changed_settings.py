@@ -1,0 +1,134 @@
+"""Runs that go on from a checkpoint with other settings: what is refused, what is said. Which they are: tests/pure/test_compared.py."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from whole_run import TINY, run
+
+from megatron.core.checkpoint import format
+from megatron.core.datasets.indexed import IndexedDatasetWriter
+
+COURSE = {
+    "hidden_dropout": (0.1, 0.2), "attention_dropout": (0.1, 0.3), "label_smoothing": (0.0, 0.1), "adam_beta1": (0.9, 0.8),
+    "adam_beta2": (0.999, 0.99), "adam_eps": (1e-08, 1e-06), "clip_grad": (1.0, 0.5), "reset_position_ids": (False, True),
+    "reset_attention_mask": (False, True), "eod_mask_loss": (False, True), "seed": (1234, 5), "z_loss_coeff": (0.0, 0.001),
+    "min_loss_scale": (1.0, 2.0), "num_workers": None, "micro_batch_size": None, "recompute_granularity": None,
+}  # fmt: skip
+
+
+def test_every_setting_that_changes_the_course_of_a_resumed_run_is_said(said, checkpoints):
+    flags = " ".join(
+        f"--{name.replace('_', '-')}" + ("" if change[1] is True else f" {change[1]}")
+        for name, change in COURSE.items()
+        if change is not None
+    )
+    text = said(
+        f"--train-iters 5 --override-opt_param-scheduler --load {checkpoints} --num-workers 0 --micro-batch-size 2 --global-batch-size 2 "
+        f"--recompute-activations {flags}"
+    )
+    told = dict(re.findall(r"resumed with another (\w+): (.*)", text))
+    expected = {name: f"{change[0]} before, {change[1]} now" for name, change in COURSE.items() if change is not None}
+    assert told == expected | {"train_iters": "4 before, 5 now", "global_batch_size": "1 before, 2 now"}
+    rate = re.search(r"the learning rate follows this run's settings.*", text)
+    assert rate is not None and "decay 4 before, 5 now" in rate[0]
+
+
+def test_the_weights_alone_are_taken_by_another_course_without_a_line(said, checkpoints):
+    text = said(f"--train-iters 1 --finetune --load {checkpoints} --clip-grad 0.5 --lr 3 --bf16 --seed 3")
+    assert "loaded weights" in text and "another" not in text.split("loaded weights")[1]
+
+
+OTHER_MODELS = {
+    "activation": ("--swiglu --ffn-hidden-size 32", ["swiglu: the checkpoint has False, this run has True"]),
+    "norm": ("--normalization RMSNorm", ["normalization: the checkpoint has LayerNorm, this run has RMSNorm"]),
+    "positions": ("--position-embedding-type rope", ["position_embedding_type: the checkpoint has learned_absolute, this run has rope"]),
+    "shape": ("--qk-layernorm --num-attention-heads 2", ["qk_layernorm: ", "num_attention_heads: ", "kv_channels: "]),
+    "tokenizer": ("--vocab-size 31 --null-tokenizer-eod-id 3", ["another tokenizer", "null_tokenizer_eod_id None before, 3 now", "--allow-tokenizer-change"]),
+    "precision": ("--bf16", ["was trained in fp32, this run is in bf16", "--allow-precision-change"]),
+    "precision, float64": ("--fp64", ["was trained in fp32, this run is in fp64", "--allow-precision-change"]),
+    "precision, residual": ("--fp16 --fp32-residual-connection", ["this run is in fp16 with its residual stream in fp32"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OTHER_MODELS)
+def test_a_checkpoint_of_another_model_tokenizer_or_precision_is_refused(what: str, checkpoints, refused, said):
+    flags, texts = OTHER_MODELS[what]
+    load = f"--train-iters 5 --override-opt_param-scheduler --load {checkpoints} {flags}"
+    message = refused(load)
+    assert all(text in message for text in texts)
+    if what.startswith("precision"):  # not of weights alone
+        then, now = re.search(r"was trained in (.*), this run is in (.*?);", message).groups()
+        assert f"resumed with another precision: {then} before, {now} now" in said(f"{load} --allow-precision-change")
+        assert "loaded weights" in said(f"{load} --finetune")
+    else:
+        assert all(text in refused(f"{load} --finetune") for text in texts)
+        assert all(text in refused(f"{load.replace('--load', '--pretrained-checkpoint')}") for text in texts)
+    if what == "tokenizer":
+        assert "resumed with another tokenizer: null_tokenizer_eod_id None" in said(f"{load} --allow-tokenizer-change")
+
+
+def edited(source: Path, copy: Path, edit) -> Path:
+    """A copy of the checkpoints in which `edit` has changed the state of the last."""
+    shutil.copytree(source, copy)
+    path = copy / "iter_0000004" / "manifest.json"
+    manifest = format.parse_manifest(path.read_text(), path)
+    edit(manifest.state)
+    path.write_text(format.to_json(manifest))
+    return copy
+
+
+def test_an_older_checkpoint_is_loaded_and_what_it_lacks_is_said(checkpoints, said, tmp_path):
+    def age(state: dict) -> None:
+        for name in ("model", "tokenizer_sha256", "data_sha256"):
+            del state[name]
+        del state["config"]["own"], state["config"]["own_model"], state["config"]["transformer"]["z_loss_coeff"]
+
+    older = edited(checkpoints, tmp_path / "older", age)
+    text = said(f"--train-iters 4 --load {older}")
+    assert "the checkpoint does not name its model" in text and "loaded checkpoint of iteration 4" in text
+    assert "resumed with another" not in text
+
+
+def test_a_setting_of_the_model_that_this_code_does_not_know_is_refused(checkpoints, refused, said, tmp_path):
+    def squared(state: dict) -> None:
+        state["config"]["transformer"]["squared_relu"] = True
+
+    newer = edited(checkpoints, tmp_path / "newer", squared)
+    assert "squared_relu: the checkpoint has True, and this code does not know it" in refused(
+        f"--train-iters 5 --load {newer}"
+    )
+    course = edited(checkpoints, tmp_path / "course", lambda state: state["config"]["training"].update(curriculum=3))
+    assert "resumed with another curriculum: 3 before, unknown now" in said(f"--train-iters 4 --load {course}")
+
+
+def write_data(prefix: Path, shift: int) -> None:
+    """Equal lengths, so that only what the tokens are tells two files apart."""
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for number in range(40):
+            writer.add_document([(number * number + shift) % 31] * 9)
+
+
+def test_other_data_are_told_by_what_the_files_hold(capsys, tmp_path):
+    def told(path: Path, more: str) -> list[str]:
+        run(
+            f"--train-iters 2 --split 1,0,0 --data-path {path} {more}",
+            tiny=[word for word in TINY if word != "--mock-data"],
+        )
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
+
+    first, moved, load = tmp_path / "a" / "books", tmp_path / "b" / "tales", f"--load {tmp_path}/saved"
+    write_data(first, 0)
+    assert told(first, f"--save {tmp_path}/saved") == told(first, load) == []
+    moved.parent.mkdir()
+    for ending in (".bin", ".idx"):
+        shutil.copy(f"{first}{ending}", f"{moved}{ending}")
+    assert told(moved, load) == [], "other paths, the same data"
+    write_data(moved, 1)
+    assert told(moved, load) == [f"resumed with other data: data_path {first} before, {moved} now"]
+    shutil.rmtree(first.parent)
+    write_data(first, 1)
+    assert told(first, load) == [f"resumed with other data: the files have changed since ({first})"]

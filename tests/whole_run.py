@@ -1,0 +1,26 @@
+"""A run of one rank within this process, from the command line to the last line printed."""
+
+import shlex
+
+import pretrain_bert
+import pretrain_gpt
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.model_rules import BERT_RULES, GPT_RULES
+
+TINY = shlex.split(
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 31 --micro-batch-size 1 --lr 0.1 --log-interval 1 --eval-iters 0 --device cpu"
+)
+
+
+def run(flags: str, datasets=None, script=pretrain_gpt, tiny: list[str] = TINY) -> None:
+    """script: pretrain_gpt or pretrain_bert. datasets: a provider in place of its own."""
+    pretrain(
+        datasets or script.train_valid_test_datasets_provider,
+        script.model_provider,
+        ModelType.encoder_or_decoder,
+        script.forward_step,
+        rules=BERT_RULES if script is pretrain_bert else GPT_RULES,
+        argv=[*tiny, *shlex.split(flags)],
+    )
