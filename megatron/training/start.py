@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.checkpoint.folder import latest_iteration, saved_iterations
+from megatron.core.checkpoint.folder import find, saved_iterations
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, iteration_of
 from megatron.core.config import ConfigError
 from megatron.training.config import CheckpointConfig
@@ -87,10 +87,9 @@ def loads_what_it_saves(config: CheckpointConfig) -> bool:
 def latest_in(root: str) -> str | None:
     """The iteration that a run with --load goes on from; None where there is none."""
     try:
-        number = latest_iteration(Path(root))
+        return str(find(Path(root)).iteration)
     except (OSError, CheckpointError):
         return None
-    return None if number is None else str(number)
 
 
 def where_to_go_on(save: str | None) -> str:

@@ -43,6 +43,7 @@ LATER = {
     "tokens missing": (DATA + "no_tokens", ["{tmp}/no_tokens.bin", "does not exist"]),
     "empty split": (DATA + "good --split 0,1,1", ["no training data", "--split"]),
     "split without documents": (DATA + "good --split 1,999,0", ["--split 1,999,0 leaves no document of 100 to the train split", "larger share"]),
+    "no folder": (LOAD + "nothing", ["--load {tmp}/nothing does not exist", "leave --load out"]),
     "damaged checkpoint": (LOAD + "damaged", ["{tmp}/damaged/iter_0000002/rank_00000.bin", "sha256"]),
     "checkpoint without a file": (LOAD + "lacking", ["{tmp}/lacking/iter_0000002: rank_00000.bin is missing", "restore this file"]),
     "checkpoint without its list": (LOAD + "unlisted", ["{tmp}/unlisted/iter_0000002: has no manifest.json", "load another"]),
