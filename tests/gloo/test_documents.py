@@ -6,6 +6,7 @@ where they win. docs/data_preparation.md is run by tests/pure/test_data_tools.py
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.full
 TINY = {
     "README.md": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 "
     "--train-iters 2 --eval-interval 1 --eval-iters 1 --log-interval 1",
+    "docs/tutorial.md": "--train-iters 4 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --log-interval 1 --save-interval 2",
     "docs/watching.md": "",
     "docs/adding_a_model.md": "--train-iters 3 --eval-iters 1",
 }
@@ -82,6 +84,38 @@ def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
     longer = bash(f"( {readme[3]} )".replace(" | tee", " --train-iters 3 --override-opt_param-scheduler | tee"), folder)
     assert "going on from iteration 2" in longer and "learning rate follows this run's settings" in longer
     assert (folder / "books.log").read_text() == log + longer
+
+
+def shakespeare() -> Path:
+    """The text of the tutorial, which no test downloads."""
+    path = Path(os.environ.get("TINYSHAKESPEARE", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"))
+    if not path.is_file():
+        pytest.skip(f"needs the tutorial's text: there is no {path}; download it, and name it as TINYSHAKESPEARE=...")
+    return path
+
+
+def test_the_tutorial_leads_from_a_text_to_the_same_numbers_in_four_processes(folder: Path):
+    """Word for word but for the download and the length of the run: a few steps, where stops and the lines looked for are earlier too."""
+    text = shakespeare()
+    commands = shown_in("docs/tutorial.md", but=("bash ", "source ", "export "))
+    (download,) = (i for i, command in enumerate(commands) if command.startswith("curl "))
+    commands[download] = f"cp {text} runs/shakespeare/input.txt"
+    script = "\n".join(commands)
+    for long, short in (("exit-interval 500", "exit-interval 2"), ("exit-interval 200", "exit-interval 2"), ("[12]00/", "2/"),
+                        ("exit-interval 300", "exit-interval 3"), ("300/", "3/")):  # fmt: skip
+        assert long in script
+        script = script.replace(long, short)
+    said = bash(script, folder)
+    assert "tokens: 1003855, stored as uint16" in said and "verified" in said
+    assert "exiting at iteration 2" in said and said.count("going on from iteration 2") == 2
+    assert "validation loss at iteration 4 on validation set" in said and "ROMEO:" in said
+    assert (folder / "runs/shakespeare/loss.png").stat().st_size > 1000
+    assert "4 rank(s) on cpu: tp 2, pp 2, dp 1; 4 microbatch(es) of 3" in said
+    seconds = re.findall(r"^iteration +2/\nlm loss: (\S+)\ngrad norm: (\S+)$", said, re.MULTILINE)
+    (one_loss, one_norm), (four_loss, four_norm) = ([float(number) for number in numbers] for numbers in seconds)
+    assert four_loss == pytest.approx(one_loss, rel=1e-5) and four_norm == pytest.approx(one_norm, rel=1e-3)
+    third, third_after_four = map(float, re.findall(r"^lm loss: (\S+)$", said, re.MULTILINE)[-2:])
+    assert third_after_four == pytest.approx(third, rel=1e-5) and third < one_loss
 
 
 def test_the_page_about_watching_shows_what_can_be_seen(folder: Path):

@@ -22,6 +22,7 @@ from tools import generate, plot_run, preprocess_data, train_tokenizer
 MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
 
 READS_ON = "tests/gloo/test_documents.py::test_the_readme_leads_from_a_text_to_a_sample"
+TEACHES = "tests/gloo/test_documents.py::test_the_tutorial_leads_from_a_text_to_the_same_numbers_in_four_processes"
 WATCHES = "tests/gloo/test_documents.py::test_the_page_about_watching_shows_what_can_be_seen"
 PREPARES = "tests/pure/test_data_tools.py::test_every_command_of_the_page_runs"
 TRAINS_A_BERT = "tests/gloo/test_bert.py::test_every_command_of_the_page_runs"
@@ -38,6 +39,22 @@ COMMANDS = {
         "torchrun --nproc-per-node 8 pretrain_gpt.py ...": READS_ON,
         "python tools/plot_run.py ...": READS_ON,
         "python tools/generate.py ...": READS_ON,
+    },
+    "docs/tutorial.md": {
+        "bash examples/setup_env.sh": "tests/gloo/test_documents.py::test_the_quickstart_leads_from_nothing_to_a_sample",
+        "source .venv/bin/activate": "not run: the tests have an environment",
+        "export OMP_NUM_THREADS=1": "not run: the tests set it",
+        "curl ...": "not run: no test downloads; the text is taken from a file",
+        "mkdir -p runs/shakespeare": TEACHES,
+        "python -c ...": TEACHES,
+        "python tools/train_tokenizer.py ...": TEACHES,
+        "python tools/preprocess_data.py ...": TEACHES,
+        "python tools/inspect_dataset.py ...": TEACHES,
+        "python pretrain_gpt.py ...": TEACHES,
+        "python tools/plot_run.py ...": TEACHES,
+        "python tools/generate.py ...": TEACHES,
+        "torchrun --nproc-per-node 4 pretrain_gpt.py ...": TEACHES,
+        "grep -h ...": TEACHES,
     },
     "docs/offload.md": {
         "python pretrain_gpt.py ...": "tests/gloo/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without",

@@ -1,5 +1,7 @@
 """Settings from a YAML file are those of a command line: same flags, same refusals, and the command line wins."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron.core.config import ConfigError
@@ -201,3 +203,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     assert (
         str(error.value) == f"--yaml-cfg {tmp_path}/no.yaml cannot be read: No such file or directory; name a YAML file"
     )
+
+
+def test_the_tutorial_s_file_is_nanogpt_s_setting():
+    """4 layers of 128, 4 heads, 64 characters, 12 a step, 2,000 steps from 1e-3 to 1e-4, no dropout."""
+    config, _, notes = parse_args(["--yaml-cfg", str(Path(__file__).parents[2] / "examples" / "shakespeare_char.yaml")])
+    model, training, rate = config.transformer, config.training, config.learning_rate
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, config.data.seq_length) == (4, 128, 4, 64)
+    assert (model.hidden_dropout, model.attention_dropout) == (0.0, 0.0)
+    assert (training.train_iters, training.global_batch_size, training.eval_iters) == (2000, 12, 20)
+    assert (rate.lr, rate.min_lr, rate.lr_decay_style, rate.lr_warmup_iters) == (1e-3, 1e-4, "cosine", 100)
+    assert config.checkpoint.save == config.checkpoint.load and not notes
