@@ -20,6 +20,7 @@ EXTRAS = {
         "pytest-xdist",  # runs tests/ on every core
         "hypothesis",  # inputs that nobody thought of, for the tests of properties
     ],
+    "docs": ["mkdocs"],  # the documents as a site, mkdocs.yml
     "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
     "zstd": ["zstandard"],  # tools/preprocess_data.py --input corpus.jsonl.zst
     "parquet": ["pyarrow"],  # tools/preprocess_data.py --input corpus.parquet

@@ -1,0 +1,19 @@
+# An image for machines with NVIDIA GPUs. It has not been built, nor run, by those who wrote it: see docs/gpus.md.
+#
+#   docker build -t megatron-anywhere .
+#   docker run --gpus all --ipc host -v "$PWD/data:/workspace/data" megatron-anywhere \
+#       bash examples/pretrain_gpt_distributed.sh
+#
+# torch brings CUDA's libraries with it; of the machine it needs the driver and NVIDIA's container toolkit.
+FROM python:3.12-slim
+
+WORKDIR /workspace
+ENV PYTHONUNBUFFERED=1
+
+# What is installed changes less often than the code: a layer of its own.
+COPY setup.py constraints.txt pyproject.toml README.md ./
+COPY megatron megatron
+RUN pip install --no-cache-dir -c constraints.txt -e .[test,watch]
+COPY . .
+
+CMD ["python", "-m", "megatron.report"]
