@@ -118,7 +118,7 @@ def settle(
         kind: f"{getattr(chosen, kind)} (" + ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in of.items()) + ")"
         for kind, of in found.items()
     }
-    return chosen, f"products in {name} as timed on this CPU: {_listed(times)}"
+    return chosen, f"products in {name} as timed on this CPU (processor time): {_listed(times)}"
 
 
 def as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _listed(of: Mapping[str, str]) -> str:
 
 
 def measure(dtype: torch.dtype) -> dict[str, dict[Way, float]]:
-    """Seconds of each kind of product, each way, on this CPU: the best of a few runs, since others use it too."""
+    """Processor time of each kind of product, each way: the best of a few runs. By the clock, whoever else uses this CPU would decide."""
     x, weight = torch.ones((_ROWS, _WIDTH), dtype=dtype), torch.ones((_WIDTH, _WIDTH), dtype=dtype)
     heads = [torch.ones((1, 2, _ROWS, 64), dtype=dtype, requires_grad=True) for _ in range(3)]
 
@@ -159,16 +159,15 @@ _RUNS, _SECONDS = 7, 0.05  # of each way, but for a way that takes longer, which
 
 
 def _best_of(run: Callable[[Way], None]) -> dict[Way, float]:
-    """The ways take turns, so that another process slows both."""
     best, spent = dict.fromkeys(WAYS, float("inf")), dict.fromkeys(WAYS, 0.0)
     for way in WAYS:
         run(way)  # the first prepares its kernel
     for _ in range(_RUNS):
         for way in WAYS:
             if spent[way] < _SECONDS:
-                began = time.perf_counter()
+                began = time.process_time()
                 run(way)
-                seconds = time.perf_counter() - began
+                seconds = time.process_time() - began
                 best[way], spent[way] = min(best[way], seconds), spent[way] + seconds
     return best
 
