@@ -27,7 +27,7 @@ from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
-from megatron.training.offload import check_room, warn_of_room
+from megatron.training.offload import Room, check_room, warn_of_room
 from megatron.training.runtime import Runtime, get_runtime
 from megatron.training.train_step import BatchShape, Pipeline
 
@@ -40,7 +40,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
 
     A provider that takes `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
     """
-    mesh, pp, chunks = runtime.mesh, runtime.mesh["pp"], {}
+    mesh, pp, chunks, room = runtime.mesh, runtime.mesh["pp"], {}, Room.now(runtime)
     made: dict[int, nn.Module] = {}
     last_stage = runtime.config.chunks_per_rank * pp.size - 1
     takes_chunk = takes_vp_stage(model_provider, runtime.config.chunks_per_rank)
@@ -57,7 +57,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         made[stage] = chunk
     if problems := name_problems(made, mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
-    check_room(runtime, made.values())
+    check_room(runtime, made.values(), room)
     warn_of_room(runtime, made.values())
     params_tier = runtime.tier if runtime.config.offload.offload_params else None
     for stage, chunk in made.items():

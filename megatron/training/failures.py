@@ -29,6 +29,7 @@ from megatron.core.config import ConfigError
 from megatron.core.error_file import write_error_file
 from megatron.core.offload.block_file import OffloadError
 from megatron.training import interrupt
+from megatron.training.memory.shortage import OutOfMemory
 from megatron.training.train_step import NotFiniteError
 
 _CLAIMS, _FAILED, _SAID, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "said", "left"))
@@ -40,7 +41,7 @@ _LISTENS_EVERY = 2.0  # seconds
 
 def explains_itself(error: BaseException) -> bool:
     """Whether the message says what to change, so that the calls which led there would only hide it."""
-    return isinstance(error, ConfigError | NotFiniteError | CheckpointError | OffloadError)
+    return isinstance(error, ConfigError | NotFiniteError | CheckpointError | OffloadError | OutOfMemory)
 
 
 def report(error: BaseException, farewell: str | None = None) -> int:

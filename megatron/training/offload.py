@@ -1,9 +1,12 @@
-"""What offloading asks of disks and machines, refused where it does not fit. `memory/` says at the start how much that is."""
+"""What a run's state, and offloading, ask of devices, machines and disks: refused where it does not fit. `memory/` says at the start how
+much that is."""
 
 import json
+import math
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,9 +18,11 @@ from megatron.core.offload.plan import Element, bytes_by_tier, show_bytes
 from megatron.core.offload.tier import FileTier
 from megatron.training.memory.estimate import activations_elsewhere, estimate
 from megatron.training.memory.of_run import model_of, of_rank, sizes_of
-from megatron.training.memory.room import warning_of_room
+from megatron.training.memory.room import STATE, less_with, warning_of_room
+from megatron.training.memory.sizes import MODELS
 from megatron.training.runtime import Runtime, print_rank_0
 
+_ALL_THE_SAME = "--no-check-memory starts all the same"
 Bytes = dict[str, dict[str, int]]  # by tier and kind
 
 _ADVICE = "more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction or --cpu-offloading-num-layers"
@@ -48,23 +53,44 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
     return total
 
 
-def check_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError, on all ranks, where a disk or a host has no room for the bytes that will live there.
+@dataclass(frozen=True)
+class Room:
+    """Bytes that there are for a run: free on its machine and to this process, and of its device; None: not known."""
 
-    Does nothing where nothing is offloaded. Every rank must call, before it makes the buffers.
+    machine: int | None
+    process: int | None
+    device: int | None  # of its own
+
+    @classmethod
+    def now(cls, runtime: Runtime) -> "Room":
+        return cls(free_on_machine(), free_to_process(), runtime.device.memory_bytes)
+
+
+def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room) -> None:
+    """Raise ConfigError, on all ranks, where what lasts of a run does not fit: on a disk or a host the offloaded bytes that will live
+    there, and wherever it lives the state alone. --no-check-memory turns what is only about memory into a warning.
+
+    Nothing of the state has been written yet, so that it takes no memory on a host; room: as it was before the modules were made. Every
+    rank must call, before it makes the buffers.
     """
-    moves_activations = runtime.config.transformer.cpu_offloading_num_layers > 0
-    if runtime.tier is None and not moves_activations:
-        return
     modules, world = list(modules), runtime.mesh["world"]
     found = state_bytes(runtime, modules)
-    if moves_activations and (model := model_of(modules)) is not None:  # of a script's own, they are not known
+    frozen = sum(p.nbytes for module in modules for p in module.parameters() if not p.requires_grad)
+    _add(found, {"device": {"parameters": frozen}})
+    lasting = sum(size for kinds in found.values() for kind, size in kinds.items() if kind != "slices")
+    held = sum(p.numel() for module in modules for p in module.parameters())
+    print_rank_0(
+        f"building the model: {held:,} parameters on this rank, {show_bytes(lasting)} with gradients and optimizer state"
+    )
+    if runtime.config.transformer.cpu_offloading_num_layers > 0 and (model := model_of(modules)) is not None:
         run = of_rank(sizes_of(runtime, model), runtime.mesh)
-        _add(found, activations_elsewhere(run, runtime.mesh["pp"].rank))
-    need = _need_of(runtime, found, sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad))
-    texts = comm.all_gather_texts(json.dumps(need), world, runtime.device.torch_device)
-    if problems := problems_of_needs([json.loads(text) for text in texts]):
-        raise ConfigError(problems)
+        _add(found, activations_elsewhere(run, runtime.mesh["pp"].rank))  # of a script's own, they are not known
+    texts = comm.all_gather_texts(json.dumps(_need_of(runtime, found, room)), world, runtime.device.torch_device)
+    disks, memory = problems_of_needs([json.loads(text) for text in texts])
+    if disks or (memory and runtime.config.device.check_memory):
+        raise ConfigError(disks + memory)
+    for problem in memory:
+        print_rank_0(f"WARNING: {problem}")
 
 
 def warn_of_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
@@ -96,51 +122,70 @@ def room_left(runtime: Runtime) -> list[str]:
     return [f"{show_bytes(runtime.tier.folder.free_bytes)} are still free below {runtime.config.offload.offload_dir}"]
 
 
-def _need_of(runtime: Runtime, found: Bytes, present: int) -> dict[str, Any]:
-    """What this rank asks of its disk and of its machine, and what these have. present: bytes of the parameters, which are there."""
-    tier = runtime.tier
-    on_host = sum(found.get("host", {}).values())
-    if runtime.device.torch_device.type == "cpu":  # whose memory is the host's
-        on_host = max(on_host + sum(found.get("device", {}).values()) - present, 0)
+def _need_of(runtime: Runtime, found: Bytes, room: Room) -> dict[str, Any]:
+    """What this rank asks of its disk, its machine and its device, and what these have."""
+    tier, on_cpu = runtime.tier, runtime.device.torch_device.type == "cpu"
+    on_host, on_device = (sum(found.get(name, {}).values()) for name in ("host", "device"))
     in_file = isinstance(tier, FileTier)
+    flags = less_with(sizes_of(runtime, MODELS[0]), STATE, shares=int(on_cpu))  # which do not depend on the model
     return {
         "disk": tier.folder.disk if in_file else None,
         "disk_free": tier.folder.free_bytes if in_file else None,
         "disk_needs": sum(found.get("file", {}).values()),
         "host": socket.gethostname(),
-        "host_free": free_on_machine(),
-        "process_free": free_to_process(),
-        "host_needs": on_host,
+        "host_free": room.machine,
+        "process_free": room.process,
+        "host_needs": on_host + (on_device if on_cpu else 0),
+        "device_has": None if on_cpu else room.device,
+        "device_needs": on_device,
         "dir": runtime.config.offload.offload_dir,
+        "offloads": tier is not None or runtime.config.transformer.cpu_offloading_num_layers > 0,
+        "less_with": flags,
     }
 
 
-def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What does not fit, of the needs of all ranks: each disk and each machine is shared by those who name it alike."""
-    problems = []
-    for what, advice in (
-        ("disk", f"free the disk, give an --offload-dir on another, {_ADVICE}"),
-        ("host", f"give --offload-dir, {_ADVICE}"),
-    ):
-        ranks_of = defaultdict(list)
-        for need in needs:
-            if need[what] is not None and need[f"{what}_free"] is not None:
-                ranks_of[need[what]].append(need)
-        for name, sharing in ranks_of.items():
-            total, free = sum(need[f"{what}_needs"] for need in sharing), min(need[f"{what}_free"] for need in sharing)
-            if total > free:
-                where = f"the disk of --offload-dir {sharing[0]['dir']}" if what == "disk" else f"the memory of {name}"
-                problems.append(
-                    f"what is offloaded does not fit {where}: {len(sharing)} rank(s) need {show_bytes(total)}, and {show_bytes(free)} are "
-                    f"free; {advice}"
-                )
+def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """(what does not fit a disk, what does not fit memory), of the needs of all ranks: each disk and each machine is shared by those who
+    name it alike."""
+    disks = []
+    for _, sharing, total, free in _overfull(needs, "disk"):
+        disks.append(
+            f"what is offloaded does not fit the disk of --offload-dir {sharing[0]['dir']}: {len(sharing)} rank(s) need "
+            f"{show_bytes(total)}, and {show_bytes(free)} are free; free the disk, give an --offload-dir on another, {_ADVICE}"
+        )
+    memory, advice = [], f"less with {needs[0]['less_with']}; {_ALL_THE_SAME}"
+    for name, sharing, total, free in _overfull(needs, "host"):
+        what = "what is offloaded does" if sharing[0]["offloads"] else f"{STATE} do"
+        memory.append(
+            f"{what} not fit the memory of {name}: {len(sharing)} rank(s) need {show_bytes(total)}, and {show_bytes(free)} are free; "
+            + (f"give --offload-dir, {_ADVICE}; {_ALL_THE_SAME}" if sharing[0]["offloads"] else advice)
+        )
     for rank, need in enumerate(needs):
         if need["process_free"] is not None and need["host_needs"] > need["process_free"]:
-            problems.append(
+            memory.append(
                 f"rank {rank} needs {show_bytes(need['host_needs'])} of memory, and its limit (ulimit -d) leaves "
-                f"{show_bytes(need['process_free'])}; raise that, or {_ADVICE}"
+                f"{show_bytes(need['process_free'])}; raise that, or {advice}"
             )
-    return problems
+    on_device = [rank for rank, need in enumerate(needs) if need["device_needs"] > (need["device_has"] or math.inf)]
+    if on_device:
+        rank = max(on_device, key=lambda rank: needs[rank]["device_needs"])
+        memory.append(
+            f"{STATE} of {len(on_device)} rank(s) do not fit their devices: rank {rank} needs {show_bytes(needs[rank]['device_needs'])}, "
+            f"and its device has {show_bytes(needs[rank]['device_has'])}; {advice}"
+        )
+    return disks, memory
+
+
+def _overfull(needs: Sequence[Mapping[str, Any]], what: str) -> Iterator[tuple[str, list[Mapping[str, Any]], int, int]]:
+    """(its name, those who share it, what they need, what is free) of each "disk" or "host" that has too little."""
+    ranks_of = defaultdict(list)
+    for need in needs:
+        if need[what] is not None and need[f"{what}_free"] is not None:
+            ranks_of[need[what]].append(need)
+    for name, sharing in ranks_of.items():
+        total, free = sum(need[f"{what}_needs"] for need in sharing), min(need[f"{what}_free"] for need in sharing)
+        if total > free:
+            yield name, sharing, total, free
 
 
 _ONE_THREAD = (

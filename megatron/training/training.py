@@ -32,6 +32,7 @@ from megatron.training.build import (
     setup_model_and_optimizer,
 )
 from megatron.training.initialize import initialize_megatron, stop_with
+from megatron.training.memory import shortage
 from megatron.training.model_rules import NO_RULES, ModelRules
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.start import where_to_go_on
@@ -121,6 +122,7 @@ def _run(
         trainer.run()
     except (Exception, KeyboardInterrupt) as error:
         farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
+        error = shortage.in_words(error, runtime, None if trainer is None else trainer.model)
         set_runtime(None)
         is_refusal = isinstance(error, ConfigError | comm.PeerError) and not isinstance(error, comm.LostPeerError)
         if trainer is None and is_refusal and farewell is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -30,6 +31,8 @@ def failing_forward_step(data_iterator: Iterator | None, model: nn.Module) -> tu
     if fails and args.fails_how == "before":
         raise KeyError("the disk is on fire")
     output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+    if fails and args.fails_how == "memory":
+        torch.empty(2**60)
     if fails and args.fails_how == "after":
         raise KeyError("the disk is on fire")
     return (output * float("nan"), loss_func) if fails and args.fails_how == "nan" else (output, loss_func)
@@ -57,7 +60,7 @@ def extra_args(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument(
         "--fails-how",
         choices=(
-            *("before", "after", "nan"),
+            *("before", "after", "memory", "nan"),
             *("dies before it joins", "dies while meeting", "dies while building", "dies while saving"),
         ),
     )

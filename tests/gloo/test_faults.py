@@ -70,6 +70,7 @@ def test_a_rank_asked_to_end_ends_the_job_in_order(data, tmp_path):
         (Layout(tp=2, pp=2), 1, "before", "KeyError: 'the disk is on fire'"),
         (Layout(pp=2), 0, "after", "KeyError: 'the disk is on fire'"),
         pytest.param(Layout(dp=2), 0, "nan", "the gradient's norm is nan", marks=pytest.mark.full),  # as under torchrun
+        (Layout(pp=2), 1, "memory", "were asked for at once in failing_forward_step"),
     ],
 )
 def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, message):
@@ -78,8 +79,8 @@ def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, messa
     outcome = run([FAILING, *flags], layout.ranks, timeout=60)
     assert set(outcome.codes) == {1}, outcome
     assert outcome.everything.count(message) == 1, outcome
-    begins = (
-        " the gradient" if how == "nan" else "\nTraceback"
+    begins = {"nan": " the gradient", "memory": " out of memory"}.get(
+        how, "\nTraceback"
     )  # the one tells all, of the other the calls must be seen
     (failed,) = [i for i, said in enumerate(outcome.stderr) if said.startswith(f"rank {i} failed:{begins}")]
     assert failed == rank or how == "nan"

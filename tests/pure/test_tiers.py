@@ -396,24 +396,40 @@ def need(**changes) -> dict:
         "host_free": 100,
         "process_free": None,
         "host_needs": 10,
+        "device_has": None,
+        "device_needs": 0,
         "dir": "D",
+        "offloads": True,
+        "less_with": "--bf16",
     }
     return whole | changes
 
 
 def test_what_does_not_fit_is_said_once_for_all_who_share_it():
-    assert problems_of_needs([need(), need()]) == []
-    assert problems_of_needs([need(), need(), need(disk="b:1", host="b")]) == []
-    (disk,) = problems_of_needs([need()] * 3)
+    assert problems_of_needs([need(), need()]) == ([], [])
+    assert problems_of_needs([need(), need(), need(disk="b:1", host="b")]) == ([], [])
+    (disk,), _ = problems_of_needs([need()] * 3)
     assert disk.startswith(
         "what is offloaded does not fit the disk of --offload-dir D: 3 rank(s) need 120 bytes, and 100 bytes are free; free"
     )
-    (host,) = problems_of_needs([need(disk=None, disk_free=None, host_needs=60)] * 2)
+    _, (host,) = problems_of_needs([need(disk=None, disk_free=None, host_needs=60)] * 2)
     assert host.startswith(
         "what is offloaded does not fit the memory of a: 2 rank(s) need 120 bytes, and 100 bytes are free; give --offload-dir"
     )
-    (process,) = problems_of_needs([need(), need(process_free=5)])
+    _, (process,) = problems_of_needs([need(), need(process_free=5)])
     assert process.startswith("rank 1 needs 10 bytes of memory, and its limit (ulimit -d) leaves 5 bytes; raise that")
+
+
+def test_state_that_does_not_fit_is_said_of_machines_and_of_devices():
+    plain = {"disk": None, "disk_free": None, "offloads": False}
+    _, (host,) = problems_of_needs(
+        [need(**plain, host_needs=60), need(**plain, host_needs=50), need(**plain, host="b")]
+    )
+    assert "do not fit the memory of a: 2 rank(s) need 110 bytes, and 100 bytes are free" in host
+    assert "less with --bf16" in host and "--no-check-memory" in host
+    devices = [need(**plain, device_has=10, device_needs=n) for n in (10, 12, 11)]
+    _, (device,) = problems_of_needs(devices)
+    assert "of 2 rank(s) do not fit their devices: rank 1 needs 12 bytes, and its device has 10 bytes" in device
 
 
 def test_free_memory_is_the_container_s_where_it_has_less(tmp_path):
@@ -424,5 +440,34 @@ def test_free_memory_is_the_container_s_where_it_has_less(tmp_path):
     assert free_on_machine(tmp_path, tmp_path) == 50 * 1024
     (tmp_path / "memory.max").write_text("5000\n")
     assert free_on_machine(tmp_path, tmp_path) == 4000
+    (tmp_path / "memory.stat").write_text("anon 100\nactive_file 300\ninactive_file 200\n")
+    assert free_on_machine(tmp_path, tmp_path) == 4500, "pages of files are given up"
     assert free_on_machine(tmp_path / "no", tmp_path / "no") is None
     assert free_to_process(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used", "pages"),
+    [
+        ("0::/job/step", "job", "memory.max", "memory.current", "inactive_file"),
+        (
+            "4:cpu,memory:/job/step",
+            "memory/job",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_limit_around_a_process_counts_in_either_version(tmp_path, line, folder, limit, used, pages):
+    """As of a job of a cluster: the group of its step has no limit, that of the job does."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    (tmp_path / "meminfo").write_text("MemAvailable:   50 kB\n")
+    inner = tmp_path / folder / "step"
+    inner.mkdir(parents=True)
+    for group, most in ((inner, "9223372036854771712"), (inner.parent, "5000")):
+        (group / limit).write_text(most)
+        (group / used).write_text("1000\n")
+    (inner.parent / "memory.stat").write_text(f"{pages} 30\n")
+    assert free_on_machine(tmp_path, tmp_path) == 4030

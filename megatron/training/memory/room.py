@@ -7,7 +7,7 @@ from megatron.training.memory.estimate import DEVICE, IN_MEMORY, RankMemory, est
 from megatron.training.memory.report import amount
 from megatron.training.memory.sizes import RunSizes
 
-_STATE = "parameters, gradients and optimizer state"
+STATE, ACTIVATIONS = "parameters, gradients and optimizer state", "activations"
 
 
 def warning_of_room(run: RunSizes, ranks: Sequence[RankMemory], room: int | None, *, shares: int = 0) -> list[str]:
@@ -27,7 +27,7 @@ def warning_of_room(run: RunSizes, ranks: Sequence[RankMemory], room: int | None
     what, size = _largest(most, tiers)
     return [
         f"WARNING: predicted {amount(_needed(most, tiers))} a rank, {has}: the run may end for lack of memory. {amount(size)} are {what}; "
-        f"less with {_less(run, what, shares=shares)}"
+        f"less with {less_with(run, what, shares=shares)}"
     ]  # fmt: skip
 
 
@@ -51,29 +51,31 @@ def _largest(one: RankMemory, tiers: Sequence[str]) -> tuple[str, int]:
     """(what takes most, its bytes)."""
     held = one.within(*tiers)
     parts = {
-        _STATE: one.state_within(*tiers),
-        "activations": held["activations"],
+        STATE: one.state_within(*tiers),
+        ACTIVATIONS: held["activations"],
         "communication": held["communication"],
     }
     return max(parts.items(), key=lambda part: part[1])
 
 
-def _less(run: RunSizes, what: str, *, shares: int) -> str:
-    """The flags that make this less and are not given yet."""
+def less_with(run: RunSizes, what: str, *, shares: int) -> str:
+    """The flags that make this (`STATE`, `ACTIVATIONS`, else what travels) less and are not given yet; shares: as `warning_of_room`."""
     sizes = run.layer
     stage = 3 if run.p == 1 else 1  # with pipelines the higher ones send for every microbatch
-    if what == "activations":
+    if what == ACTIVATIONS:
         flags = {
             "--attention-dropout 0 (its kernel keeps no attention weights)": sizes.unfused_by_dropout,
             "--recompute-granularity full --recompute-method uniform": sizes.recompute not in ("uniform", "block"),
             f"a --micro-batch-size below {sizes.b}": sizes.b > 1,
             "--sequence-parallel": sizes.t > 1 and not sizes.sequence_parallel,
+            f"a --seq-length below {sizes.s}": True,
         }
-    elif what == _STATE:
+    elif what == STATE:
         flags = {
             f"--zero-stage {stage}": run.shards > 1 and run.zero_stage < stage,
             "--offload-dir DIR": run.tier == "device" or (shares > 0 and run.tier == "host"),
             "--bf16": not sizes.is_half,
+            "a smaller --num-layers or --hidden-size": True,
         }
     else:
         flags = {"a smaller --ddp-bucket-size": run.zero_stage == 2}
