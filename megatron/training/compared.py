@@ -39,7 +39,7 @@ NOT_COMPARED: dict[str, tuple[str, ...]] = {
         "contiguous_checkpointing", "cpu_offloading_num_layers", "min_offloaded_tensor_size", "optimizer_cpu_offload",
         "optimizer_offload_fraction", "offload_dir", "offload_params", "empty_unused_memory_level", "poison_released_buffers",
     ),
-    "device and processes": ("device", "distributed_backend", "distributed_timeout_minutes", "local_rank"),
+    "device and processes": ("device", "distributed_backend", "distributed_timeout_minutes", "local_rank", "check_memory"),
     "logs, curves and profiles": (
         "log_interval", "log_throughput", "log_params_norm", "log_num_zeros_in_grad", "log_progress", "metrics_file", "inspect",
         "log_memory_interval", "timing_log_level", "timing_log_option", "barrier_with_L1_time", "tensorboard_dir",
@@ -67,6 +67,7 @@ PRECISION = ("bf16", "fp16", "fp64", "fp32_residual_connection")
 # Of the model's settings those that change its course, and not what its parameters mean.
 COURSE_OF_MODEL = (
     "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend", "label_smoothing", "z_loss_coeff",
+    "cpu_half_products",
 )  # fmt: skip
 # Compared by what the files hold, where both sides say that.
 BY_TOKENIZER = tuple(f.name for f in knobs(TokenizerConfig))

@@ -94,7 +94,9 @@ def test_a_run_interrupted_in_a_step_or_a_save_goes_on_from_the_checkpoint_befor
     assert again == uninterrupted() and len(again) == 6
 
 
-@pytest.mark.parametrize("place, name", [(np, "save"), pytest.param(index_cache, "_hash_of_blocks", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "place, name", [(np, "save"), pytest.param(index_cache, "_hash_of_blocks", marks=pytest.mark.full)]
+)
 def test_an_index_that_was_interrupted_is_built_again(place, name, foreground, tmp_path, monkeypatch, capsys):
     with IndexedDatasetWriter(tmp_path / "text", np.uint16) as writer:
         for i in range(100):
