@@ -81,7 +81,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypat
         if ended is None:
             break
         raised, warned = ended
-        if raised is None:  # what only sets in order what is saved may fail
+        if raised is None:  # what only clears away after a save may fail
             assert held(root) == held(root, iteration) == 1, dies_at
             assert all("cannot be removed" in str(problem.message) for problem in warned)
         elif isinstance(raised, CheckpointError):
@@ -97,7 +97,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypat
             "what is complete is loaded, whatever the pointer says"
         )
         save_one(root, 3, w=torch.full((3, 4), 3.0), v=torch.full((3, 4), 3.0))
-        assert held(root) == 3 and not open_checkpoint(root).warning
+        assert held(root) == 3
         assert {path.name for path in root.iterdir()} == {disk.LATEST} | {f"iter_{n:07d}" for n in saved_numbers(root)}
     assert dies_at > 15, "there are so many calls"
 
