@@ -298,7 +298,7 @@ _TRAINING = re.compile(
     r" \| learning rate: (?P<lr>\d\.\d{6}E[+-]\d\d)"
     r" \| global batch size: [ \d]{4}\d"
     r" \| lm loss: (?P<loss>\d\.\d{6}E[+-]\d\d)"
-    r"(?: \| sop loss: \d\.\d{6}E[+-]\d\d)?"
+    r"(?: \| (?:sop|restart) loss: \d\.\d{6}E[+-]\d\d)?"
     r" \| loss scale: \d+\.\d"
     r" \| grad norm: (?P<grad_norm>\d+\.\d{3})"
     r" \| number of skipped iterations: [ \d]{2}\d"

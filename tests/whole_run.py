@@ -14,13 +14,13 @@ TINY = shlex.split(
 )
 
 
-def run(flags: str, datasets=None, script=pretrain_gpt, tiny: list[str] = TINY) -> None:
-    """script: pretrain_gpt or pretrain_bert. datasets: a provider in place of its own."""
+def run(flags: str, datasets=None, script=pretrain_gpt, tiny: list[str] = TINY, **more) -> None:
+    """script: pretrain_gpt or pretrain_bert. datasets: a provider in place of its own. more: what else `pretrain` is given."""
     pretrain(
         datasets or script.train_valid_test_datasets_provider,
         script.model_provider,
         ModelType.encoder_or_decoder,
         script.forward_step,
-        rules=BERT_RULES if script is pretrain_bert else GPT_RULES,
         argv=[*tiny, *shlex.split(flags)],
+        **{"rules": BERT_RULES if script is pretrain_bert else GPT_RULES} | more,
     )

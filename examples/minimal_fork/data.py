@@ -10,6 +10,8 @@ import numpy as np
 
 from megatron.core.config import ConfigError, knob
 
+WORDS = 100  # in the vocabulary, unless --vocab-size says another number
+
 
 @dataclass(frozen=True)
 class PhraseConfig:
@@ -33,7 +35,8 @@ class Phrases:
         return self.size
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """tokens and labels, int64 [seq_length]."""
+        """tokens, labels, and restarts: whether the label begins the phrase anew; int64 [seq_length]."""
         phrase = np.random.default_rng([*self.seed, i]).integers(self.vocab_size, size=self.config.phrase_length)
         text = np.resize(phrase, self.seq_length + 1)
-        return {"tokens": text[:-1], "labels": text[1:]}
+        restarts = np.arange(1, self.seq_length + 1) % self.config.phrase_length == 0
+        return {"tokens": text[:-1], "labels": text[1:], "restarts": restarts.astype(np.int64)}

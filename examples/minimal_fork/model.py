@@ -3,17 +3,25 @@
     x -> x + scale * (attention(norm(x)) + mlp(norm(x)))
 
 Everything that is divided over ranks is inside the blocks, so the layer needs no thought of parallelism; it has no parameter
-of its own. One that has makes it with `tp.replicated(...)` or `tp.parameter(...)`, which say where it lives.
+of its own. And a GPT of such layers with one more head and loss, whose parameters say where they live: `partial=False`, for every
+tensor-parallel rank computes the same with them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron.core.config import ConfigError, knob
+from megatron.core.models.gpt import GPTModel
+from megatron.core.placement import Normal
 from megatron.core.random import DropoutKeys, HiddenDropout
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,12 +32,18 @@ class SideBySideConfig:
     """Side by side."""
 
     branch_scale: float = knob(
-        1.0, "what attention and MLP are multiplied with before they are added to the residual stream"
+        1.0, "factor of attention and MLP before they are added to the residual stream", of_model=True
     )
+    restart_weight: float = knob(0.1, "weight of the auxiliary loss: does the phrase begin anew with the next token?")
 
     def __post_init__(self) -> None:
+        problems = []
         if not 0 < self.branch_scale <= 1:
-            raise ConfigError(f"--branch-scale is {self.branch_scale}; it must be above 0 and at most 1")
+            problems.append(f"--branch-scale is {self.branch_scale}; it must be above 0 and at most 1")
+        if self.restart_weight < 0:
+            problems.append(f"--restart-weight is {self.restart_weight}; it must not be negative")
+        if problems:
+            raise ConfigError(problems)
 
 
 class SideBySideLayer(nn.Module):
@@ -48,3 +62,33 @@ class SideBySideLayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None) -> Tensor:
         normed = self.layernorm(x)
         return x + self.dropout(self.scale * (self.self_attention(normed, mask, angles) + self.mlp(normed)))
+
+
+class SideBySideModel(GPTModel):
+    """One pipeline stage. forward(tokens, position_ids, labels=..., restarts=...) -> on the last stage (losses of the words, of the
+    restarts), both [b, s]; without labels as a GPT."""
+
+    def __init__(self, config: TransformerConfig, *, tp: TensorParallel, **parts: Any):
+        super().__init__(config, tp=tp, **parts)
+        self.gathers = tp.sequence_parallel
+        if self.language_model.post_process:
+            self.restart_head = tp.replicated((config.hidden_size,), Normal(config.init_method_std), partial=False)
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        restarts: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if labels is None or not self.language_model.post_process:
+            return super().forward(tokens, position_ids, attention_mask, labels, cache)
+        x = self.language_model.hidden_states(tokens, position_ids, attention_mask)  # [s, b, h], or [s/t, b, h]
+        words = vocab_parallel_cross_entropy(self.language_model.scores(x), labels.t(), self.axis, self.vocab_size)
+        whole = mappings.whole_sequence(x, self.axis) if self.gathers else x
+        scores = whole.to(words.dtype) @ self.restart_head.to(words.dtype)  # [s, b]
+        begins = functional.binary_cross_entropy_with_logits(scores, restarts.t().to(words.dtype), reduction="none")
+        return words.t(), begins.t()

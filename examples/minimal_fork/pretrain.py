@@ -1,30 +1,30 @@
-"""A fork in one folder: its layer, its schedule, its data and its flags, over megatron as it is.
+"""A fork in one folder: its layer and loss, its schedule, its data and its flags, over megatron as it is.
 
     torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py --pipeline-model-parallel-size 2 \\
-        --pipeline-schedule rounds --branch-scale 0.7 --phrase-length 8 --mock-data --tokenizer-type NullTokenizer \\
-        --vocab-size 100 --seq-length 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 4 \\
-        --global-batch-size 16 --train-iters 50 --lr 3e-3
+        --pipeline-schedule rounds --branch-scale 0.7 --phrase-length 8 --seq-length 64 --num-layers 2 --hidden-size 64 \\
+        --num-attention-heads 4 --micro-batch-size 4 --global-batch-size 16 --train-iters 50 --lr 3e-3 --log-interval 10
 """
 
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from data import PhraseConfig, Phrases
-from model import SideBySideConfig, SideBySideLayer
+from data import WORDS, PhraseConfig, Phrases
+from model import SideBySideConfig, SideBySideLayer, SideBySideModel
 from schedule import rounds
 from torch import Tensor, nn
 
 from megatron.core import mpu
 from megatron.core.config import add_flags, build
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.pipeline_parallel import SCHEDULES
+from megatron.core.placement import Placement
 from megatron.core.tensor_parallel.data import broadcast_data
-from megatron.training import get_args, get_runtime, get_tokenizer, pretrain
+from megatron.training import get_args, get_runtime, pretrain
 
 SCHEDULES["rounds"] = rounds
 
@@ -41,24 +41,32 @@ def own(config_class: type) -> Any:
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
-    """This stage of a GPT with layers of our own."""
+    """This stage of our model, with layers of our own."""
     config, parts = get_runtime().config.transformer, get_runtime().model_parts(pre_process, post_process, vp_stage)
     make_layer = partial(SideBySideLayer, config, own(SideBySideConfig), tp=parts["tp"], keys=parts["keys"])
-    return GPTModel(config, **parts, make_layer=make_layer)
+    return SideBySideModel(config, **parts, make_layer=make_layer)
 
 
 def datasets_provider(num_samples: list[int]) -> tuple[Phrases, ...]:
-    config, phrases = get_runtime().config, own(PhraseConfig)
+    config, words, phrases = get_runtime().config, get_runtime().vocab_size, own(PhraseConfig)
     return tuple(
-        Phrases(phrases, size, config.data.seq_length, get_tokenizer().vocab_size, (config.training.seed, split))
+        Phrases(phrases, size, config.data.seq_length, words, (config.training.seed, split))
         for split, size in enumerate(num_samples)
     )
 
 
-def loss_func(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of the losses [b, s], number of tokens, what to print)."""
-    total, count = losses.sum(), torch.tensor(losses.numel(), dtype=losses.dtype, device=losses.device)
-    return total, count, {"lm loss": torch.stack((total.detach(), count))}
+def group_of(name: str, placement: Placement) -> ParamGroup:
+    """As ever, but the small head learns twice as fast."""
+    group = default_group(name, placement)
+    return replace(group, lr_multiplier=2.0) if name == "restart_head" else group
+
+
+def loss_func(weight: float, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(sum of both losses of each token, number of tokens, what to print). output: losses of words and of restarts, [b, s]."""
+    words, restarts = (losses.sum() for losses in output)
+    count = torch.tensor(output[0].numel(), dtype=words.dtype, device=words.device)
+    report = {"lm loss": words, "restart loss": restarts}
+    return words + weight * restarts, count, {name: torch.stack((x.detach(), count)) for name, x in report.items()}
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:
@@ -69,12 +77,19 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tens
     shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)
     where = (shape, runtime.mesh["tp"], runtime.device.torch_device)
     data = next(data_iterator) if data_iterator is not None else None
-    tokens, labels = broadcast_data(["tokens", "labels"], data, torch.int64, *where)
+    tokens, labels, restarts = broadcast_data(["tokens", "labels", "restarts"], data, torch.int64, *where)
     positions = torch.arange(shape[1], device=tokens.device).expand(shape)
-    return model(tokens, positions, labels=labels), loss_func
+    output = model(tokens, positions, labels=labels, restarts=restarts)
+    return output, partial(loss_func, own(SideBySideConfig).restart_weight)
 
 
 if __name__ == "__main__":
     pretrain(
-        datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step, extra_args_provider=add_own_flags
+        datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        extra_args_provider=add_own_flags,
+        args_defaults={"vocab_size": WORDS},
+        group_of=group_of,
     )

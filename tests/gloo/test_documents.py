@@ -22,7 +22,7 @@ TINY = {
     "--train-iters 2 --eval-interval 1 --eval-iters 1 --log-interval 1",
     "docs/tutorial.md": "--train-iters 4 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --log-interval 1 --save-interval 2",
     "docs/watching.md": "",
-    "docs/adding_a_model.md": "--train-iters 3 --eval-iters 1",
+    "docs/adding_a_model.md": "--train-iters 20 --eval-iters 1",
 }
 TRAINS = ("pretrain_gpt.py", "pretrain.py")
 
@@ -129,8 +129,10 @@ def test_the_page_about_watching_shows_what_can_be_seen(folder: Path):
 
 
 def test_the_fork_of_the_page_trains(folder: Path):
-    (command,) = shown_in("docs/adding_a_model.md")
-    assert "lm loss" in bash(command, folder)
+    (command,) = shown_in("docs/adding_a_model.md", but=("python tools/",))
+    said = bash(command, folder)
+    (ten, first), (twenty, second) = re.findall(r"iteration +(\d+)/ +20 .*lm loss: (\S+) .*restart loss: ", said)
+    assert (ten, twenty) == ("10", "20") and float(second) < float(first) and "branch_scale" in said
 
 
 def test_the_quickstart_leads_from_nothing_to_a_sample(folder: Path):
@@ -168,6 +170,8 @@ def test_the_python_of_the_pages_runs(folder: Path):
             (folder / "block.py").write_text(f"import sys; sys.path[0] = '.'\n{block}")
             said[document, i] = bash(f"cd {where} && python {folder}/block.py", folder)
     assert "rank 0 |F0F1      B0--B1--F2F3" in said["docs/adding_a_model.md", 0]
+    assert "tensor(18.), tensor(6.)" in said["docs/adding_a_model.md", 1]
+    assert "lr_multiplier=2.0" in said["docs/adding_a_model.md", 2]
     assert "model/language_model" in said["docs/checkpoint_format.md", 0]
 
 

@@ -3,6 +3,7 @@
 docs/adding_a_model.md, README.md and tests/pure/test_docs.py say of commands that they are run here.
 """
 
+import json
 import os
 import re
 import shutil
@@ -195,25 +196,39 @@ def test_kubernetes_command_trains(launcher, tmp_path):
 
 # ---------------------------------------------------------------- a fork
 
+TP = "--tensor-model-parallel-size 2"
 FORK = (
-    "--branch-scale 0.7 --phrase-length 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --seq-length 16 "
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 "
+    "--branch-scale 0.7 --phrase-length 4 --vocab-size 50 --seq-length 16 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 "
     "--lr 1e-2 --eval-iters 0 --log-interval 1 --device cpu"
 )
 
 
-def test_a_fork_elsewhere_trains_alike_in_one_process_and_over_a_pipeline(tmp_path, monkeypatch):
-    """Its own layer, schedule, data and flags, from a copied folder, over this code as it is."""
+def test_a_fork_elsewhere_trains_alike_in_one_process_and_over_four(tmp_path, monkeypatch):
+    """Its own layer, auxiliary loss, schedule, data and flags, from a copied folder, over this code as it is."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     shutil.copytree(EXAMPLES / "minimal_fork", tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))
     script = str(tmp_path / "mine" / "pretrain.py")
-    two = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "rounds"]
-    one, many = (run([script, *FORK.split(), *more], ranks).succeeded() for more, ranks in (([], 1), (two, 2)))
-    assert [line.iteration for line in one.training] == [1, 2, 3]
+    four = f"--pipeline-model-parallel-size 2 --pipeline-schedule rounds {TP} --sequence-parallel --save {tmp_path}/saved".split()
+    one, many = (run([script, *FORK.split(), *more], ranks).succeeded() for more, ranks in (([], 1), (four, 4)))
+    assert [line.iteration for line in one.training] == [1, 2, 3, 4, 5, 6]
     assert "memory of a rank: activations are not predicted" in one.stdout[0]
     assert one.training[-1].loss < one.training[0].loss
+    own = [float(found[1]) for line in one.training if (found := re.search(r"restart loss: (\S+)", line.text))]
+    assert len(own) == 6 and own == sorted(own, reverse=True)
     for a, b in zip(many.training, one.training, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
+    assert re.search(
+        r"  Side by side\n    branch_scale +0.7  \(default 1.0\)\n    restart_weight +0.1\n  Phrases\n", one.stdout[0]
+    )
+    state = json.loads((tmp_path / "saved" / "iter_0000006" / "manifest.json").read_text())["state"]
+    assert (state["model"], state["vocab_size"]) == ("SideBySideModel of SideBySideLayer", 50)
+    assert state["config"]["own_model"] == {"branch_scale": 0.7}
+    assert state["config"]["own"] == {"restart_weight": 0.1, "phrase_length": 4}
+    other = f"--phrase-length 5 --restart-weight 0 --branch-scale 0.5 --load {tmp_path}/saved".split()
+    outcome = run([script, *FORK.split(), *other])
+    assert outcome.codes == (2,) and "branch_scale: the checkpoint has 0.7, this run has 0.5" in outcome.stderr[0]
 
 
 def test_a_fork_hears_of_mistakes_in_its_own_flags(tmp_path, monkeypatch):
