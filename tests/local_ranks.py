@@ -41,7 +41,8 @@ class _Meeting:
 
     def put(self, call: int, rank: int, op: str, x: Tensor) -> None:
         self.deposits[call][rank] = (op, x)
-        self.changed.notify_all()
+        if len(self.deposits[call]) == self.size:  # nobody is woken who would have to wait on
+            self.changed.notify_all()
 
     def seal(self, call: int, mine: int) -> None:
         """From now on rank `mine` may change the tensor that it put into its `call`-th collective."""

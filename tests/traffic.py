@@ -19,7 +19,7 @@ parts (sequence parallelism) or send parts of equal copies; those put their part
 
 Per step and stage: 1 AR over dp of each buffer, or of each bucket; 1 AR over tp of the gradients of which each rank has a part,
 1 AR over kv of shared key and value heads. A tied table on two stages: 1 AR between them. Scalars: the norm over mp, the tokens
-over pp, and on the last stage three numbers over dp.
+and the loss over pp, and on the last stage these two and the two of the report over dp.
 """
 
 from collections import Counter
@@ -70,8 +70,8 @@ def calls_of_step(setting: Setting, pp_rank: int) -> Counter:
         calls += Counter({call: count * layout.m for call, count in per_microbatch.items()})
         calls += _gradients(setting, stage)
     last = pp_rank == layout.pp - 1
-    calls += _once("mp", layout.tp * layout.pp, setting.element) + _once("pp", layout.pp, 8)
-    return calls + (_once("dp", layout.dp, 3 * 8) if last else Counter())
+    calls += _once("mp", layout.tp * layout.pp, setting.element) + _once("pp", layout.pp, 2 * 8)
+    return calls + (_once("dp", layout.dp, 4 * 8) if last else Counter())
 
 
 def _once(axis: str, size: int, nbytes: int) -> Counter:
