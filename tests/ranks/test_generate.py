@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 import pretrain_gpt
 from megatron.core.checkpoint import format, open_checkpoint, save_checkpoint
+from megatron.core.config import add_flags, knob
 from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt
 from megatron.core.inference.generate import generate, next_scores
@@ -47,14 +49,14 @@ def runs(tmp_path_factory) -> Path:
     return root
 
 
-def train(folder: Path, flags: str, provider=pretrain_gpt.model_provider) -> None:
+def train(folder: Path, flags: str, provider=pretrain_gpt.model_provider, **more) -> None:
     flags = (
         f"--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {LENGTH} "
         "--micro-batch-size 4 --train-iters 4 --lr 1e-2 --eval-iters 0 --device cpu "
         f"--save-interval 2 --save {folder} {flags}"
     )
     parts = (pretrain_gpt.train_valid_test_datasets_provider, provider)
-    pretrain(*parts, ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=flags.split())
+    pretrain(*parts, ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=flags.split(), **more)
 
 
 def byte_tokenizer(path: Path) -> None:
@@ -243,10 +245,24 @@ def test_a_checkpoint_of_a_forks_model_is_not_run_with_the_layers_of_a_gpt(provi
         assert stop.value.code == 2 and f"the checkpoint has a {name}, this run a GPTModel" in said
 
 
-def test_a_class_may_say_that_it_is_a_gpt(tool, tmp_path, monkeypatch):
+@dataclass(frozen=True)
+class Volume:
+    """Volume."""
+
+    volume: float = knob(1.0, "of its layers", of_model=True)
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_a_class_may_say_that_it_is_a_gpt_unless_flags_of_its_own_shape_it(of_model, tool, tmp_path, monkeypatch):
+    def own_flags(parser):
+        parser.add_argument("--greeting", default="hello")
+        if of_model:
+            add_flags(parser, Volume)
+
     monkeypatch.setattr(Louder, "model_name", "GPTModel", raising=False)
-    train(tmp_path, NULL, louder_gpt)
-    assert tool("--load", tmp_path, "--prompt", "5 6")[0] == 0
+    train(tmp_path, NULL, louder_gpt, extra_args_provider=own_flags)
+    code, _, err = tool("--load", tmp_path, "--prompt", "5 6")
+    assert code == of_model and ("volume 1.0" if of_model else "settings of the script's own: greeting hello") in err
 
 
 def test_a_checkpoint_that_does_not_name_its_model_is_taken_for_a_gpt(runs, tool, tmp_path):
