@@ -25,7 +25,8 @@ from megatron.core.lines import SAYS_EVERY, Exchange, Line, answers, listed, wai
 _joined = False  # whether start_distributed has initialised torch.distributed, and not the caller
 _line: Line | None = None  # to the first rank, from when this one comes until it leaves the job
 _exchange: Exchange | None = None  # of the first rank
-_STAYS_FOR_LATE_COMERS = 5.0  # seconds
+_store: dist.Store | None = None  # which ranks that come late look into
+_STAYS_FOR_LATE_COMERS = 6.0  # seconds
 _meetings = itertools.count()  # of this process; all ranks of a job count alike
 
 
@@ -78,6 +79,7 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
 
 def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
     """The store of the job, once all its ranks have come."""
+    global _store
     began = time.monotonic()
     deadline = began + 60 * timeout_minutes
     keeps_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -95,7 +97,7 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
 
     if not keeps_store:
         wait_for_first_rank(lambda: answers(launch.address, launch.port))
-    store = dist.TCPStore(
+    _store = store = dist.TCPStore(
         launch.address,
         launch.port,
         launch.world_size,
@@ -157,15 +159,17 @@ def has_line() -> bool:
 
 def say_goodbye(why: str | None = None) -> None:
     """Close this rank's line: its end, however it ends, is news to no other rank from now on."""
-    global _line, _exchange
-    if _exchange is not None:
-        _exchange.tell_late_comers(_STAYS_FOR_LATE_COMERS)
+    global _line, _exchange, _store
     if _line is not None:
+        _line.begin_to_leave()
+        if _exchange is not None:
+            _exchange.tell_late_comers(_STAYS_FOR_LATE_COMERS)
         _line.leave(why)
         _line = None
     if _exchange is not None:
         _exchange.join(seconds=2.0)
         _exchange = None
+    _store = None
 
 
 def _say_goodbye_at_exit() -> None:

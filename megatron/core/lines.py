@@ -273,7 +273,7 @@ class Line:
         self._socket.settimeout(None)
         self._first, self._complete, self.lost = greeting["welcome"], False, ""
         self._missing: list[int] | None = None
-        self._left, self._changed = threading.Event(), threading.Condition()
+        self._leaving, self._changed = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._listen, name="line to the first rank", daemon=True)
         self._thread.start()
 
@@ -308,13 +308,16 @@ class Line:
         _probe(self._socket, False)
         _send(self._socket, {"met": True})
 
+    def begin_to_leave(self) -> None:
+        """This process is about to end by itself, whoever dies."""
+        self._leaving.set()
+
     def leave(self, why: str | None = None) -> None:
         """Say goodbye: what happens to this process from now on concerns no other rank."""
-        if not self._left.is_set():
-            self._left.set()
-            _send(self._socket, {"goodbye": why})
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_WR)
+        self._leaving.set()
+        _send(self._socket, {"goodbye": why})
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def _listen(self) -> None:
         try:
@@ -334,12 +337,12 @@ class Line:
         self._lose(f"{self._first} has ended without a word")
 
     def _lose(self, lost: str) -> None:
-        if self._left.is_set():
+        if self._leaving.is_set():
             return
         with self._changed:
             self.lost = self.lost or lost
             self._changed.notify_all()
-        if not self._left.wait(self._grace):
+        if not self._leaving.wait(self._grace):
             self._end(f"rank {self._rank}: stopping, because {self.lost}")
 
 

@@ -84,12 +84,14 @@ def account_of(error: BaseException) -> str:
 def leave(code: int) -> NoReturn:
     """Leave the job in order and end the process with `code`.
 
-    The rank that keeps the store stays until the others have read it, its groups closed: that is how they notice.
+    The rank that keeps the store stays until the others have read it, its groups closed: that is how they notice. Of a death they
+    know already.
     """
     if not parallel_state.notices_lost_ranks():
         _end_as_it_is(code)
     store, ranks = parallel_state.job_store(), parallel_state.launched_world_size()
     keeps_store = parallel_state.launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    keeps_store = keeps_store and parallel_state.lost_rank() is None
     parallel_state.stop_distributed()
     with contextlib.suppress(Exception):  # the store may have gone with its keeper
         if _keeper_lives():

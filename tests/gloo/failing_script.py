@@ -3,18 +3,20 @@
 import os
 import signal
 import sys
+import threading
+import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
+from megatron.core import job
 from megatron.core.enums import ModelType
 from megatron.core.parallel_state import launched_rank
 from megatron.training import get_args, pretrain
@@ -55,6 +57,15 @@ def dying_replace(source: str, target: str) -> None:
 _replace = os.replace
 
 
+def die_while_meeting() -> None:
+    """When the others know that this rank has come."""
+    until = time.monotonic() + 5
+    while not getattr(job, "_line", None) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    os._exit(9)
+
+
 def extra_args(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--fails-rank", type=int)
     parser.add_argument(
@@ -69,9 +80,11 @@ def extra_args(parser: ArgumentParser) -> ArgumentParser:
         if "dies before it joins" in words:
             os._exit(9)
         if "dies while meeting" in words:
-            dist.init_process_group = lambda *_, **__: os._exit(9)
+            threading.Thread(target=die_while_meeting, daemon=True).start()
         if "dies while saving" in words:
             os.replace = dying_replace
+    if "dies while meeting" in words and os.environ["RANK"] == "2":
+        time.sleep(1.5)  # the others know of the death by then, and the first rank has stayed to tell of it
     return parser
 
 

@@ -98,8 +98,9 @@ def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, messa
     ids=str,
 )
 def test_a_rank_that_dies_while_the_job_starts_ends_the_others_who_name_it(layout, when):
-    """While the ranks meet none of them has a connection of the back end that would break."""
-    with start([FAILING, *DIES, "1", "--fails-how", f"dies while {when}", *layout.flags], layout.ranks) as job:
+    """While the ranks meet none of them has a connection of the back end that would break; the last of them comes after the death."""
+    flags = ["1", "--fails-how", f"dies while {when}", "--global-batch-size", "12", *layout.flags]
+    with start([FAILING, *DIES, *flags], layout.ranks) as job:
         dead = job.processes[1].pid
         outcome = job.wait(SOON)
     assert outcome.codes[1] == 9 and all(code == 1 for rank, code in enumerate(outcome.codes) if rank != 1), outcome

@@ -104,6 +104,21 @@ def test_a_rank_that_leaves_before_all_have_come_gives_its_reason(join):
     assert join(exchange, 2).what_was_lost(5) == first.lost
 
 
+def test_the_first_rank_stays_to_tell_late_comers_of_a_death(join, ended):
+    exchange = Exchange(3)
+    first, second = join(exchange, 0), join(exchange, 1)
+    first.begin_to_leave()
+    second._socket.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: exchange._lost)
+    telling = threading.Thread(target=exchange.tell_late_comers, args=(5.0,))
+    telling.start()
+    late = join(exchange, 2)
+    telling.join(1)
+    assert not telling.is_alive() and late.what_was_lost(5).startswith("rank 1 (on ")
+    wait_for(lambda: ended)
+    assert not [why for why in ended if why.startswith("rank 0:")]
+
+
 def test_who_is_not_of_the_job_is_refused_and_the_job_goes_on(join, ended):
     """Two jobs may have been given one port, or two processes one rank."""
     exchange = Exchange(3)
