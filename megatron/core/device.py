@@ -24,7 +24,10 @@ class DeviceConfig:
     distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = knob(
         None, "torch.distributed back end; the device's own when unset"
     )
-    distributed_timeout_minutes: int = knob(10, "minutes after which a collective that never completes is an error")
+    distributed_timeout_minutes: int = knob(
+        10,
+        "minutes that ranks wait at the start for those that have not come, and after which a collective that never completes is an error",
+    )
     empty_unused_memory_level: Literal[0, 1, 2] = knob(
         0, "give memory that tensors have given back to others than the next tensors, which costs time: 1 after the backwards of a step, 2 "
         "after its update too; on a CPU whenever a block is given back, 1 of a megabyte, 2 of 128 KiB",
