@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 import pretrain_gpt
-from megatron.core import comm, job, parallel_state
+from megatron.core import comm, parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.grid import ALONE
 from megatron.core.offload import tier
@@ -191,7 +191,7 @@ class AtOnce:
     def shutdown(self, **_: Any) -> None: ...
 
 
-def reraise(error: BaseException) -> None:
+def reraise(error: BaseException, farewell: str | None = None) -> None:
     raise error
 
 
@@ -277,8 +277,7 @@ def stand_in() -> None:
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"):
         setattr(comm.TorchGroup, name, strict(getattr(comm.TorchGroup, name)))
     parallel_state.agreement_axis = lambda: ALONE
-    job._open_line_of_adopted_job = lambda: None  # there is nobody at its other end
-    comm.broadcast_text = lambda text, axis, device="cpu", source=0: text or ""
+    comm.broadcast_text = lambda text, axis, device="cpu", source=0: text or "null"
     comm.all_gather_texts = lambda text, axis, device="cpu": [
         text if axis.name != "pp" or i == axis.rank else "{}" for i in range(axis.size)
     ]
