@@ -124,6 +124,29 @@ def test_what_cannot_be_removed_does_not_undo_a_save(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", disk.LATEST}
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["replaced", "damaged"])
+def test_an_iteration_is_saved_again_and_again_though_nothing_can_be_removed(tmp_path, monkeypatch, whole):
+    """As where the folders are another user's: what is in the way gets another name, and goes once that works."""
+
+    def forbidden(folder, *rest, **more):
+        raise PermissionError(13, "Permission denied")
+
+    folder = save_one(tmp_path, 1)
+    (tmp_path / "iter_0000001.partial").mkdir()
+    if not whole:
+        shutil.copytree(folder, tmp_path / "iter_0000001.replaced")
+        (folder / "rank_00000.bin").write_bytes(b"short")
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(shutil, "rmtree", forbidden)
+        for value in (1.0, 2.0, 3.0):
+            save_one(tmp_path, 1, w=torch.full((3, 4), value))
+            assert loaded(tmp_path).eq(value).all()
+    assert warned and all("cannot be removed" in str(problem.message) for problem in warned)
+    save_one(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", disk.LATEST}
+
+
 def test_the_only_whole_folder_of_an_iteration_is_never_removed(tmp_path):
     folder = save_one(tmp_path, 1)
     shutil.copytree(folder, tmp_path / "iter_0000001.replaced")

@@ -3,11 +3,13 @@
     iter_N.partial/     being written: never read, and removed by whoever saves next
     iter_N/             whole, since a folder gets this name only when it is
     iter_N.replaced/    whole too: iteration N before it was saved again; removed once iter_N/ is whole, else it comes back
+    iter_N.1.partial/   what could not be removed of another folder and stood in a save's way; removed likewise, if that works again
 
 Paths only; no torch in this file.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -153,13 +155,26 @@ def publish(partial: Path, iteration: int) -> None:
     write_synced(pointer, f"{iteration}\n")  # first, so that a full disk is found while nothing is renamed
     if final.exists():
         if (_aside(final) / format.MANIFEST).is_file():  # whole, and `final` damaged, or it would have been cleared
-            _remove(final)
+            make_way(final)
         else:
+            make_way(_aside(final))
             final.rename(_aside(final))  # a load between this line and the next finds it there
     partial.rename(final)
     sync_folder(root)
     os.replace(pointer, root / format.LATEST)
     sync_folder(root)
+
+
+def make_way(path: Path) -> None:
+    """Remove a folder that nobody reads; where it cannot be removed, as when another user owns it, give it another name."""
+    if not path.exists():
+        return
+    try:
+        _remove(path)
+    except OSError:
+        final = path.parent / path.name.partition(".")[0]
+        names = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def clear_leftovers(root: Path) -> list[str]:
@@ -193,8 +208,9 @@ def _bring_back(left: Path) -> bool:
 
 
 def _named(root: Path, suffix: str) -> list[Path]:
+    """The folders `iter_N` with this suffix, numbered ones (`make_way`) included."""
     paths = root.glob(f"iter_*{suffix}")
-    return [path for path in paths if format.iteration_of(path.name.removesuffix(suffix)) is not None]
+    return [path for path in paths if re.fullmatch(r"iter_[0-9]{7,}(\.[0-9]+)?", path.name.removesuffix(suffix))]
 
 
 def _aside(final: Path) -> Path:

@@ -125,6 +125,7 @@ def _start(root: Path, partial: Path, warn: Callable[[str], object]) -> None:
         if final.exists() and not (final / format.MANIFEST).is_file():
             wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
+        folder.make_way(partial)
         partial.mkdir()
 
 
