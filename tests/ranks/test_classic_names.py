@@ -263,6 +263,25 @@ def test_a_model_made_by_hand_begins_as_one_process_has_it(dtype):
     assert one["language_model.embedding.word_embeddings.weight"].float().std() == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_a_tied_table_made_by_hand_begins_alike_on_both_stages(sizes):
+    """Though stages are seeded unlike, as Megatron seeds them."""
+
+    def work(mesh):
+        pp = mesh["pp"]
+        torch.manual_seed(7 + 100 * pp.rank)
+        model = GPTModel(
+            TINY_GPT2, vocab_size=VOCAB, positions=SEQ, layers=[pp.rank], tp=TensorParallel(mesh["tp"]), keys=DropoutKeys(SEED),
+            ends=mesh["embd"], pre_process=pp.is_first, post_process=pp.is_last,
+        )  # fmt: skip
+        return mesh["tp"].rank, model.get_parameter("language_model.embedding.word_embeddings.weight").detach()
+
+    tables = {}
+    for part, table in run_ranks(sizes, work):
+        assert table.any() and torch.equal(tables.setdefault(part, table), table)
+    assert len(tables) == sizes.get("tp", 1)
+
+
 def test_a_function_of_a_tensor_fills_a_named_model_the_same_in_every_layout():
     """As `get_model` fills it: by the parameter's name and not torch's generator."""
 

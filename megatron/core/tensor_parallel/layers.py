@@ -166,7 +166,7 @@ class VocabParallelEmbedding(nn.Module):
 
     forward(ids): [s, b] -> [s, b, h], or my part [s/t, b, h] under sequence parallelism. The local table has
     `padded_size / t` rows; rows beyond `num_embeddings` are zero, never looked up and never trained.
-    `ends`: the axis over which another stage holds the same table (tied output layer), if one does.
+    `ends`: the axis over which another stage holds the same table (tied output layer), if one does, and makes it at the same time.
     """
 
     def __init__(
@@ -196,6 +196,8 @@ class VocabParallelEmbedding(nn.Module):
                 partial_grad=tied,
             ),
         )
+        if tied and tp.fills and not self.weight.is_meta:
+            comm.broadcast(self.weight.data, ends)  # stages that are seeded unlike draw other values
 
     def forward(self, ids: Tensor) -> Tensor:
         check_word_ids(ids, self.num_embeddings, "the tokens")
