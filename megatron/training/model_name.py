@@ -8,12 +8,12 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.grid import Axis
-from megatron.core.transformer.transformer import ParallelTransformer
-from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
+from megatron.core.models.bert import BertModel
+from megatron.core.models.gpt import GPTModel
 
 
 def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:
-    """The same in every layout: `GPTModel`, or `GPTModel of SideBySideLayer` with layers of another class.
+    """The same in every layout: `GPTModel`, or `GPTModel of SideBySideLayer` with modules of a script's classes in it.
 
     A class may say it itself, `model_name = "GPTModel"`, where it computes the same from the same parameters; and has to, where the
     stages of a pipeline are of different classes. Every rank of `pp` must call.
@@ -22,18 +22,27 @@ def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str
     named = {getattr(chunk, "model_name", None) for chunk in chunks}
     mine = {
         "said": sorted(name for name in named if isinstance(name, str)),
-        "models": sorted({type(chunk).__name__ for chunk in chunks}),
-        "layers": sorted({type(layer).__name__ for chunk in chunks for layer in _layers_of(chunk)}),
+        "models": sorted({_name_of(type(chunk)) for chunk in chunks}),
+        "parts": sorted({name for chunk in chunks for name in _names_of_parts(chunk)}),
     }
     stages = [json.loads(text) for text in comm.all_gather_texts(json.dumps(mine), pp, device)]
-    said, models, layers = (sorted({n for stage in stages for n in stage[kind]}) for kind in mine)
+    said, models, parts = (sorted({n for stage in stages for n in stage[kind]}) for kind in mine)
     if said:
         return " + ".join(said)
-    other_layers = layers and layers != [ParallelTransformerLayer.__name__]
-    return " + ".join(models) + (f" of {', '.join(layers)}" if other_layers else "")
+    return " + ".join(models) + (f" of {', '.join(parts)}" if parts else "")
 
 
-def _layers_of(chunk: nn.Module) -> list[nn.Module]:
-    return [
-        layer for part in chunk.modules() if isinstance(part, ParallelTransformer) for layer in part.layers.values()
-    ]
+def _names_of_parts(chunk: nn.Module) -> set[str]:
+    """The classes that are not ours, of the modules in a chunk: what they compute does not follow from the model's name."""
+    return {type(part).__name__ for part in chunk.modules() if part is not chunk and not _is_known(type(part))}
+
+
+def _name_of(model: type) -> str:
+    """The name of a model's class: of one that is not ours never that of ours."""
+    borrows = model.__name__ in (GPTModel.__name__, BertModel.__name__) and not _is_known(model)
+    return f"script's {model.__name__}" if borrows else model.__name__
+
+
+def _is_known(kind: type) -> bool:
+    """Whether a class is this project's or torch's."""
+    return kind.__module__.startswith(("megatron.core.", "torch."))

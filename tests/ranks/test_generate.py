@@ -21,6 +21,7 @@ from megatron.core.inference.generate import generate, next_scores
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import greedy
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain
 from megatron.training.checkpointing import model_tensors
@@ -228,9 +229,33 @@ def louder_gpt(pre_process=True, post_process=True):
     return Louder(get_runtime().config.transformer, **get_runtime().model_parts(pre_process, post_process))
 
 
-@pytest.mark.parametrize(
-    "provider, name", [(quiet_gpt, "GPTModel of Quiet"), (louder_gpt, "Louder")], ids=["its layers", "its class"]
-)
+class ScaledMLP(ParallelMLP):
+    """Likewise, in place of a part of each layer."""
+
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+def gpt_of_scaled_mlps(pre_process=True, post_process=True):
+    model = pretrain_gpt.model_provider(pre_process, post_process)
+    for part in model.modules():
+        part.__class__ = ScaledMLP if isinstance(part, ParallelMLP) else type(part)
+    return model
+
+
+def gpt_by_the_same_name(pre_process=True, post_process=True):
+    own = type("GPTModel", (GPTModel,), {"__module__": "__main__"})
+    return own(get_runtime().config.transformer, **get_runtime().model_parts(pre_process, post_process))
+
+
+FORKS = {
+    "its layers": (quiet_gpt, "GPTModel of Quiet"), "its class": (louder_gpt, "Louder"),
+    "a part of its layers": (gpt_of_scaled_mlps, "GPTModel of ScaledMLP"),
+    "its class of the same name": (gpt_by_the_same_name, "script's GPTModel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("provider, name", FORKS.values(), ids=FORKS)
 def test_a_checkpoint_of_a_forks_model_is_not_run_with_the_layers_of_a_gpt(provider, name, tool, tmp_path, capsys):
     """Though parameters and settings are those of a GPT. Both models are named, by the tool and by a run that would go on."""
     train(tmp_path, NULL, provider)
