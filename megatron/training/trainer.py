@@ -91,8 +91,8 @@ class Trainer:
     def _check_folders(self) -> None:
         """Refuse a --save or --load that cannot be before the model is built, which may take minutes."""
         config, world = self.config.checkpoint, self.mesh["world"]
+        checkpointing.choose_start(config, world, self.device)  # first: a run that is refused makes no folder
         prepare_folder(config.save, world, self.device, self.runtime.held)
-        checkpointing.choose_start(config, world, self.device)
 
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Where the run goes on, and its log of the interval it was stopped in."""

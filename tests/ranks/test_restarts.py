@@ -213,7 +213,7 @@ MISTAKES = {
     "something else": ("", ["holds no checkpoint (no latest_checkpointed_iteration.txt), but it holds notes.txt; give the folder"]),
     "a missing folder": ("--finetune", ["bokks holds no checkpoint (it does not exist), and --finetune needs weights to load"]),
     "a missing folder, nothing else": ("", ["--load {root}/bokks does not exist; give the folder that --save wrote to"]),
-    "a missing folder, another save": ("--save {root}", ["--load {root}/bokks does not exist"]),
+    "a missing folder, another save": ("--save {root}/new", ["--load {root}/bokks does not exist"]),
     "a missing folder, other weights": ("--pretrained-checkpoint {root}", ["--load {root}/bokks does not exist"]),
     "a name too long": ("", ["aaa"]),
     "a missing folder, exit": ("--exit-on-missing-checkpoint", ["holds no checkpoint", "--exit-on-missing-checkpoint is given"]),
@@ -228,6 +228,7 @@ def test_a_load_that_is_a_mistake_is_refused_with_what_is_there(what: str, check
     message = refused(f"--train-iters 6 --load {load} {flags.format(root=tmp_path / 'books')}")
     for text in texts:
         assert text.format(root=tmp_path / "books") in message
+    assert not (tmp_path / "books" / "new").exists(), "a run that is refused made its --save folder"
 
 
 @pytest.mark.parametrize("flag", ["--save", "--load"])
