@@ -1,6 +1,6 @@
 """Whether a checkpoint is one that this run can go on from: of the same model and optimizer; and what else has changed since."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
-from megatron.training.compared import BY_DATA, BY_TOKENIZER, Change, Changes, compare, precision_of
+from megatron.training.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
 from megatron.training.config import Config
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.state import TrainState
@@ -33,13 +33,54 @@ def check_same_parameters(
         )
 
 
+# What a run reads of a checkpoint's state without asking: (where, the kind of value, whether it may be missing).
+_KINDS: tuple[tuple[str, tuple[type, ...], bool], ...] = (
+    ("config", (dict,), False), ("config/*", (dict,), False), ("train", (dict,), False), ("train/iteration", (int,), False),
+    ("train/consumed_train_samples", (int,), False), ("train/scheduled_train_samples", (int,), True),
+    ("train/samples_per_iter", (int,), True), ("train/requested_train_samples", (int,), True), ("train/schedules", (dict,), True),
+    ("train/schedules/*", (dict,), True), ("log", (dict, type(None)), False), ("log/sums", (dict,), True), ("log/steps", (int,), True),
+    ("log/nan_steps", (int,), True), ("optimizer_steps", (int,), False), ("grad_scaler", (dict,), True),
+    ("global_batch_size", (int, type(None)), True), *((f"config/transformer/{name}", (int, type(None)), True) for name in OF_WIDTHS),
+)  # fmt: skip
+
+
+def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
+    """Refuse a state that no run has written, before anything reads it: a manifest may come from anywhere.
+
+    given: the flag and folder that the checkpoint comes from.
+    """
+    config = state.get("config")
+    if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
+        raise ConfigError(f"{given} does not say what model it holds; it was not written by a pretraining run")
+    problems = [problem for where, kinds, missing in _KINDS for problem in _misfits(state, where, kinds, missing)]
+    if not problems and state["train"]["iteration"] != iteration:
+        problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
+    if problems:
+        raise ConfigError([f"{given} holds a state that no run has written: {problem}" for problem in problems])
+
+
+def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...], missing: bool) -> Iterator[str]:
+    """What at `where` is of another kind; nothing where what holds it is, which is said of that."""
+    *parents, last = where.split("/")
+    for name in parents:
+        state = state.get(name)
+        if not isinstance(state, dict):
+            return
+    for name in state if last == "*" else (last,):
+        at = "/".join([*parents, name])
+        if name not in state:
+            if not missing:
+                yield f"{at} is missing"
+        elif not isinstance(state[name], kinds) or (isinstance(state[name], int) and state[name] < 0):
+            wanted = {dict: "an object", int: "a number from 0 up", type(None): "null"}
+            yield f"{at} is {state[name]!r:.40}, not {' or '.join(wanted[kind] for kind in kinds)}"
+
+
 def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool) -> None:
     """Refuse a checkpoint of another model or tokenizer, and for a run that goes on from it of another precision.
 
     Every setting that differs is named. model: what this run's is called. given: the flag and folder that the checkpoint comes from.
     """
-    if "transformer" not in saved.get("config", {}) or "vocab_size" not in saved:
-        raise ConfigError(f"{given} does not say what model it holds; it was not written by a pretraining run")
     changes, config = _changes(runtime, saved), runtime.config
     problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
     if (theirs := saved.get("model", model)) != model:

@@ -32,6 +32,7 @@ from megatron.training.checkpoint_checks import (
     check_same_optimizer,
     check_same_parameters,
     check_same_positions,
+    check_state,
     note_changes,
 )
 from megatron.training.config import CheckpointConfig
@@ -184,6 +185,7 @@ def load(
     checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
     if checkpoint.warning:
         print_rank_0(f"WARNING: {checkpoint.warning}")
+    check_state(checkpoint.state, checkpoint.iteration, f"{given} {root}")
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     check_same_model(runtime, checkpoint.state, name, f"{given} {root}", goes_on=not finetune)
     wanted = model_tensors(chunks, mesh)

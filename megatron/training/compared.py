@@ -118,7 +118,7 @@ def compare(
     return changes
 
 
-_OF_WIDTHS = ("hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "swiglu")
+OF_WIDTHS = ("hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "swiglu")
 
 
 def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
@@ -126,7 +126,7 @@ def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
     found = {part: dict(settings) for part, settings in parts.items()}
     if "transformer" in found:
         model = found["transformer"]
-        config = build(TransformerConfig, {name: model[name] for name in _OF_WIDTHS if name in model})
+        config = build(TransformerConfig, {name: model[name] for name in OF_WIDTHS if name in model})
         model |= {"ffn_hidden_size": config.ffn_size, "kv_channels": config.head_width}
     if "data" in found:
         found["data"]["split"] = found["data"].get("split") or DEFAULT_SPLIT

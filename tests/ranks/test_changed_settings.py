@@ -104,6 +104,26 @@ def test_a_setting_of_the_model_that_this_code_does_not_know_is_refused(checkpoi
     assert "resumed with another curriculum: 3 before, unknown now" in said(f"--train-iters 4 --load {course}")
 
 
+FORGED = {
+    "train": None, "log": "x", "optimizer_steps": "one", "config": 7, "config/optimizer": 7, "config/own": [1],
+    "config/transformer/hidden_size": "wide", "train/iteration": 3, "train/consumed_train_samples": -5, "train/schedules": 1,
+    "train/schedules/learning_rate": [], "log/steps": None, "grad_scaler": [],
+}  # fmt: skip
+
+
+def test_a_state_that_no_run_has_written_is_refused_by_name(checkpoints, refused, tmp_path):
+    for number, (where, value) in enumerate(FORGED.items()):
+
+        def forge(state: dict, where=where, value=value) -> None:
+            *parents, last = where.split("/")
+            for name in parents:
+                state = state[name]
+            state[last] = value
+
+        message = refused(f"--train-iters 5 --load {edited(checkpoints, tmp_path / str(number), forge)}")
+        assert f"--load {tmp_path / str(number)}" in message and (where in message or where == "config")
+
+
 def write_data(prefix: Path, shift: int) -> None:
     """Equal lengths, so that only what the tokens are tells two files apart."""
     prefix.parent.mkdir(exist_ok=True)
