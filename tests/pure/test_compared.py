@@ -1,10 +1,13 @@
 """Which settings are compared when a run goes on from a checkpoint: all, but for those that a table names with a reason."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.config import default_of, knob, knobs
+from megatron.core.tokenizers.identity import tokenizer_sha256
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import compared
 from megatron.training.arguments import parse_args
@@ -95,3 +98,15 @@ def test_a_scripts_own_flags_are_compared_and_those_of_its_model_refuse():
     assert found.course[1].is_unknown
     older = {part: values for part, values in DEFAULTS.items() if not part.startswith("own")}
     assert kinds(compare(now, older)) == {}, "an older checkpoint does not say"
+
+
+def test_a_flag_that_comes_later_makes_no_other_tokenizer():
+    @dataclass(frozen=True)
+    class Later(TokenizerConfig):
+        add_bos: bool = knob(False, "put a token before each document")
+
+    tokenizer = SimpleNamespace(vocab_size=32, eod=31, pad=None)
+    settings = {"tokenizer_type": "NullTokenizer", "vocab_size": 31}
+    now = tokenizer_sha256(TokenizerConfig(**settings), tokenizer)
+    assert tokenizer_sha256(Later(**settings), tokenizer) == now
+    assert tokenizer_sha256(Later(**settings, add_bos=True), tokenizer) != now

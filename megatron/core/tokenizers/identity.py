@@ -3,10 +3,10 @@
 import hashlib
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config import changes
 from megatron.core.tokenizers.tokenizer_config import SIZED, TokenizerConfig
 
 _FILES = ("vocab_file", "merge_file", "tokenizer_model")
@@ -18,9 +18,10 @@ def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
 
     A file may move, and a JSON file may be laid out anew: only what is in it counts. tokenizer: the one that `config` builds.
     """
-    said = {name: value for name, value in asdict(config).items() if name not in _FILES}
+    # Without what has its default: a flag that comes later leaves the hash of older settings as it is.
+    said = {name: value for name, (_, value) in changes(config).items() if name not in _FILES}
     if config.tokenizer_type not in SIZED:
-        del said["vocab_size"]
+        said.pop("vocab_size", None)
     said |= {
         "ids": tokenizer.vocab_size,
         "eod": getattr(tokenizer, "eod", None),
