@@ -236,17 +236,16 @@ def train_step(
 
 def _check_finite(loss: float, norm: float, losses: Mapping[str, float], scaler: GradScaler | None) -> None:
     """Raise NotFiniteError for what no lower loss scale mends: that scales gradients, and makes no loss NaN or infinite."""
-    why = ""
+    bad_loss = why = ""
     if not math.isfinite(loss):
-        why = (
-            f"The sum of the step's losses is {loss}, so that the weights or the data are to blame and no loss scale. "
-        )
+        blame = "" if scaler is None else ", which no loss scale causes"
+        bad_loss = f"the sum of the step's losses is {loss}{blame}, and "
     elif math.isfinite(norm) or (scaler is not None and scaler.can_fall):
         return
     elif isinstance(scaler, DynamicGradScaler):
         why = f"The step before overflowed too, and the loss scale can fall no lower (--min-loss-scale {scaler.minimum}). "
     raise NotFiniteError(
-        f"the gradient's norm is {norm} (losses on this rank: {losses}); nothing was updated in this step. {why}"
+        f"{bad_loss}the gradient's norm is {norm} (losses on this rank: {losses}); nothing was updated in this step. {why}"
         "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
     )
 
