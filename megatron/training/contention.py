@@ -46,9 +46,12 @@ class Contention:
         self,
         ranks_here: int,
         cores: int,
+        threads: int = 1,
         read: Callable[[], ProcessorTime | None] = processor_time,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """threads: in which each rank computes."""
+        self._cores, self._threads = cores, ranks_here * threads
         self._read, self._clock = read, clock
         self._before = read() if ranks_here <= cores else None
         self._began = clock()
@@ -67,13 +70,15 @@ class Contention:
         if run + waited < seconds / 2 or waited < _SHARE * (run + waited):
             return None
         self._before = None
-        return note(seconds, run, waited)
+        reason = "WARNING: other work keeps this process from its processors: "
+        if self._threads > self._cores:
+            reason = f"WARNING: more threads than cores: {self._threads} threads for {self._cores} core(s); "
+        return reason + _times(seconds, run, waited)
 
 
-def note(seconds: float, run: float, waited: float) -> str:
-    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+def _times(seconds: float, run: float, waited: float) -> str:
+    given = os.environ.get("OMP_NUM_THREADS", "not set")
     return (
-        f"WARNING: other work keeps this process from its processors: in the last {seconds:.0f} s its threads ran for {run:.1f} s and waited "
-        f"{waited:.1f} s for a core. Threads that spin while they wait make that many times worse: set OMP_WAIT_POLICY=PASSIVE, or "
-        f"OMP_NUM_THREADS ({threads}) to the cores that are free"
+        f"in the last {seconds:.0f} s the threads of this process ran for {run:.1f} s and waited {waited:.1f} s for a core. Threads that spin "
+        f"while they wait make that many times worse: set OMP_WAIT_POLICY=PASSIVE, or OMP_NUM_THREADS ({given}) to the cores that are free"
     )

@@ -75,7 +75,9 @@ class Trainer:
                 model_provider, runtime, group_of
             )  # chunks by stage
         self.model = list(self.chunks.values())
-        self.contention = Contention(parallel_state.launched().local_size, available_cores()[0])
+        self.contention = Contention(
+            parallel_state.launched().local_size, available_cores()[0], torch.get_num_threads()
+        )
         self.memory = MemoryWatch(runtime, self.model, self.optimizer)
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
         self.pipeline.transport.connect(wraps=len(self.chunks) > 1)

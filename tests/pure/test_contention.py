@@ -13,7 +13,7 @@ from megatron.training.contention import Contention, ProcessorTime, processor_ti
 def notes_of(samples: list[tuple[float, float]], *, ranks: int = 1, cores: int = 2, seconds: float = 6.0) -> list[int]:
     """The steps after which something is said; samples: what all threads ran and waited until the start and each step."""
     times, now = iter(samples), [0.0]
-    watch = Contention(ranks, cores, lambda: ProcessorTime(*next(times)), lambda: now[0])
+    watch = Contention(ranks, cores, read=lambda: ProcessorTime(*next(times)), clock=lambda: now[0])
     said = []
     for step in range(1, len(samples)):
         now[0] += seconds
@@ -44,13 +44,24 @@ def test_ranks_that_outnumber_the_cores_and_looks_too_soon_say_nothing():
     assert notes_of(steps(1, 1), seconds=1.0) == []
 
 
+def text_of(threads: int, cores: int) -> str:
+    samples, now = iter([ProcessorTime(0, 0), ProcessorTime(6, 6)]), [0.0]
+    watch = Contention(1, cores, threads, lambda: next(samples), lambda: now[0])
+    now[0] = 6.0
+    return watch.note_if_due()
+
+
 def test_the_advice_names_the_two_variables(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    samples, now = iter([ProcessorTime(0, 0), ProcessorTime(6, 6)]), [0.0]
-    watch = Contention(1, 2, lambda: next(samples), lambda: now[0])
-    now[0] = 6.0
-    text = watch.note_if_due()
+    text = text_of(threads=2, cores=2)
     assert "OMP_WAIT_POLICY=PASSIVE" in text and "OMP_NUM_THREADS" in text and "6.0 s" in text
+    assert "other work" in text
+
+
+def test_a_run_with_more_threads_than_cores_is_not_told_of_other_work(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    text = text_of(threads=8, cores=2)
+    assert "8 threads for 2 core(s)" in text and "OMP_NUM_THREADS (8)" in text and "other work" not in text
 
 
 @pytest.mark.skipif(
