@@ -11,10 +11,10 @@ from documents import ROOT, commands_of
 from megatron.core.config import ConfigError
 from megatron.training.memory.activations import peak_of_rank, stage_bytes, tape_of_stage
 from megatron.training.memory.anchors import gpt_parameters, layer_activations, zero_bytes_per_parameter
-from megatron.training.memory.estimate import DEVICE, KINDS, estimate, worst
+from megatron.training.memory.estimate import DEVICE, IN_MEMORY, KINDS, estimate, worst
 from megatron.training.memory.parameters import parameter_count
 from megatron.training.memory.report import amount, full_report, short_report
-from megatron.training.memory.room import hint_of_fused, warning_of_room
+from megatron.training.memory.room import STATE, hint_of_fused, less_with, warning_of_room
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 from tools import estimate_memory
 
@@ -369,10 +369,10 @@ WIDE = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 
 @pytest.mark.parametrize(
     ("words", "largest", "flags", "others"),
     [
-        ("--seq-length 512", "activations", ["--attention-dropout 0", "--recompute-granularity full", "below 4"], ["--zero-stage"]),
+        ("--seq-length 512", "activations", ["--attention-dropout 0", "--recompute-granularity full", "below 4", "--bf16"], ["--zero-stage"]),
         ("--seq-length 512 --recompute-granularity full --recompute-method uniform --attention-dropout 0", "activations", ["below 4"],
          ["--recompute-granularity", "--attention-dropout"]),
-        ("--seq-length 8 --hidden-size 512 --world-size 4", "optimizer state", ["--zero-stage 3", "--offload-dir", "--bf16"], ["--recompute"]),
+        ("--seq-length 8 --hidden-size 512 --world-size 4", "optimizer state", ["--zero-stage 3", "--offload-dir"], ["--recompute", "--bf16"]),
         ("--seq-length 8 --hidden-size 512 --world-size 4 --zero-stage 3 --bf16 --offload-params --offload-dir x",
          "", [], ["--zero-stage 3", "--offload-dir", "--bf16"]),
     ],
@@ -385,6 +385,24 @@ def test_a_run_without_room_says_what_takes_most_and_what_makes_it_less(words, l
     (line,) = warning_of_room(run, ranks, need - 1)
     assert line.startswith(f"WARNING: predicted {amount(need)} a rank, this device has {amount(need - 1)}:")
     assert largest in line and all(flag in line for flag in flags) and not any(flag in line for flag in others), line
+
+
+@pytest.mark.parametrize(("shares", "tiers"), [(0, ("device",)), (2, IN_MEMORY)], ids=["device", "machine"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_half_precision_is_advised_for_a_state_where_its_masters_do_not_outweigh_it(world, shares, tiers):
+    """In float32 a parameter takes 16 bytes with its gradient and moments, in bfloat16, with its master, 18."""
+    flags = [f"--zero-stage {stage}" for stage in range(4 if world > 1 else 1)] + [
+        "--optimizer-cpu-offload",
+        "--offload-dir x",
+    ]
+    advised = set()
+    for more in flags:
+        run, half = (sizes_of(f"{WIDE} --seq-length 8 --world-size {world} {more} {p}") for p in ("", "--bf16"))
+        now, then = (max(one.state_within(*tiers) for one in estimate(of)) for of in (run, half))
+        said = "--bf16" in less_with(run, STATE, shares=shares)
+        assert said == (then < 0.99 * now), (more, now, then)  # beside a few padded elements
+        advised |= {more} if said else set()
+    assert "--zero-stage 0" not in advised and "--offload-dir x" in advised
 
 
 def test_what_is_offloaded_to_the_host_needs_room_where_that_is_the_device():

@@ -68,13 +68,14 @@ def less_with(run: RunSizes, what: str, *, shares: int) -> str:
             "--recompute-granularity full --recompute-method uniform": sizes.recompute not in ("uniform", "block"),
             f"a --micro-batch-size below {sizes.b}": sizes.b > 1,
             "--sequence-parallel": sizes.t > 1 and not sizes.sequence_parallel,
+            "--bf16": not sizes.is_half,
             f"a --seq-length below {sizes.s}": True,
         }
     elif what == STATE:
         flags = {
             f"--zero-stage {stage}": run.shards > 1 and run.zero_stage < stage,
             "--offload-dir DIR": run.tier == "device" or (shares > 0 and run.tier == "host"),
-            "--bf16": not sizes.is_half,
+            "--bf16": _half_has_less_state(run, IN_MEMORY if shares else (DEVICE,)),
             "a smaller --num-layers or --hidden-size": True,
         }
     else:
@@ -82,3 +83,12 @@ def less_with(run: RunSizes, what: str, *, shares: int) -> str:
     found = [flag for flag, helps in flags.items() if helps]
     spread = "a higher --tensor-model-parallel-size or --pipeline-model-parallel-size on more ranks"
     return ", ".join([*found, f"{spread} of more machines" if shares else spread])
+
+
+def _half_has_less_state(run: RunSizes, tiers: Sequence[str]) -> bool:
+    """Whether --bf16 makes the state less: a parameter is two bytes shorter, and its master of four is new. That is less only where
+    masters are divided further than parameters, or lie elsewhere."""
+    parameters_over = run.shards if run.zero_stage == 3 else 1
+    masters_over = run.shards * (run.replicas if run.divides_outer else 1) if run.zero_stage else 1
+    masters_here = 1.0 if run.tier in tiers else 1 - run.offload_fraction
+    return not run.layer.is_half and 2 / parameters_over > 4 * masters_here / masters_over
