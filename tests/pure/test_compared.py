@@ -110,3 +110,29 @@ def test_a_flag_that_comes_later_makes_no_other_tokenizer():
     now = tokenizer_sha256(TokenizerConfig(**settings), tokenizer)
     assert tokenizer_sha256(Later(**settings), tokenizer) == now
     assert tokenizer_sha256(Later(**settings, add_bos=True), tokenizer) != now
+
+
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"merge_file": "gone"},
+        {"tokenizer_model": "m"},
+        {"tiktoken_pattern": "v1"},
+        {"null_tokenizer_eod_id": 3},
+        {"vocab_size": 9},
+    ],
+)
+def test_what_a_tokenizer_does_not_read_makes_no_other_one(tmp_path, unread):
+    """Scripts give --merge-file to a WordPiece; taking it out, or its change, changes no id."""
+    (tmp_path / "vocab.txt").write_text("[UNK]")
+    (tmp_path / "other.txt").write_text("[PAD]")
+    tokenizer = SimpleNamespace(vocab_size=32, eod=31, pad=None)
+
+    def of(file: str, **more) -> str:
+        config = TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(tmp_path / file), **more)
+        return tokenizer_sha256(config, tokenizer)
+
+    if "null_tokenizer_eod_id" in unread:
+        unread = {**unread, "vocab_size": 9}  # which it lies in
+    assert of("vocab.txt", **unread) == of("vocab.txt") != of("other.txt")
+    assert of("vocab.txt", vocab_extra_ids=2) != of("vocab.txt")
