@@ -33,15 +33,17 @@ def check_same_parameters(
         )
 
 
-# What a run reads of a checkpoint's state without asking: (where, the kind of value, whether it may be missing).
-_KINDS: tuple[tuple[str, tuple[type, ...], bool], ...] = (
-    ("config", (dict,), False), ("config/*", (dict,), False), ("train", (dict,), False), ("train/iteration", (int,), False),
-    ("train/consumed_train_samples", (int,), False), ("train/scheduled_train_samples", (int,), True),
-    ("train/samples_per_iter", (int,), True), ("train/requested_train_samples", (int,), True), ("train/schedules", (dict,), True),
-    ("train/schedules/*", (dict,), True), ("log", (dict, type(None)), False), ("log/sums", (dict,), True), ("log/steps", (int,), True),
-    ("log/nan_steps", (int,), True), ("optimizer_steps", (int,), False), ("grad_scaler", (dict,), True),
-    ("global_batch_size", (int, type(None)), True), *((f"config/transformer/{name}", (int, type(None)), True) for name in OF_WIDTHS),
-)  # fmt: skip
+# What a run reads of a checkpoint's state without asking what it is: where -> kinds of value.
+_NEEDED: dict[str, tuple[type, ...]] = {
+    "config": (dict,), "config/*": (dict,), "config/optimizer": (dict,), "config/checkpoint": (dict,), "train": (dict,),
+    "train/iteration": (int,), "train/consumed_train_samples": (int,), "log": (dict, type(None)), "optimizer_steps": (int,),
+}  # fmt: skip
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "train/scheduled_train_samples": (int,), "train/samples_per_iter": (int,), "train/requested_train_samples": (int,),
+    "train/schedules": (dict,), "train/schedules/*": (dict,), "log/sums": (dict,), "log/steps": (int,), "log/nan_steps": (int,),
+    "log/skipped_steps": (int,), "grad_scaler": (dict,), "global_batch_size": (int, type(None)),
+    **{f"config/transformer/{name}": (int, type(None)) for name in OF_WIDTHS},
+}  # fmt: skip
 
 
 def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
@@ -52,15 +54,15 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
     config = state.get("config")
     if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
         raise ConfigError(f"{given} does not say what model it holds; it was not written by a pretraining run")
-    problems = [problem for where, kinds, missing in _KINDS for problem in _misfits(state, where, kinds, missing)]
+    problems = [problem for where, kinds in (_NEEDED | _OPTIONAL).items() for problem in _misfits(state, where, kinds)]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
     if problems:
         raise ConfigError([f"{given} holds a state that no run has written: {problem}" for problem in problems])
 
 
-def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...], missing: bool) -> Iterator[str]:
-    """What at `where` is of another kind; nothing where what holds it is, which is said of that."""
+def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iterator[str]:
+    """What at `where` is missing or of another kind; nothing where what holds it is, which is said of that. `*`: everything there."""
     *parents, last = where.split("/")
     for name in parents:
         state = state.get(name)
@@ -69,9 +71,9 @@ def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...], missing
     for name in state if last == "*" else (last,):
         at = "/".join([*parents, name])
         if name not in state:
-            if not missing:
+            if where in _NEEDED:
                 yield f"{at} is missing"
-        elif not isinstance(state[name], kinds) or (isinstance(state[name], int) and state[name] < 0):
+        elif not isinstance(state[name], kinds) or (isinstance(state[name], int) and not 0 <= state[name] < 1 << 63):
             wanted = {dict: "an object", int: "a number from 0 up", type(None): "null"}
             yield f"{at} is {state[name]!r:.40}, not {' or '.join(wanted[kind] for kind in kinds)}"
 

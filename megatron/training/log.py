@@ -77,9 +77,10 @@ class TrainingLog:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.sums = {name: float(total) for name, total in state["sums"].items()}
-        self.steps, self.nan_steps = state["steps"], state["nan_steps"]
-        self.skipped_steps = state.get("skipped_steps", 0)
+        self.sums = {name: float(total) for name, total in state.get("sums", {}).items()}
+        self.steps, self.nan_steps, self.skipped_steps = (
+            state.get(name, 0) for name in ("steps", "nan_steps", "skipped_steps")
+        )
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
         """Count one step. The losses of a skipped one are left out of the averages, as Megatron does."""

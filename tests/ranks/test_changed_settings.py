@@ -107,7 +107,8 @@ def test_a_setting_of_the_model_that_this_code_does_not_know_is_refused(checkpoi
 FORGED = {
     "train": None, "log": "x", "optimizer_steps": "one", "config": 7, "config/optimizer": 7, "config/own": [1],
     "config/transformer/hidden_size": "wide", "train/iteration": 3, "train/consumed_train_samples": -5, "train/schedules": 1,
-    "train/schedules/learning_rate": [], "log/steps": None, "grad_scaler": [],
+    "train/schedules/learning_rate": [], "log/steps": None, "log/sums": 1, "grad_scaler": [],
+    "train/requested_train_samples": 1 << 99, "config/checkpoint": None,
 }  # fmt: skip
 
 
