@@ -133,6 +133,8 @@ def test_who_is_not_of_the_job_is_refused_and_the_job_goes_on(join, ended):
         b'{"token": "?", "rank": 2, "ranks": 3, "name": ""}\n',
         b"\n",
         b"[]\n",
+        b"[" * 60000 + b"\n",
+        b'{"token": "%s", "rank": 1e999, "ranks": 3, "name": ""}\n' % told["token"].encode(),
         b"a" * 70000,
     ):
         with socket.create_connection(("127.0.0.1", told["port"])) as stranger:
