@@ -41,7 +41,7 @@ VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_DEBUG",
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_DEBUG",
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
 )  # fmt: skip
 _GIB = 2**30
@@ -136,7 +136,7 @@ def _threads() -> Part:
     part["threads of torch"] = _guarded(lambda: {"": importlib.import_module("torch").get_num_threads()})
     part["threads of torch"] = next(iter(part["threads of torch"].values()))
     try:
-        part["threads of a rank"] = threads_per_rank(os.environ, discover(os.environ), mine) or "as torch has them"
+        part["threads of a rank"] = threads_per_rank(os.environ, discover(os.environ), mine) or "those of torch"
     except ConfigError:
         part["threads of a rank"] = "unknown, see launcher"
     return part

@@ -37,6 +37,8 @@ from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.training.config import COMPONENTS, Config
+from megatron.training.contention import Contention
+from megatron.training.initialize import available_cores
 from tools.errors import naming_flag
 
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character
@@ -383,10 +385,13 @@ def run(settings: Settings, world: Axis) -> None:
     prompts = prompts.told(world, device.torch_device)
     model, mesh = load_model(generation, checkpoint, device, world)
     writer = Writer(tokenizer, genfile, numbered=len(prompts.ids) * generation.num_samples > 1)
-    start = time.perf_counter()
+    start, ranks = time.perf_counter(), parallel_state.launched().local_size
+    contention = Contention(ranks, available_cores()[0], torch.get_num_threads())
     count = write_texts(settings, prompts, model, mesh, writer)
     seconds = time.perf_counter() - start
     if world.is_first:
+        if note := contention.note_if_due():
+            print(note, file=sys.stderr, flush=True)
         print(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
 
 

@@ -292,6 +292,7 @@ def unknown_flag_message(flag: str, known: list[str], refused: Collection[str] =
     return f"unknown flag {flag}" + (f"; did you mean {near}?" if near else "; --help lists the known ones")
 
 
+_CALLED_ELSEWHERE = {"--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-steps": "--train-iters"}
 _CLOSE = 0.8  # share of equal letters; at 0.6, difflib's own, --xavier leads to --lr
 
 
@@ -312,6 +313,8 @@ def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> 
 
 def _nearest(flag: str, known: list[str]) -> str | None:
     plain = "--" + flag.lstrip("-").replace("_", "-")
+    if (usual := _CALLED_ELSEWHERE.get(plain)) in known:
+        return usual
     opposite = f"--{plain[5:]}" if plain.startswith("--no-") else f"--no-{plain[2:]}"
     longer = [other for other in known if other.startswith(f"{plain}-")]
     for candidate in (plain, opposite, *(longer if len(longer) == 1 else ())):

@@ -51,7 +51,7 @@ class Contention:
         clock: Callable[[], float] = time.monotonic,
     ):
         """threads: in which each rank computes."""
-        self._cores, self._threads = cores, ranks_here * threads
+        self._cores, self._threads, self._spins = cores, ranks_here * threads, threads > 1
         self._read, self._clock = read, clock
         self._before = read() if ranks_here <= cores else None
         self._began = clock()
@@ -73,12 +73,19 @@ class Contention:
         reason = "WARNING: other work keeps this process from its processors: "
         if self._threads > self._cores:
             reason = f"WARNING: more threads than cores: {self._threads} threads for {self._cores} core(s); "
-        return reason + _times(seconds, run, waited)
+        return (
+            f"{reason}in the last {seconds:.0f} s the threads of this process ran for {run:.1f} s and waited {waited:.1f} s for a core. "
+            + _advice(self._spins)
+        )
 
 
-def _times(seconds: float, run: float, waited: float) -> str:
-    given = os.environ.get("OMP_NUM_THREADS", "not set")
-    return (
-        f"in the last {seconds:.0f} s the threads of this process ran for {run:.1f} s and waited {waited:.1f} s for a core. Threads that spin "
-        f"while they wait make that many times worse: set OMP_WAIT_POLICY=PASSIVE, or OMP_NUM_THREADS ({given}) to the cores that are free"
-    )
+def _advice(spins: bool) -> str:
+    """What may be changed, and is not set already. spins: whether there are threads that wait for one another."""
+    settings = []
+    if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        settings.append("OMP_WAIT_POLICY=PASSIVE")
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        settings.append(f"OMP_NUM_THREADS ({os.environ.get('OMP_NUM_THREADS', 'not set')}) to the cores that are free")
+    if not spins or not settings:
+        return "Steps take longer, and nothing else changes"
+    return f"Threads that spin while they wait make that many times worse: set {', or '.join(settings)}"

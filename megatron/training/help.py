@@ -17,7 +17,8 @@ NEEDED = (
 NEEDED_TITLE = "What every run needs"
 NEEDED_TEXT = """A batch, a length, a learning rate, iterations or samples, a tokenizer with its files, and data.
 To try things out:
-  --micro-batch-size 4 --seq-length 64 --lr 1e-3 --train-iters 100
+  --num-layers 2 --hidden-size 64 --num-attention-heads 4
+  --micro-batch-size 4 --seq-length 64 --lr 1e-3 --train-iters 100 --log-interval 10
   --tokenizer-type NullTokenizer --vocab-size 1000 --mock-data"""
 OTHER_KINDS = {
     "Accepted without effect": NO_EFFECT,

@@ -12,10 +12,13 @@ from typing import Any
 from torch import nn
 
 from megatron.core import comm, parallel_state
+from megatron.core.boxes import size_of
 from megatron.core.config import ConfigError
+from megatron.core.mesh import Mesh
 from megatron.core.offload.host_memory import free_on_machine, free_to_process
 from megatron.core.offload.plan import Element, bytes_by_tier, show_bytes
 from megatron.core.offload.tier import FileTier
+from megatron.core.placement import pieces
 from megatron.training.memory.estimate import activations_elsewhere, estimate
 from megatron.training.memory.of_run import model_of, of_rank, sizes_of
 from megatron.training.memory.room import STATE, less_with, warning_of_room
@@ -78,9 +81,12 @@ def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room) -> No
     frozen = sum(p.nbytes for module in modules for p in module.parameters() if not p.requires_grad)
     _add(found, {"device": {"parameters": frozen}})
     lasting = sum(size for kinds in found.values() for kind, size in kinds.items() if kind != "slices")
-    held = sum(p.numel() for module in modules for p in module.parameters())
+    parameters = [p for module in modules for p in module.parameters()]
+    held = sum(p.numel() for p in parameters)
+    padding = held - sum(_true_size(p, runtime.mesh) for p in parameters)
+    padded = f" ({padding:,} of them pad the vocabulary)" if padding else ""
     print_rank_0(
-        f"building the model: {held:,} parameters on this rank, {show_bytes(lasting)} with gradients and optimizer state"
+        f"building the model: {held:,} parameters on this rank{padded}, {show_bytes(lasting)} with gradients and optimizer state"
     )
     if runtime.config.transformer.cpu_offloading_num_layers > 0 and (model := model_of(modules)) is not None:
         run = of_rank(sizes_of(runtime, model), runtime.mesh)
@@ -91,6 +97,12 @@ def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room) -> No
         raise ConfigError(disks + memory)
     for problem in memory:
         print_rank_0(f"WARNING: {problem}")
+
+
+def _true_size(parameter: nn.Parameter, mesh: Mesh) -> int:
+    """Elements of a rank's part of a parameter, without those that are there to make it divisible."""
+    parts = pieces(parameter.placement, tuple(parameter.shape), mesh)
+    return sum(math.prod(size_of(box)) for box, _ in parts)
 
 
 def warn_of_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:

@@ -58,5 +58,9 @@ def notes_of_no_validation(training: TrainingConfig, data: DataConfig, valid: An
         return []
     nothing = "nothing is validated" if test is not None else "nothing is validated or tested"
     is_zero = not data.has_own_splits and parse_split(data.split_shares)[1] == 0
-    advice = f"; --split {data.split_shares} leaves it no share; give the second one above 0" if is_zero else ""
+    advice = (
+        f"; --split {data.split_shares} leaves it no share; give the second one above 0"
+        if is_zero
+        else "; give --valid-data-path, or data of more documents, each of which belongs to one split as a whole"
+    )
     return [f"no validation set: {nothing}, whatever --eval-iters ({training.eval_iters}){advice}"]

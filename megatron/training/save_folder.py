@@ -25,7 +25,9 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device, held: co
     with comm.together(world, device):
         if root is not None and world.is_first:
             try:
-                Path(root).mkdir(parents=True, exist_ok=True)
+                if not Path(root).exists():
+                    Path(root).mkdir(parents=True)
+                    held.callback(_remove_if_empty, root)
                 with tempfile.TemporaryFile(dir=root):
                     pass
             except OSError as error:
@@ -35,6 +37,12 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device, held: co
             if _lock(root, held):
                 for problem in clear_leftovers(Path(root)):
                     print_rank_0(f"WARNING: {problem}")
+
+
+def _remove_if_empty(root: str) -> None:
+    """What a run that was refused, or ended before its first checkpoint, has made."""
+    with contextlib.suppress(OSError):
+        os.rmdir(root)
 
 
 def _lock(root: str, held: contextlib.ExitStack) -> bool:

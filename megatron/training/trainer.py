@@ -195,9 +195,12 @@ class Trainer:
         state, reason = self.state, None
         if state.iteration >= self.train_iters:
             length = "--train-iters" if self.config.training.train_iters else "--train-samples"
+            done = f"iteration {state.iteration} of {self.train_iters} is done"
+            if state.iteration > self.train_iters:
+                done = f"the checkpoint is of iteration {state.iteration}, and {length} asks for {self.train_iters}"
             print_rank_0(
-                f"nothing left to train: iteration {state.iteration} of {self.train_iters} is done; for more, raise {length} and give "
-                "--override-opt_param-scheduler, since the learning rate's decay gets longer with it"
+                f"nothing left to train: {done}; for more, raise {length} and give --override-opt_param-scheduler, since the learning "
+                "rate's decay gets longer with it"
             )
             return None
         data = self._iterators("train", state.consumed_train_samples)

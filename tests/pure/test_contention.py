@@ -58,6 +58,25 @@ def test_the_advice_names_the_two_variables(monkeypatch):
     assert "other work" in text
 
 
+@pytest.mark.parametrize(
+    ("threads", "policy", "count", "advised"),
+    [
+        (2, None, None, {"OMP_WAIT_POLICY", "OMP_NUM_THREADS"}),
+        (2, "passive", None, {"OMP_NUM_THREADS"}),
+        (2, None, "1", {"OMP_WAIT_POLICY"}),  # set for others, and not for torch
+        (1, None, "1", set()),
+        (2, "PASSIVE", "1", set()),
+    ],
+)
+def test_what_is_set_already_is_not_advised(monkeypatch, threads, policy, count, advised):
+    for name, value in (("OMP_WAIT_POLICY", policy), ("OMP_NUM_THREADS", count)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    text = text_of(threads, cores=2)
+    assert {name for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS") if name in text} == advised
+
+
 def test_a_run_with_more_threads_than_cores_is_not_told_of_other_work(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     text = text_of(threads=8, cores=2)

@@ -27,7 +27,7 @@ def test_a_digest_is_of_names_types_shapes_and_bits():
 
 
 def test_the_same_code_has_the_same_record():
-    case = covering_cases(2)[0]
+    case = min(covering_cases(2), key=lambda case: case.cost)
     assert golden.of_layout(case) == golden.of_layout(case)
 
 

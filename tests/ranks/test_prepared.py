@@ -40,7 +40,7 @@ def test_a_prepared_run_builds_nothing(tmp_path, capsys, blended):
         argv=flags,
     )
     printed = capsys.readouterr().out
-    assert "building" not in printed
+    assert "building the index" not in printed
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
     said = re.findall(r"^(\w+) data: (\S+%) .* ([\d,]+) samples of 8 are read", printed, re.MULTILINE)
     # 16 samples for training; 11.2 and 4.8 of them are rounded up.
@@ -49,7 +49,7 @@ def test_a_prepared_run_builds_nothing(tmp_path, capsys, blended):
     assert [split for split, *_ in said] == [split for split in ("train", "valid", "test") for _ in expected]
     assert len(LOG_LINE.findall(printed)) == 2 + 2, "two steps, validation and test; no line of the plan looks like one"
     assert prepare_cache.main(flags) == 0
-    assert "building" not in capsys.readouterr().out
+    assert "building the index" not in capsys.readouterr().out
 
 
 @pytest.mark.full
@@ -78,5 +78,5 @@ def test_a_prepared_bert_builds_nothing(tmp_path, capsys, blended, head):
         argv=flags,
     )
     printed = capsys.readouterr().out
-    assert "building" not in printed and len(LOG_LINE.findall(printed)) == 2 + 2
+    assert "building the sample map" not in printed and len(LOG_LINE.findall(printed)) == 2 + 2
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files

@@ -44,7 +44,7 @@ class MemoryWatch:
             return short_report(self.predicted)
         known = " or ".join(model.__name__ for model in MODELS)
         lines = [
-            f"memory of a rank: activations are not predicted, as those of a {known} with our layers, all trained, are"
+            f"memory of a rank: activations are not predicted; they are for a {known} of the built-in layers, all trained"
         ]
         if self.runtime.tier is not None:
             lines.append(f"state of a rank, without what passes: {bytes_line(state_bytes(self.runtime, self.chunks))}")
