@@ -57,6 +57,20 @@ PLACES = {
     "importing": 1, "settings": 1, "opening its line": 1, "meeting": 4, "connecting": 3, "agreeing": 2, "making groups": 3,
     "initialising": 1, "building": 2, "loading": 2, "training": 5, "saving": 3, "evaluating": 2, "leaving": 1,
 }  # fmt: skip
+MARKS = (
+    *(
+        "importing",
+        "settings",
+        "opening its line",
+        "meeting",
+        "connecting",
+        "agreeing",
+        "making groups",
+        "initialising",
+        "building",
+    ),
+    *("loading", "making ready", "training", "evaluating", "saving", "going on", "leaving", "left", "ending"),
+)  # in the order of a run
 
 
 @dataclass(frozen=True)
@@ -248,25 +262,20 @@ def table(results: list[dict]) -> str:
         result for result in results if result["outcome"] == "killed" and not is_counted(result) and result["late"]
     ]
     lines = rows("layout", dict(sorted(by_kind.items()))) + [""]
-    places = dict.fromkeys(re.findall(r'(?:what|after)?="([a-z ]+)"|, "([a-z ]+)"', Path(SCRIPT).read_text()))
-    order = [a or b for a, b in places]
-    lines += rows(
-        "the victim was",
-        dict(sorted(by_place.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)),
-    )
+    lines += rows("the victim was", dict(sorted(by_place.items(), key=lambda item: MARKS.index(item[0]))))
     late = [result["late"] for result in counted if result["late"] is not None]
     if late:
         lines += ["", (
             f"In {len(late)} of these jobs a rank came only after the death. It ended within {LIMIT:.0f} s in "
-            f"{sum(seconds <= LIMIT for seconds in late)}; in the others, whose first rank had died or left, it waited in vain, and "
-            "said for whom."
+            f"{sum(seconds <= LIMIT for seconds in late)}; in the others rank 0 had died, and it waited for that until "
+            "`--distributed-timeout-minutes 1`."
         )]  # fmt: skip
     if absent:
         waited = sum(result["waited for"] > 0 for result in absent)
         lines += ["", (
-            f"Besides, {len(absent)} ranks were killed before they, or any other, had come, without a launcher: the others said whom they "
-            f"wait for in {waited} of these jobs, and ended after {max(result['late'] for result in absent):.0f} s at most, with "
-            "`--distributed-timeout-minutes 1`."
+            f"Not counted are {len(absent)} kills without a launcher where nobody could hear of the death, since the victim or all others had "
+            f"not come yet. The others said whom they wait for in {waited} of them, and ended after "
+            f"{max(result['late'] for result in absent):.0f} s at most."
         )]  # fmt: skip
     return "\n".join(lines)
 
