@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _PRELOADED = (
     "torch",
     "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",  # a second of processor time, which the first backward of a pipeline stage asks for
     "numpy",
     "tokenizers",
     "megatron.training.training",

@@ -24,6 +24,10 @@ cd "$ROOT"
 # Dozens of processes import the same files: one compiles them for all, even where keeping that is switched off.
 unset PYTHONDONTWRITEBYTECODE
 
+# The installation is no part of the time that is printed.
+SECONDS=0
+trap 'echo "tests took $((SECONDS / 60)) min $((SECONDS % 60)) s"' EXIT
+
 # pytest's 5 says that a selection (-k) left nothing to run, which is no failure of one half.
 tests() {
     "$VENV/bin/python" -m pytest "$@" || [ $? = 5 ]

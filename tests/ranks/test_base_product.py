@@ -1,6 +1,7 @@
 """The whole product of TP x SP x PP x DP x microbatches x tied weights x style equals one process, case by case.
 
-The covering sets of `test_parity.py` reach further, into every dimension; this leaves nothing out of the basic ones.
+The covering sets of `test_parity.py` reach further, into every dimension, more layers and a third step; this leaves nothing out of the
+basic ones, over the two steps after which moments and weights are a run's.
 """
 
 from dataclasses import replace
@@ -9,6 +10,8 @@ from itertools import product
 
 import pytest
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, assert_equal, run
+
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 LLAMA = replace(TINY_LLAMA, num_query_groups=4)  # a key head for each of four tensor-parallel ranks
 MODELS = {
@@ -26,8 +29,8 @@ LAYOUTS = [
 
 
 @cache
-def one_process(model: str, global_batch: int) -> Outcome:
-    return run(MODELS[model], Layout(), global_batch=global_batch)
+def one_process(model: TransformerConfig, global_batch: int) -> Outcome:
+    return run(model, Layout(), steps=2, global_batch=global_batch)
 
 
 @pytest.mark.full
@@ -35,5 +38,8 @@ def one_process(model: str, global_batch: int) -> Outcome:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_equals_one_process(layout: Layout, model: str):
     global_batch = 12 if 12 % (layout.dp * layout.m) == 0 else 24
-    got = run(MODELS[model], layout, global_batch=global_batch)
-    assert_equal(got, one_process(model, global_batch), 1e-10)
+    config = replace(
+        MODELS[model], num_layers=max(2, layout.pp)
+    )  # more layers in a stage are the covering sets' to show
+    got = run(config, layout, steps=2, global_batch=global_batch)
+    assert_equal(got, one_process(config, global_batch), 1e-10)
