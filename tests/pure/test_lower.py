@@ -201,6 +201,7 @@ def assert_no_circle(edges):
         left = {node: before for node, before in left.items() if node not in free}
 
 
+@pytest.mark.full
 def test_a_send_is_begun_before_the_next_compute_and_a_receive_is_waited_for_right_before_its_consumer():
     begin_of_compute = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}
     recv_of_compute = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}

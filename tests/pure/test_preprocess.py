@@ -64,6 +64,7 @@ def test_dtype_counts_the_end_of_document_id(tmp_path, vocab, dtype):
     assert (dataset.dtype, dataset[0].tolist()) == (dtype, [0, vocab])
 
 
+@pytest.mark.full
 def test_workers_write_the_same_bytes_from_any_directory(tmp_path):
     lines = [{"text": " ".join(str((i * j) % 97) for j in range(i % 53))} for i in range(10_000)]  # 0.8 MB: 4 pieces
     source = write_lines(tmp_path / "a.jsonl", *lines)

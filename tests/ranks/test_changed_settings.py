@@ -53,7 +53,9 @@ OTHER_MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", OTHER_MODELS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(name, marks=[pytest.mark.full] * (", " in name)) for name in OTHER_MODELS]
+)
 def test_a_checkpoint_of_another_model_tokenizer_or_precision_is_refused(what: str, checkpoints, refused, said):
     flags, texts = OTHER_MODELS[what]
     load = f"--train-iters 5 --override-opt_param-scheduler --load {checkpoints} {flags}"

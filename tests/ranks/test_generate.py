@@ -162,7 +162,7 @@ BATCH, RECOMPUTE = ("--batch-size", 4), ("--recompute",)
     ("more", "kind"),
     [
         pytest.param(BATCH, "learned", id="batch-learned"),
-        pytest.param(RECOMPUTE, "rotary", id="recompute-rotary"),
+        pytest.param(RECOMPUTE, "rotary", id="recompute-rotary", marks=pytest.mark.full),
         pytest.param(BATCH, "rotary", id="batch-rotary", marks=pytest.mark.full),
         pytest.param(RECOMPUTE, "learned", id="recompute-learned", marks=pytest.mark.full),
     ],

@@ -411,7 +411,7 @@ def of_one_process(precision: str, way: Way = "native") -> Outcome:
         pytest.param(precision, way, layout, id=f"{precision}-{way}-{layout}", marks=[pytest.mark.full] * (often > 0))
         for i, precision in enumerate(("fp16", "bf16"))
         for j, layout in enumerate(LAYOUTS)
-        for way, often in (("native", (i + j) % 2), ("widened", (i + j + 1) % 4))
+        for way, often in (("native", (i + j) % 4), ("widened", (i + j + 1) % 4))
     ],
 )
 def test_half_precision_layouts_agree_as_well_as_half_precision_can(precision: str, way: Way, layout: Layout):
@@ -584,7 +584,7 @@ def in_second_half(name: str) -> bool:
 
 
 FREEZING = [
-    pytest.param(layout, frozen, model, marks=[] if (i + j + k) % 5 == 0 else pytest.mark.full)
+    pytest.param(layout, frozen, model, marks=[] if (i + j + k) % 5 == 0 and i < 2 else pytest.mark.full)
     for i, layout in enumerate([Layout(pp=2, m=3), EIGHT_RANKS, Layout(tp=2, sp=True, pp=4, m=6)])
     for j, frozen in enumerate([in_embedding, in_first_half, in_second_half])
     for k, model in enumerate([GPT2, LLAMA])  # tied, untied

@@ -115,10 +115,8 @@ def whole_ramp(name: str) -> Rank:
     return run(LAYOUTS[name], RAMP)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name != "1f1b")) for name in LAYOUTS if name != "one process"],
-)
+@pytest.mark.full  # a ramp of sizes, on paper, is in tests/pure/test_batch_size.py
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one process"])
 def test_a_ramp_is_the_same_in_any_layout(name: str):
     """Also with dropout, whose masks depend on the numbers of the samples."""
     one_process = whole_ramp("one process")
