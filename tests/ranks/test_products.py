@@ -1,6 +1,7 @@
 """Products in half precision on a CPU: both ways right, the faster one chosen by all ranks alike, and kept with the run."""
 
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -132,6 +133,29 @@ def test_both_ways_are_measured():
 
 
 # ---------------------------------------------------------------- a run
+
+
+def test_ways_are_measured_in_one_thread_whose_own_time_counts(monkeypatch):
+    """Others' threads, and those of this process that spin while they wait, are no part of it."""
+    threads, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(products, "_best_of", lambda run: seen.append(torch.get_num_threads()))
+        products.measure(torch.bfloat16)
+        assert seen == [1, 1, 1] and torch.get_num_threads() == 2
+        monkeypatch.undo()
+        spinning, stop = products._best_of, threading.Event()
+        others = [threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)]) for _ in range(2)]
+        for other in others:
+            other.start()
+        began = time.process_time()
+        best = spinning(lambda way: time.sleep(0.002))
+        stop.set()
+        for other in others:
+            other.join()
+        assert max(best.values()) < 0.002 < time.process_time() - began
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_run_goes_on_as_it_multiplied_before(tmp_path, capsys, monkeypatch):
