@@ -71,9 +71,8 @@ class Trainer:
         self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
         self._check_folders()
         with heartbeat("building the model", print_rank_0):
-            self.chunks, self.optimizer = build_model_and_optimizer(
-                model_provider, runtime, group_of
-            )  # chunks by stage
+            # chunks by stage
+            self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
         self.model = list(self.chunks.values())
         self.contention = Contention(
             parallel_state.launched().local_size, available_cores()[0], torch.get_num_threads()
@@ -197,7 +196,7 @@ class Trainer:
             length = "--train-iters" if self.config.training.train_iters else "--train-samples"
             done = f"iteration {state.iteration} of {self.train_iters} is done"
             if state.iteration > self.train_iters:
-                done = f"the checkpoint is of iteration {state.iteration}, and {length} asks for {self.train_iters}"
+                done = f"the checkpoint is of iteration {state.iteration}, and {length} ends the run at iteration {self.train_iters}"
             print_rank_0(
                 f"nothing left to train: {done}; for more, raise {length} and give --override-opt_param-scheduler, since the learning "
                 "rate's decay gets longer with it"

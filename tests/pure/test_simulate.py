@@ -43,6 +43,7 @@ INCOMPLETE = [
     ("F0.0 B0.0 F0.1 B0.1 F1.1 \n F1.0 B1.0 B1.1", ["F1.1"]),
     ("F0.0 I0.0 W0.0 B0.0 F0.1 B0.1 \n F1.0 B1.0 F1.1 B1.1", ["B0.0"]),
     ("F0.0 F0.1 \n F1.0 F1.1", ["B0.0", "B0.1", "B1.0", "B1.1"]),
+    ("F0.0 B0.0 REDUCE0 F0.1 REDUCE0.0 B0.1 \n F1.0 B1.0 F1.1 B1.1", ["REDUCE0", "REDUCE0.0"]),  # what lowering adds
     ("F0.0 B0.0 F0.1 B0.1", ["1 ranks"]),
 ]
 

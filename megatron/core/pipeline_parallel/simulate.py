@@ -50,7 +50,7 @@ def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
     return [
         *(f"rank {home(a.stage)} lacks {a}, {_MEANING[a.op]}" for a in wanted if a not in times),
         *(f"{action} is there {count} times" for action, count in times.items() if count > 1),
-        *(f"{action} is none of the step's" for action in sorted(needless)),
+        *(f"{action} is none of the step's" for action in sorted(needless, key=str)),
         *(
             f"rank {rank} has {action}, whose stage is on rank {home(action.stage)}"
             for rank, actions in enumerate(schedule)
