@@ -17,7 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.bert import BertModel
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
-from megatron.training.model_rules import BERT_RULES
+from megatron.training.settings.model_rules import BERT_RULES
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:

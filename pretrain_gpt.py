@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.transformer.core_attention import Documents
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
-from megatron.training.model_rules import GPT_RULES
+from megatron.training.settings.model_rules import GPT_RULES
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:

@@ -11,8 +11,8 @@ from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
-from megatron.training.rules import check
 from megatron.training.runtime import Runtime, set_runtime
+from megatron.training.settings.rules import check
 from megatron.training.trainer import Trainer
 
 

@@ -56,9 +56,9 @@ PURE = [
     "megatron.core.pipeline_parallel.stage",
     "megatron.core.pipeline_parallel.plot",
     "megatron.core.datasets.index_map",
-    "megatron.training.contention",
-    "megatron.training.flops",
-    "megatron.training.heartbeat",
+    "megatron.training.watch.contention",
+    "megatron.training.watch.flops",
+    "megatron.training.watch.heartbeat",
     "megatron.training.memory.report",
     "megatron.training.memory.room",
 ]

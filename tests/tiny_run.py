@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
-from megatron.training.state import TrainState
+from megatron.training.resume.state import TrainState
 from megatron.training.train_step import BatchShape, Pipeline, StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3

@@ -6,7 +6,7 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
-from megatron.training.model_rules import BERT_RULES, GPT_RULES
+from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES
 
 TINY = shlex.split(
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --tokenizer-type NullTokenizer "

@@ -20,14 +20,14 @@ from megatron.core.config import ConfigError
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.training.arguments import ArgumentsError, parse_args
-from megatron.training.config import Config
 from megatron.training.initialize import collected
 from megatron.training.memory.estimate import estimate
 from megatron.training.memory.report import as_json, full_report
 from megatron.training.memory.room import hint_of_fused
 from megatron.training.memory.sizes import MODELS, RunSizes
-from megatron.training.model_rules import BERT_RULES, GPT_RULES, text_problems
-from megatron.training.rules import apart_from, check, filled_in
+from megatron.training.settings.config import Config
+from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES, text_problems
+from megatron.training.settings.rules import apart_from, check, filled_in
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:

@@ -36,9 +36,9 @@ from megatron.core.mesh import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
-from megatron.training.config import COMPONENTS, Config
-from megatron.training.contention import Contention
 from megatron.training.initialize import available_cores
+from megatron.training.settings.config import COMPONENTS, Config
+from megatron.training.watch.contention import Contention
 from tools.errors import naming_flag
 
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character

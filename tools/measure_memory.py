@@ -38,13 +38,13 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
 from megatron.training.build import build_optimizer, build_pipeline
-from megatron.training.config import Config
 from megatron.training.memory.estimate import IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.of_run import of_rank
 from megatron.training.memory.report import amount, table
 from megatron.training.memory.sizes import RunSizes
 from megatron.training.memory.tracker import MemoryTracker, kept_apart
 from megatron.training.runtime import Runtime, set_runtime
+from megatron.training.settings.config import Config
 from megatron.training.train_step import train_step
 from tools.estimate_memory import add_model_flag, check_run
 

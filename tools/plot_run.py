@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from tools.errors import naming_flag, say_what_is_wrong
 
-# The lines of megatron/training/log.py: training_line and validation_line. An interval of skipped steps has no loss.
+# The lines of megatron/training/watch/log.py: training_line and validation_line. An interval of skipped steps has no loss.
 _TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
 _NUMBERS = {
     "training": re.compile(r"\| lm loss: ([^ |]+)"),
@@ -102,7 +102,7 @@ def _number(text: str) -> float | None:
 
 
 def read_metrics(text: str) -> Curves:
-    """The numbers in a file of --metrics-file (megatron/training/sinks.py)."""
+    """The numbers in a file of --metrics-file (megatron/training/watch/sinks.py)."""
     curves, names = Curves(), {"training": "lm loss", "learning rate": "learning-rate", "gradient norm": "grad-norm"}
     for line in text.splitlines():
         try:

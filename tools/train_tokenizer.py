@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.indexed import atomic_file
-from megatron.training.heartbeat import heartbeat
+from megatron.training.watch.heartbeat import heartbeat
 from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocess_data import input_files, line_texts, without_mark
 

@@ -24,11 +24,11 @@ from megatron.core.config import (
 from megatron.core.placement import Normal
 from megatron.core.tokenizers.tokenizer_config import NEEDED
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config import COMPONENTS, Config
-from megatron.training.help import add_help_flags, flag_groups, meaning_of_shorthand
-from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
-from megatron.training.own_flags import own_flags
-from megatron.training.yaml_settings import YAML_FLAG, read_yaml
+from megatron.training.settings.config import COMPONENTS, Config
+from megatron.training.settings.help import add_help_flags, flag_groups, meaning_of_shorthand
+from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
+from megatron.training.settings.own_flags import own_flags
+from megatron.training.settings.yaml_settings import YAML_FLAG, read_yaml
 
 
 class ArgumentsError(ConfigError):

@@ -27,7 +27,7 @@ from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
-from megatron.training.offload import Room, check_room, warn_of_room
+from megatron.training.memory.offload import Room, check_room, warn_of_room
 from megatron.training.runtime import Runtime, get_runtime
 from megatron.training.train_step import BatchShape, Pipeline
 

@@ -27,7 +27,7 @@ from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.placement import owned_pieces, pieces
-from megatron.training.checkpoint_checks import (
+from megatron.training.resume.checks import (
     check_same_model,
     check_same_optimizer,
     check_same_parameters,
@@ -35,11 +35,11 @@ from megatron.training.checkpoint_checks import (
     check_state,
     note_changes,
 )
-from megatron.training.config import CheckpointConfig
-from megatron.training.model_name import model_name
+from megatron.training.resume.model_name import model_name
+from megatron.training.resume.start import Start, where_to_start
+from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
-from megatron.training.start import Start, where_to_start
-from megatron.training.state import TrainState
+from megatron.training.settings.config import CheckpointConfig
 
 _MASTER = "optimizer/master/"
 

@@ -32,14 +32,14 @@ from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
 from megatron.training.checkpointing import saved_products
-from megatron.training.config import Config
-from megatron.training.model_rules import NO_RULES, ModelRules
-from megatron.training.offload import notes_of
-from megatron.training.rules import apart_from, check, filled_in
+from megatron.training.memory.offload import notes_of
+from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
-from megatron.training.start import mistake_in
-from megatron.training.timers import Timers
-from megatron.training.watch_config import watch_notes
+from megatron.training.settings.config import Config
+from megatron.training.settings.model_rules import NO_RULES, ModelRules
+from megatron.training.settings.rules import apart_from, check, filled_in
+from megatron.training.watch.timers import Timers
+from megatron.training.watch.watch_config import watch_notes
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments
-from megatron.training.config import Config
-from megatron.training.flops import ModelShape
-from megatron.training.timers import Timers
+from megatron.training.settings.config import Config
+from megatron.training.watch.flops import ModelShape
+from megatron.training.watch.timers import Timers
 
 
 @dataclass(frozen=True)

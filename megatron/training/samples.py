@@ -5,8 +5,8 @@ from typing import Any
 from megatron.core.config import ConfigError
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_map import parse_split, requested_samples
-from megatron.training.config import TrainingConfig
-from megatron.training.state import TrainState
+from megatron.training.resume.state import TrainState
+from megatron.training.settings.config import TrainingConfig
 
 
 def samples_to_request(training: TrainingConfig, train_iters: int, batch_size: int, state: TrainState) -> list[int]:

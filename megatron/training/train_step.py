@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
 from megatron.core.transformer.transformer import ParallelTransformer
-from megatron.training.timers import Timers
+from megatron.training.watch.timers import Timers
 
 
 class NotFiniteError(FloatingPointError):

@@ -23,20 +23,20 @@ from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.core.pipeline_parallel.schedules import keep_reports
 from megatron.training import checkpointing
 from megatron.training.build import DatasetsProvider, ModelProvider, build_model_and_optimizer, build_pipeline
-from megatron.training.contention import Contention
+from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
-from megatron.training.exits import Exits
-from megatron.training.heartbeat import heartbeat
 from megatron.training.initialize import as_settings_problem, available_cores
-from megatron.training.log import TrainingLog, validation_line, validation_warning
 from megatron.training.memory.watch import MemoryWatch
+from megatron.training.resume.save_folder import prepare_folder, warn_of_other_checkpoints
+from megatron.training.resume.start import where_to_go_on
+from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
-from megatron.training.save_folder import prepare_folder, warn_of_other_checkpoints
-from megatron.training.start import where_to_go_on
-from megatron.training.state import TrainState
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
-from megatron.training.watch import Watch
+from megatron.training.watch.contention import Contention
+from megatron.training.watch.heartbeat import heartbeat
+from megatron.training.watch.log import TrainingLog, validation_line, validation_warning
+from megatron.training.watch.watchers import Watch
 
 
 @dataclass(frozen=True)

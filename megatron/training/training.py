@@ -22,7 +22,6 @@ from megatron.core.enums import ModelType
 from megatron.core.error_file import write_error_file
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
-from megatron.training import failures, interrupt
 from megatron.training.arguments import ExtraArgs
 from megatron.training.build import (
     DatasetsProvider,
@@ -31,11 +30,12 @@ from megatron.training.build import (
     get_model,
     setup_model_and_optimizer,
 )
+from megatron.training.ending import failures, interrupt
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
-from megatron.training.model_rules import NO_RULES, ModelRules
+from megatron.training.resume.start import where_to_go_on
 from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.start import where_to_go_on
+from megatron.training.settings.model_rules import NO_RULES, ModelRules
 from megatron.training.train_step import train_step
 from megatron.training.trainer import NonLossData, Trainer
 

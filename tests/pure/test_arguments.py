@@ -8,9 +8,9 @@ import pytest
 from megatron.core.config import ConfigError
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.training.arguments import Arguments, parse_args
-from megatron.training.config import COMPONENTS, Config
-from megatron.training.model_rules import text_problems
-from megatron.training.rules import check
+from megatron.training.settings.config import COMPONENTS, Config
+from megatron.training.settings.model_rules import text_problems
+from megatron.training.settings.rules import check
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
 SMALL = MOCK + "--micro-batch-size 2 --train-iters 10 --seq-length 32 --lr 1e-3 --num-layers 4 "

@@ -7,8 +7,8 @@ import pytest
 from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
 from megatron.core.config import ConfigError
 from megatron.training.arguments import parse_args
-from megatron.training.config import Config
-from megatron.training.rules import check
+from megatron.training.settings.config import Config
+from megatron.training.settings.rules import check
 
 
 def run_of(sizes: BatchSizes, steps: int) -> list[int]:

@@ -7,8 +7,8 @@ import pytest
 
 from megatron.core.config import ConfigError, flags_of, knobs
 from megatron.training.arguments import make_parser, parse_args
-from megatron.training.config import COMPONENTS
-from megatron.training.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, parse_table
+from megatron.training.settings.config import COMPONENTS
+from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, parse_table
 
 ROWS = [
     tuple(line.split(maxsplit=1))

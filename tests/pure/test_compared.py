@@ -9,10 +9,10 @@ from megatron.core.config import default_of, knob, knobs
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import compared
 from megatron.training.arguments import parse_args
-from megatron.training.compared import BY_DATA, BY_TOKENIZER, COURSE_OF_MODEL, NOT_COMPARED, PRECISION, compare
-from megatron.training.config import COMPONENTS, TrainingConfig
+from megatron.training.resume import compared
+from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, COURSE_OF_MODEL, NOT_COMPARED, PRECISION, compare
+from megatron.training.settings.config import COMPONENTS, TrainingConfig
 
 DEFAULTS = parse_args([])[0].as_json()
 KNOBS = {f.name: part for part, component in COMPONENTS.items() for f in knobs(component)}

@@ -22,9 +22,9 @@ from megatron.core.config import (
 )
 from megatron.core.config import knob as declare
 from megatron.training.arguments import make_parser, parse_args
-from megatron.training.config import COMPONENTS
-from megatron.training.other_flags import NO_EFFECT, REFUSED, SHORTHAND
 from megatron.training.samples import notes_of_no_validation
+from megatron.training.settings.config import COMPONENTS
+from megatron.training.settings.other_flags import NO_EFFECT, REFUSED, SHORTHAND
 
 
 @dataclass(frozen=True)

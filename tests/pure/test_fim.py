@@ -11,7 +11,7 @@ from megatron.core.datasets.batches import batches
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig, token_id
 from megatron.core.tokenizers.tokenizers import NullTokenizer
 from megatron.training.arguments import parse_args
-from megatron.training.rules import check
+from megatron.training.settings.rules import check
 
 PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = 200, 201, 202, 203, 204, 205
 NAMES = {"<fim_prefix>": PREFIX, "<fim_middle>": MIDDLE, "<fim_suffix>": SUFFIX, "<fim_pad>": PAD, "<file>": SPLIT}

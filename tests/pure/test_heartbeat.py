@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from megatron.training import heartbeat as heartbeat_module
-from megatron.training.heartbeat import heartbeat
+from megatron.training.watch import heartbeat as heartbeat_module
+from megatron.training.watch.heartbeat import heartbeat
 from tools import train_tokenizer
 
 

@@ -7,10 +7,10 @@ import pytest
 from megatron.core.config import ConfigError, flags_of, knobs
 from megatron.core.datasets.masked import MaskedDataConfig
 from megatron.training.arguments import parse_args
-from megatron.training.config import COMPONENTS
 from megatron.training.initialize import examine
-from megatron.training.model_rules import BERT_RULES, GPT_RULES
-from megatron.training.other_flags import NO_EFFECT, REFUSED
+from megatron.training.settings.config import COMPONENTS
+from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES
+from megatron.training.settings.other_flags import NO_EFFECT, REFUSED
 
 NEEDED = [
     *("--micro-batch-size", "--seq-length", "--lr", "--train-iters", "--train-samples"),

@@ -7,8 +7,8 @@ from datetime import datetime
 
 import pytest
 
-from megatron.training import log as log_module
-from megatron.training.log import Interval, TrainingLog, progress_line, training_line, validation_line
+from megatron.training.watch import log as log_module
+from megatron.training.watch.log import Interval, TrainingLog, progress_line, training_line, validation_line
 
 LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration [ \d]{7}\d/[ \d]{7}\d"

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.schedule import SCHEDULES, one_f_one_b
 from megatron.core.pipeline_parallel.simulate import peak_live
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.training.arguments import parse_args
-from megatron.training.rules import check
+from megatron.training.settings.rules import check
 
 FORK = Path(__file__).parents[2] / "examples" / "minimal_fork"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.training.log import Interval, training_line, validation_line
-from megatron.training.sinks import Record, json_line
+from megatron.training.watch.log import Interval, training_line, validation_line
+from megatron.training.watch.sinks import Record, json_line
 from tools import plot_run
 
 LOSSES = {10: 4.0, 20: 3.0, 30: float("nan"), 40: 2.0}

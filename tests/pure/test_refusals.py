@@ -17,7 +17,7 @@ from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.initialize import read_settings, stop_with
-from megatron.training.model_rules import BERT_RULES, GPT_RULES
+from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES
 
 
 @pytest.fixture

@@ -10,11 +10,17 @@ import torch
 
 from megatron.core.config import ConfigError
 from megatron.core.device import Device, peak_flops_of
-from megatron.training import watch_config
-from megatron.training.profiling import MemoryHistory
-from megatron.training.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line
-from megatron.training.watch import Watch
-from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig, watch_notes, watch_problems
+from megatron.training.watch import watch_config
+from megatron.training.watch.profiling import MemoryHistory
+from megatron.training.watch.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line
+from megatron.training.watch.watch_config import (
+    LogConfig,
+    ProfileConfig,
+    TensorBoardConfig,
+    watch_notes,
+    watch_problems,
+)
+from megatron.training.watch.watchers import Watch
 
 STEP = Record("step", 7, 56, {"lm loss": 2.5, "grad-norm": 1.5})
 INTERVAL = Record("interval", 10, 80, {"lm loss": 2.0, "iteration-time": 0.5, "throughput": 3.0, "optimizer-time": 0.1})

@@ -27,7 +27,7 @@ from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.update import adam_update
-from megatron.training.offload import problems_of_needs
+from megatron.training.memory.offload import problems_of_needs
 
 ROOT = Path(__file__).parents[2]
 BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")

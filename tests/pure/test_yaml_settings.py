@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config import ConfigError
-from megatron.training import yaml_settings
 from megatron.training.arguments import parse_args
-from megatron.training.config import Config
+from megatron.training.settings import yaml_settings
+from megatron.training.settings.config import Config
 
 
 @pytest.fixture

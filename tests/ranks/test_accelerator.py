@@ -27,8 +27,8 @@ from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.core_attention import fused_attention
-from megatron.training import failures
-from megatron.training.offload import notes_of
+from megatron.training.ending import failures
+from megatron.training.memory.offload import notes_of
 
 
 class StreamGroup:

@@ -16,7 +16,7 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.core.mesh import Mesh
-from megatron.training import offload
+from megatron.training.memory import offload
 from megatron.training.memory.estimate import KINDS
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.training import pretrain

@@ -26,7 +26,7 @@ from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing import model_tensors, optimizer_tensors
-from megatron.training.rules import check
+from megatron.training.settings.rules import check
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 

@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
-from megatron.training.statistics import params_norm
+from megatron.training.watch.statistics import params_norm
 
 MODELS = {"tied": TINY_GPT2, "untied": TINY_LLAMA}
 TIERS = ("host", "file", "half", "params")  # half: of the optimizer's state, in files; params: parameters too

@@ -37,10 +37,10 @@ from megatron.core.tensor_parallel.linear import weight_gradient
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
-from megatron.training.checkpoint_checks import check_same_optimizer
-from megatron.training.log import TrainingLog
-from megatron.training.state import TrainState
+from megatron.training.resume.checks import check_same_optimizer
+from megatron.training.resume.state import TrainState
 from megatron.training.train_step import BatchShape, NotFiniteError, Pipeline, StepResult, train_step
+from megatron.training.watch.log import TrainingLog
 
 TOLERANCE = 1e-10
 BATCH = 24

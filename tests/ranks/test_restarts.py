@@ -19,8 +19,8 @@ import pretrain_gpt
 from megatron.core import parallel_state
 from megatron.core.config import ConfigError
 from megatron.training.initialize import read_settings
-from megatron.training.model_rules import GPT_RULES
-from megatron.training.state import TrainState
+from megatron.training.resume.state import TrainState
+from megatron.training.settings.model_rules import GPT_RULES
 
 
 def rates(text: str) -> dict[int, float]:

@@ -15,8 +15,8 @@ from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.training import build, offload
-from megatron.training.memory import shortage
+from megatron.training import build
+from megatron.training.memory import offload, shortage
 from megatron.training.runtime import get_runtime
 from megatron.training.training import pretrain
 

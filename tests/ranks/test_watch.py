@@ -10,10 +10,10 @@ from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.optimizer import OptimizerConfig
-from megatron.training.profiling import StepProfiler
-from megatron.training.statistics import Inspector, Statistics, num_zeros_in_grad, params_norm, statistics_of
-from megatron.training.timers import Timers
-from megatron.training.watch_config import ProfileConfig
+from megatron.training.watch.profiling import StepProfiler
+from megatron.training.watch.statistics import Inspector, Statistics, num_zeros_in_grad, params_norm, statistics_of
+from megatron.training.watch.timers import Timers
+from megatron.training.watch.watch_config import ProfileConfig
 
 STEPS, BATCH = 2, 8
 MODELS = {"gpt2": GPT2, "llama": LLAMA}

@@ -1,12 +1,12 @@
 """What a benchmark computes: the sizes of a model and of a batch. Pure integers.
 
-`megatron/training/flops.py` says what its FLOPs are, and how others count them.
+`megatron/training/watch/flops.py` says what its FLOPs are, and how others count them.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.training.flops import ModelShape
+from megatron.training.watch.flops import ModelShape
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _KIND_OF = {
     "core/pipeline_parallel/transport.py": "communication",
     "core/optimizer": "other",
     "training/train_step.py": "other",
-    "training/statistics.py": "other",
+    "training/watch/statistics.py": "other",
 }
 
 

@@ -9,10 +9,10 @@ from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
-from megatron.training.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
-from megatron.training.config import Config
+from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
+from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
-from megatron.training.state import TrainState
+from megatron.training.settings.config import Config
 
 _POSITIONS = "embedding.position_embeddings.weight"
 

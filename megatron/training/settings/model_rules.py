@@ -13,7 +13,7 @@ from megatron.core.datasets.bert import bert_problems
 from megatron.core.datasets.masked import MaskedDataConfig
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
-from megatron.training.config import Config
+from megatron.training.settings.config import Config
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from megatron.core.parallel_config import grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.transformer.transformer_config import tensor_parallel_problems
-from megatron.training.config import COMPONENTS, CheckpointConfig, Config
-from megatron.training.watch_config import watch_problems
+from megatron.training.settings.config import COMPONENTS, CheckpointConfig, Config
+from megatron.training.watch.watch_config import watch_problems
 
 
 def check(config: Config, world_size: int) -> None:

@@ -12,9 +12,9 @@ from megatron.core import comm
 from megatron.core.checkpoint.folder import clear_leftovers, newest_iteration
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
-from megatron.training.config import CheckpointConfig
+from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
-from megatron.training.start import loads_what_it_saves
+from megatron.training.settings.config import CheckpointConfig
 
 
 def prepare_folder(root: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:

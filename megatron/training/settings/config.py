@@ -18,8 +18,8 @@ from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.own_flags import OwnFlags
-from megatron.training.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
+from megatron.training.settings.own_flags import OwnFlags
+from megatron.training.watch.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
 
 
 @dataclass(frozen=True)

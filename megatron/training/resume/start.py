@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron.core.checkpoint.folder import find, saved_iterations
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, iteration_of
 from megatron.core.config import ConfigError
-from megatron.training.config import CheckpointConfig
+from megatron.training.settings.config import CheckpointConfig
 
 
 class Start(NamedTuple):

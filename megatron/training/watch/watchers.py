@@ -19,14 +19,14 @@ from typing import Any
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedule import Action, Op
-from megatron.training.log import Interval, has_perplexity, perplexity, progress_line
-from megatron.training.profiling import MemoryHistory, StepProfiler
+from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_last
-from megatron.training.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
-from megatron.training.state import TrainState
-from megatron.training.statistics import Inspector, Key, Statistics, num_zeros_in_grad, params_norm
 from megatron.training.train_step import Pipeline, StepResult
-from megatron.training.watch_config import writes_tensorboard
+from megatron.training.watch.log import Interval, has_perplexity, perplexity, progress_line
+from megatron.training.watch.profiling import MemoryHistory, StepProfiler
+from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
+from megatron.training.watch.statistics import Inspector, Key, Statistics, num_zeros_in_grad, params_norm
+from megatron.training.watch.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that an action counts for.
 _TIMER_OF = {

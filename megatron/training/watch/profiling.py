@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
-from megatron.training.watch_config import ProfileConfig
+from megatron.training.watch.watch_config import ProfileConfig
 
 
 class StepProfiler:

@@ -18,7 +18,7 @@ from megatron.core.config import build, default_of, knobs
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config import COMPONENTS
+from megatron.training.settings.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
 

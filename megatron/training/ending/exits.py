@@ -9,7 +9,7 @@ import torch
 
 from megatron.core import comm
 from megatron.core.grid import Axis
-from megatron.training.config import TrainingConfig
+from megatron.training.settings.config import TrainingConfig
 
 
 class Exits:
