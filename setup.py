@@ -29,10 +29,23 @@ EXTRAS = {
 
 # Each is a console command too: tools/plot_run is `megatron-plot-run`.
 PROGRAMS = [
-    "pretrain_bert", "pretrain_gpt", "tools/benchmark", "tools/data_plan", "tools/estimate_memory", "tools/generate",
-    "tools/inspect_dataset", "tools/measure_memory", "tools/merge_datasets", "tools/plot_run", "tools/plot_schedule",
-    "tools/prepare_cache", "tools/preprocess_data", "tools/sample_memory", "tools/stdlib_corpus", "tools/train_tokenizer",
-]  # fmt: skip
+    "pretrain_bert",
+    "pretrain_gpt",
+    "tools/benchmark",
+    "tools/data_plan",
+    "tools/estimate_memory",
+    "tools/generate",
+    "tools/inspect_dataset",
+    "tools/measure_memory",
+    "tools/merge_datasets",
+    "tools/plot_run",
+    "tools/plot_schedule",
+    "tools/prepare_cache",
+    "tools/preprocess_data",
+    "tools/sample_memory",
+    "tools/stdlib_corpus",
+    "tools/train_tokenizer",
+]
 COMMANDS = {f"megatron-{Path(program).name.replace('_', '-')}": "megatron.commands:main" for program in PROGRAMS}
 COMMANDS["megatron-report"] = "megatron.report:main"
 

@@ -46,15 +46,23 @@ Step = Callable[[], float]  # one step; its loss on this rank
 
 def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, DropoutKeys]:
     config = TransformerConfig(
-        num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=options.hidden // 64,
-        hidden_dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=options.hidden // 64,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
     keys = DropoutKeys(1)
     tp = TensorParallel(mesh["tp"], False, config.params_dtype, kv=mesh["kv"], fills=False)
     model = GPTModel(
-        config, vocab_size=options.vocab, positions=options.sequence, layers=range(options.layers), tp=tp, keys=keys,
+        config,
+        vocab_size=options.vocab,
+        positions=options.sequence,
+        layers=range(options.layers),
+        tp=tp,
+        keys=keys,
         ends=mesh["embd"],
-    )  # fmt: skip
+    )
     initialize_parameters(model, 1, mesh)
     return model, keys
 
@@ -85,9 +93,13 @@ def ours(options: argparse.Namespace, mesh: Mesh, *, stage: int) -> Step:
     adam = FlatOptimizer(chunk.buffers, OptimizerConfig(clip_grad=CLIP, weight_decay=DECAY), mesh)
     positions = torch.arange(options.sequence).expand(options.batch, -1)
     pipeline = Pipeline(
-        {0: chunk}, mesh, BatchShape(options.batch, 1, options.sequence), boundary=(), keys=keys,
+        {0: chunk},
+        mesh,
+        BatchShape(options.batch, 1, options.sequence),
+        boundary=(),
+        keys=keys,
         forward_step=partial(forward, positions=positions),
-    )  # fmt: skip
+    )
     data = {0: batches(options, mesh["dp"].rank)}
     return lambda: train_step(pipeline, adam, data, first_sample=0, lr=LR).losses["loss"]
 
@@ -128,9 +140,11 @@ def run_rank(options: argparse.Namespace) -> None:
     parallel_state.start_distributed("gloo", 2)
     mesh = parallel_state.initialize_model_parallel()
     make = {
-        "ours 0": partial(ours, stage=0), "ddp": partial(theirs, shards=False),
-        "ours 3": partial(ours, stage=3), "fsdp2": partial(theirs, shards=True),
-    }  # fmt: skip
+        "ours 0": partial(ours, stage=0),
+        "ddp": partial(theirs, shards=False),
+        "ours 3": partial(ours, stage=3),
+        "fsdp2": partial(theirs, shards=True),
+    }
     steps = {name: build(options, mesh) for name, build in make.items()}
     losses = {name: [step() for _ in range(2)] for name, step in steps.items()}  # and a warm-up
     for name, found in losses.items():

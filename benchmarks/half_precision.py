@@ -31,8 +31,14 @@ MASKS = {
 
 def contenders(options: argparse.Namespace) -> dict[str, Work]:
     work = Work(
-        options.layers, options.hidden, options.hidden // 64, options.vocab, options.sequence, options.batch, options.batch
-    )  # fmt: skip
+        options.layers,
+        options.hidden,
+        options.hidden // 64,
+        options.vocab,
+        options.sequence,
+        options.batch,
+        options.batch,
+    )
     found = {"float32": work}
     for name in options.precisions:
         found[name] = replace(work, **{name: True})

@@ -207,10 +207,8 @@ def killed_index_building(rng: random.Random, folder: Path) -> str:
 
 KINDS: dict[str, Callable[[random.Random, Path], str]] = {
     f.__name__: f
-    for f in (
-        damaged_index, index_of_other_data, damaged_tokens, damaged_cache, damaged_found_cache, damaged_lines,
-    )
-}  # fmt: skip
+    for f in (damaged_index, index_of_other_data, damaged_tokens, damaged_cache, damaged_found_cache, damaged_lines)
+}
 INTERRUPTIONS = {
     f.__name__: f for f in (killed_preprocessing, starved_preprocessing, killed_merge, killed_index_building)
 }

@@ -46,17 +46,47 @@ TP, PP, ZERO = (
 
 # kind -> (how many of 20 cases, (ranks, flags) of its layouts)
 KINDS = {
-    "ZeRO 3, overlap": (7, [(2, ZERO), (3, ZERO), (4, ZERO), (4, f"{ZERO} {TP}"), (4, f"{ZERO} {PP}"), (4, f"{ZERO} --num-distributed-optimizer-instances 2")]),
-    "PP 2": (5, [(2, PP), (4, PP), (4, f"{PP} {TP} --sequence-parallel"), (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2")]),
+    "ZeRO 3, overlap": (
+        7,
+        [
+            (2, ZERO),
+            (3, ZERO),
+            (4, ZERO),
+            (4, f"{ZERO} {TP}"),
+            (4, f"{ZERO} {PP}"),
+            (4, f"{ZERO} --num-distributed-optimizer-instances 2"),
+        ],
+    ),
+    "PP 2": (
+        5,
+        [
+            (2, PP),
+            (4, PP),
+            (4, f"{PP} {TP} --sequence-parallel"),
+            (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2"),
+        ],
+    ),
     "TP 2": (3, [(2, TP), (4, TP), (2, f"{TP} --sequence-parallel")]),
     "DP": (3, [(2, ""), (3, ""), (4, "--use-distributed-optimizer --overlap-grad-reduce")]),
     "own process group": (2, [(2, f"--own-group {TP}"), (4, f"--own-group {PP} {TP}"), (3, f"--own-group {ZERO}")]),
-}  # fmt: skip
+}
 # place -> how many of 31 cases
 PLACES = {
-    "importing": 1, "settings": 1, "opening its line": 1, "meeting": 4, "connecting": 3, "agreeing": 2, "making groups": 3,
-    "initialising": 1, "building": 2, "loading": 2, "training": 5, "saving": 3, "evaluating": 2, "leaving": 1,
-}  # fmt: skip
+    "importing": 1,
+    "settings": 1,
+    "opening its line": 1,
+    "meeting": 4,
+    "connecting": 3,
+    "agreeing": 2,
+    "making groups": 3,
+    "initialising": 1,
+    "building": 2,
+    "loading": 2,
+    "training": 5,
+    "saving": 3,
+    "evaluating": 2,
+    "leaving": 1,
+}
 MARKS = (
     *(
         "importing",
@@ -265,18 +295,24 @@ def table(results: list[dict]) -> str:
     lines += rows("the victim was", dict(sorted(by_place.items(), key=lambda item: MARKS.index(item[0]))))
     late = [result["late"] for result in counted if result["late"] is not None]
     if late:
-        lines += ["", (
-            f"In {len(late)} of these jobs a rank came only after the death. It ended within {LIMIT:.0f} s in "
-            f"{sum(seconds <= LIMIT for seconds in late)}; in the others rank 0 had died, and it waited for that until "
-            "`--distributed-timeout-minutes 1`."
-        )]  # fmt: skip
+        lines += [
+            "",
+            (
+                f"In {len(late)} of these jobs a rank came only after the death. It ended within {LIMIT:.0f} s in "
+                f"{sum(seconds <= LIMIT for seconds in late)}; in the others rank 0 had died, and it waited for that until "
+                "`--distributed-timeout-minutes 1`."
+            ),
+        ]
     if absent:
         waited = sum(result["waited for"] > 0 for result in absent)
-        lines += ["", (
-            f"Not counted are {len(absent)} kills without a launcher where nobody could hear of the death, since the victim or all others had "
-            f"not come yet. The others said whom they wait for in {waited} of them, and ended after "
-            f"{max(result['late'] for result in absent):.0f} s at most."
-        )]  # fmt: skip
+        lines += [
+            "",
+            (
+                f"Not counted are {len(absent)} kills without a launcher where nobody could hear of the death, since the victim or all others had "
+                f"not come yet. The others said whom they wait for in {waited} of them, and ended after "
+                f"{max(result['late'] for result in absent):.0f} s at most."
+            ),
+        ]
     return "\n".join(lines)
 
 

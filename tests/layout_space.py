@@ -38,9 +38,15 @@ FREE = {
 DIMENSIONS = {**LAYOUT, **FREE}
 COVERED_RANKS = 16  # the largest job in a covering set; the sweep goes to 64
 _MICROBATCHES = {
-    (1, "equal"): 1, (1, "more"): 2, (2, "fewer"): 1, (2, "equal"): 2, (2, "more"): 3,
-    (4, "fewer"): 3, (4, "equal"): 4, (4, "more"): 6,
-}  # fmt: skip
+    (1, "equal"): 1,
+    (1, "more"): 2,
+    (2, "fewer"): 1,
+    (2, "equal"): 2,
+    (2, "more"): 3,
+    (4, "fewer"): 3,
+    (4, "equal"): 4,
+    (4, "more"): 6,
+}
 _CANDIDATES = 48  # completions looked at for each case of a covering set
 
 
@@ -162,11 +168,15 @@ def main_product() -> tuple[Case, ...]:
         method = deal.choice(("uniform 2", "block 1"))
         cases.append(
             Case(
-                **dict(zip(_CHOSEN, chosen)), style=style, tied=tied, dropout=dropout,
-                recompute=method if recompute == "full" else recompute, scatter=deal.choice(possible[chosen]),
+                **dict(zip(_CHOSEN, chosen)),
+                style=style,
+                tied=tied,
+                dropout=dropout,
+                recompute=method if recompute == "full" else recompute,
+                scatter=deal.choice(possible[chosen]),
                 **{name: deal.choice(FREE[name]) for name in ("corner", "overlap", "delayed")},
             )
-        )  # fmt: skip
+        )
     return tuple(cases)
 
 

@@ -14,10 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 TOLERANCE = 1e-10
 BUCKET = 1500  # elements: several buckets on every rank, with layers of 1000 to 3000
 
-_STYLES = {
-    "gpt2": TINY_GPT2,
-    "llama": replace(TINY_LLAMA, num_query_groups=4),
-}
+_STYLES = {"gpt2": TINY_GPT2, "llama": replace(TINY_LLAMA, num_query_groups=4)}
 _CORNERS: dict[str, dict] = {
     "plain": {},
     "5 words": {},
@@ -48,10 +45,18 @@ def texts_of(case: Case) -> Texts:
 def layout_of(case: Case) -> Layout:
     overlap = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=BUCKET)
     return Layout(
-        tp=case.tp, sp=case.sp, pp=case.pp, dp=case.dp, m=case.m, v=case.v, schedule=case.schedule,
-        recompute=case.recompute, scatter=case.scatter, delayed=case.delayed,
+        tp=case.tp,
+        sp=case.sp,
+        pp=case.pp,
+        dp=case.dp,
+        m=case.m,
+        v=case.v,
+        schedule=case.schedule,
+        recompute=case.recompute,
+        scatter=case.scatter,
+        delayed=case.delayed,
         data_parallel=overlap if case.overlap else DataParallelConfig(),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=64)

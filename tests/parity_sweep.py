@@ -71,11 +71,7 @@ def run_case(
 
 
 def sweep(
-    cases: Iterable[Any],
-    count: int,
-    paths: list[Path],
-    limit_seconds: float,
-    run_one: Callable[[Any], dict] = run_case,
+    cases: Iterable[Any], count: int, paths: list[Path], limit_seconds: float, run_one: Callable[[Any], dict] = run_case
 ) -> None:
     """Run what is in no file yet of `count` cases, until done or out of time; each result is added to the first file at once."""
     path, results = paths[0], read_results(*paths)

@@ -223,18 +223,48 @@ class Case(NamedTuple):
 
 # A test runs the first three; all take a quarter of a minute.
 CASES = [
-    Case(4, 1, "--bf16 --zero-stage 3 --overlap-grad-reduce --overlap-param-gather --hidden-dropout 0.1 --attention-dropout 0.1"),
-    Case(4, 0, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --global-batch-size 8 --fp16"),
-    Case(4, 1, "--bf16 --zero-stage 3 --offload-params --optimizer-cpu-offload --num-distributed-optimizer-instances 2 "
-               "--outer-dp-sharding-strategy optim --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1"),
-    Case(1, 0, "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope"),
+    Case(
+        4,
+        1,
+        "--bf16 --zero-stage 3 --overlap-grad-reduce --overlap-param-gather --hidden-dropout 0.1 --attention-dropout 0.1",
+    ),
+    Case(
+        4,
+        0,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --global-batch-size 8 --fp16",
+    ),
+    Case(
+        4,
+        1,
+        "--bf16 --zero-stage 3 --offload-params --optimizer-cpu-offload --num-distributed-optimizer-instances 2 "
+        "--outer-dp-sharding-strategy optim --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1",
+    ),
+    Case(
+        1,
+        0,
+        "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope",
+    ),
     Case(4, 0, "--bf16 --zero-stage 1 --overlap-grad-reduce --overlap-param-gather --grad-reduce-in-bf16"),
     Case(4, 3, "--bf16 --zero-stage 2 --main-grads-dtype bf16 --reduce-scatter-with-fp32-accumulation --optimizer sgd"),
-    Case(4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 --bf16 --reuse-fp32-param"),
-    Case(2, 1, "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4"),
-    Case(4, 3, "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-schedule zb-h1 --global-batch-size 16 --bf16"),
-    Case(4, 1, "--bf16 --zero-stage 3 --offload-params --offload-dir DIR --overlap-param-gather --cpu-offloading-num-layers 1"),
-]  # fmt: skip
+    Case(
+        4,
+        2,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 --bf16 --reuse-fp32-param",
+    ),
+    Case(
+        2,
+        1,
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
+    ),
+    Case(
+        4, 3, "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-schedule zb-h1 --global-batch-size 16 --bf16"
+    ),
+    Case(
+        4,
+        1,
+        "--bf16 --zero-stage 3 --offload-params --offload-dir DIR --overlap-param-gather --cpu-offloading-num-layers 1",
+    ),
+]
 COMMON = (
     f"--device {NAME} --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
     f"--seq-length 64 --micro-batch-size 2 --lr 1e-3 --train-iters {STEPS} --num-workers 0 --eval-iters 0 --log-interval 1000 "

@@ -42,10 +42,18 @@ GPT2 = TransformerConfig(
     num_layers=4, hidden_size=32, num_attention_heads=8, make_vocab_size_divisible_by=8, fp64=True
 )  # with dropout, biases, learned positions, tied weights
 LLAMA = replace(
-    GPT2, group_query_attention=True, num_query_groups=4, ffn_hidden_size=48, swiglu=True, normalization="RMSNorm",
-    position_embedding_type="rope", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+    GPT2,
+    group_query_attention=True,
+    num_query_groups=4,
+    ffn_hidden_size=48,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
     untie_embeddings_and_output_weights=True,
-)  # fmt: skip
+)
 # The same styles where many steps are taken.
 TINY_GPT2 = replace(GPT2, hidden_size=16, num_attention_heads=4)
 TINY_LLAMA = replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2)
@@ -175,9 +183,15 @@ def build_chunks(
     for stage in range(pp.rank, last + 1, pp.size):
         tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store, kv=mesh["kv"], fills=False)
         model = subject.make(
-            config, vocab_size=vocab, layers=layers_of_stage(config.num_layers, last + 1, stage),
-            tp=tp, keys=keys, ends=mesh["embd"], pre_process=stage == 0, post_process=stage == last,
-        )  # fmt: skip
+            config,
+            vocab_size=vocab,
+            layers=layers_of_stage(config.num_layers, last + 1, stage),
+            tp=tp,
+            keys=keys,
+            ends=mesh["embd"],
+            pre_process=stage == 0,
+            post_process=stage == last,
+        )
         initialize_parameters(model, SEED, mesh)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or frozen not in name)
@@ -211,10 +225,17 @@ def build_pipeline(
     length = SEQ // layout.tp if layout.sp else SEQ
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
     return Pipeline(
-        chunks, mesh, batch, boundary=(spec,), forward_step=forward_step, keys=keys, weight_grads=store,
-        schedule_name=layout.schedule, copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
+        chunks,
+        mesh,
+        batch,
+        boundary=(spec,),
+        forward_step=forward_step,
+        keys=keys,
+        weight_grads=store,
+        schedule_name=layout.schedule,
+        copies_over=mesh["tp"] if layout.scatter and not layout.sp else None,
         poison=layout.poison,
-    )  # fmt: skip
+    )
 
 
 class TinyTrainer:
@@ -243,9 +264,14 @@ class TinyTrainer:
         self.model = list(self.chunks.values())
         self.buffers = [buffer for chunk in self.model for buffer in chunk.buffers]
         self.adam = (kind or FlatOptimizer)(
-            self.buffers, optimizer or OptimizerConfig(), mesh, fixed_order=layout.data_parallel.fixed_order_grad_reduce, tier=self.tier,
-            offload_fraction=layout.offload.optimizer_offload_fraction, scaler=scaler,
-        )  # fmt: skip
+            self.buffers,
+            optimizer or OptimizerConfig(),
+            mesh,
+            fixed_order=layout.data_parallel.fixed_order_grad_reduce,
+            tier=self.tier,
+            offload_fraction=layout.offload.optimizer_offload_fraction,
+            scaler=scaler,
+        )
         self.pipeline = build_pipeline(mesh, config, layout, self.batch, parts, subject.forward_step)
 
     def step(self, number: int, *, lr: float = 1e-2, **options) -> StepResult:
@@ -276,10 +302,15 @@ def runtime_for(mesh: Mesh, config: TransformerConfig, folder: Path, global_batc
     """What `checkpointing` asks of a run that saves to, and loads from, `folder`."""
     settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder), "--allow-precision-change"])
     return SimpleNamespace(
-        mesh=mesh, config=replace(settings, transformer=config), device=Device("cpu"),
-        vocab_size_if_any=VOCAB, tokenizer_sha256=None, data_sha256=None, global_batch_size=global_batch,
+        mesh=mesh,
+        config=replace(settings, transformer=config),
+        device=Device("cpu"),
+        vocab_size_if_any=VOCAB,
+        tokenizer_sha256=None,
+        data_sha256=None,
+        global_batch_size=global_batch,
         products=mesh.products,
-    )  # fmt: skip
+    )
 
 
 def train_rank(

@@ -185,10 +185,17 @@ def _layer(setting: Setting) -> list[int]:
     fc1 = 2 * inner if model.swiglu else inner
     return [
         *_norm(model, h),
-        qkv * h, *[qkv] * bias, *(_norm(model, d) * 2 if model.qk_layernorm else []), heads * d * h, *[h] * bias,
+        qkv * h,
+        *[qkv] * bias,
+        *(_norm(model, d) * 2 if model.qk_layernorm else []),
+        heads * d * h,
+        *[h] * bias,
         *_norm(model, h),
-        fc1 * h, *[fc1] * bias, inner * h, *[h] * bias,
-    ]  # fmt: skip
+        fc1 * h,
+        *[fc1] * bias,
+        inner * h,
+        *[h] * bias,
+    ]
 
 
 def _seen_in_part(setting: Setting, stage: int) -> int:

@@ -103,11 +103,15 @@ class ZeroCase:
                 "overlap_param_gather": self.stage != "0",
             }
         return Layout(
-            tp=tp, pp=pp, v=v, dp=4 if "num_distributed_optimizer_instances" in settings else 2,
-            m=self.accumulation * (pp if v > 1 else 1), schedule="interleaved" if v > 1 else "1f1b",
+            tp=tp,
+            pp=pp,
+            v=v,
+            dp=4 if "num_distributed_optimizer_instances" in settings else 2,
+            m=self.accumulation * (pp if v > 1 else 1),
+            schedule="interleaved" if v > 1 else "1f1b",
             recompute="uniform 1" if self.recompute == "full" else self.recompute,
             data_parallel=DataParallelConfig(**settings),
-        )  # fmt: skip
+        )
 
     def offload_to(self, folder: str) -> OffloadConfig:
         return OffloadConfig(

@@ -56,9 +56,7 @@ class GenerateConfig:
     )
     sample_input_file: str | None = knob(None, "file with a prompt in each line; - is standard input", metavar="FILE")
     max_new_tokens: int = knob(
-        64,
-        "tokens to add, unless the end of the document comes first",
-        flags=("--max-new-tokens", "--out-seq-length"),
+        64, "tokens to add, unless the end of the document comes first", flags=("--max-new-tokens", "--out-seq-length")
     )
     num_samples: int = knob(1, "texts for each prompt")
     batch_size: int = knob(
@@ -84,9 +82,13 @@ class GenerateConfig:
         if self.prompt_file == self.sample_input_file == "-":
             problems.append("--prompt-file and --sample-input-file cannot both be standard input; give one a name")
         at_least_one = (
-            "max_new_tokens", "num_samples", "batch_size", "distributed_timeout_minutes",
-            "tensor_model_parallel_size", "pipeline_model_parallel_size",
-        )  # fmt: skip
+            "max_new_tokens",
+            "num_samples",
+            "batch_size",
+            "distributed_timeout_minutes",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+        )
         problems += [
             f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
             for name in at_least_one
@@ -358,11 +360,15 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
         # A generator for each text: it stays the same when more are asked for, or when another one stops earlier.
         generators = [torch.Generator().manual_seed(seed_of(generation.seed, "generate", i, j)) for i, j in batch]
         steps = generate_batch(
-            model, [prompts.ids[i] for i, _ in batch],
-            max_new_tokens=generation.max_new_tokens, max_length=prompts.max_length, stop_id=prompts.stop_id,
+            model,
+            [prompts.ids[i] for i, _ in batch],
+            max_new_tokens=generation.max_new_tokens,
+            max_length=prompts.max_length,
+            stop_id=prompts.stop_id,
             choose=[chooser(settings.sampling, generator) for generator in generators],
-            mesh=mesh, use_cache=not generation.recompute,
-        )  # fmt: skip
+            mesh=mesh,
+            use_cache=not generation.recompute,
+        )
         if len(batch) > 1:  # one after the other, so that they can be read
             steps = list(steps)
         for row, (i, j) in enumerate(batch):

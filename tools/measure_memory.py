@@ -89,7 +89,9 @@ CASES = [
     Case(f"{_FUSED} --fp16 --fp32-residual-connection"),
     Case("--bf16 --recompute-activations"),
     Case(f"{_FUSED} --reset-attention-mask"),
-    Case("--attention-dropout 0 --attention-backend unfused --bf16 --position-embedding-type none --label-smoothing 0.1"),
+    Case(
+        "--attention-dropout 0 --attention-backend unfused --bf16 --position-embedding-type none --label-smoothing 0.1"
+    ),
     Case(f"{_FUSED} {_UNIFORM} 2"),
     Case("--recompute-granularity full --recompute-method block --recompute-num-layers 3 --bf16"),
     Case(f"{LLAMA} --num-query-groups 2"),
@@ -102,7 +104,11 @@ CASES = [
     Case(f"{_P4} {_FUSED} {_BATCH} --hidden-dropout 0 --pipeline-schedule zb-h1", 4, 2),
     Case(f"{_P2} {_FUSED} {_BATCH} --num-layers-per-virtual-pipeline-stage 1 --bf16", 2, 0),
     Case(f"{_P2} {_FUSED} {_BATCH} --decoder-first-pipeline-num-layers 1 {_T2}", 4, 0),
-    Case(f"{_P2} {_FUSED} {_BATCH} --decoder-first-pipeline-num-layers 1 {_T2} --no-scatter-gather-tensors-in-pipeline", 4, 2),
+    Case(
+        f"{_P2} {_FUSED} {_BATCH} --decoder-first-pipeline-num-layers 1 {_T2} --no-scatter-gather-tensors-in-pipeline",
+        4,
+        2,
+    ),
     Case(f"{_FUSED} {_BATCH} --grad-reduce-in-bf16 --bf16", 4, 1),
     Case(f"{_FUSED} {_BATCH} --zero-stage 1 {_OVERLAP} --bf16", 4, 3),
     Case(f"{_FUSED} {_BATCH} --zero-stage 2 --ddp-bucket-size 30000 --overlap-grad-reduce", 4, 0),
@@ -111,16 +117,30 @@ CASES = [
     Case(f"{_FUSED} {_BATCH} --zero-stage 3 {_UNIFORM} 2 --overlap-param-gather", 4, 0),
     Case(f"{_P2} {_FUSED} {_BATCH} --zero-stage 3 --pipeline-schedule zb-h1 {_OVERLAP}", 4, 2),
     Case(f"{_P2} {_FUSED} {_BATCH} --zero-stage 3 --num-layers-per-virtual-pipeline-stage 1 {_OVERLAP} --bf16", 4, 2),
-    Case(f"{_P2} {_T2} {LLAMA} --num-query-groups 1 --sequence-parallel {_BATCH} --zero-stage 2 --num-distributed-optimizer-instances 2 "
-         "--bf16 --grad-reduce-in-bf16", 16, 8),
+    Case(
+        f"{_P2} {_T2} {LLAMA} --num-query-groups 1 --sequence-parallel {_BATCH} --zero-stage 2 --num-distributed-optimizer-instances 2 "
+        "--bf16 --grad-reduce-in-bf16",
+        16,
+        8,
+    ),
     Case(f"{_FUSED} {_BATCH} --optimizer sgd --zero-stage 1", 4, 0),
     Case(f"{_FUSED} {_BATCH} --fixed-order-grad-reduce", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 3 --pipeline-schedule zb-h1 --overlap-grad-reduce", 4, 2),
-    Case(f"{_FUSED} {_BATCH} --zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16", 4, 3),
+    Case(
+        f"{_FUSED} {_BATCH} --zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16",
+        4,
+        3,
+    ),
     Case(f"{_FUSED} {_BATCH} --zero-stage 1 --bf16 --main-grads-dtype bf16", 4, 1),
-    Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --main-grads-dtype bf16 --reduce-scatter-with-fp32-accumulation", 4, 2),
-    Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation "
-         "--overlap-grad-reduce --ddp-bucket-size 30000", 4, 0),
+    Case(
+        f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --main-grads-dtype bf16 --reduce-scatter-with-fp32-accumulation", 4, 2
+    ),
+    Case(
+        f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation "
+        "--overlap-grad-reduce --ddp-bucket-size 30000",
+        4,
+        0,
+    ),
     Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --poison-released-buffers --overlap-param-gather", 4, 1),
     Case(f"{_FUSED} --bf16 {_PARTS} mlp layernorm"),
     Case(f"{_FUSED} {_BATCH} {_P2} {_T2} --sequence-parallel {_PARTS} core_attn layernorm", 4, 0),
@@ -129,30 +149,52 @@ CASES = [
     Case(f"{_FUSED} {_BATCH} --zero-stage 1 --bf16 --optimizer-cpu-offload", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 --offload-dir state --optimizer-offload-fraction 0.5", 4, 0),
     Case(f"{_FUSED} {_BATCH} --zero-stage 3 --bf16 --offload-dir state --offload-params --overlap-param-gather", 4, 1),
-    Case(f"{_P2} {_FUSED} {_BATCH} --num-layers-per-virtual-pipeline-stage 1 --zero-stage 1 --bf16 --main-grads-dtype bf16 "
-         "--reduce-scatter-with-fp32-accumulation --overlap-grad-reduce --ddp-bucket-size 30000", 4, 2),
+    Case(
+        f"{_P2} {_FUSED} {_BATCH} --num-layers-per-virtual-pipeline-stage 1 --zero-stage 1 --bf16 --main-grads-dtype bf16 "
+        "--reduce-scatter-with-fp32-accumulation --overlap-grad-reduce --ddp-bucket-size 30000",
+        4,
+        2,
+    ),
     Case(f"{_P2} {_FUSED} {_BATCH} --bf16 --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1000", 4, 0),
-    Case(f"{_P2} {_FUSED} {_BATCH} {_UNIFORM} 1 --cpu-offloading-num-layers 1 --contiguous-checkpointing --pipeline-schedule zb-h1", 4, 1),
+    Case(
+        f"{_P2} {_FUSED} {_BATCH} {_UNIFORM} 1 --cpu-offloading-num-layers 1 --contiguous-checkpointing --pipeline-schedule zb-h1",
+        4,
+        1,
+    ),
     Case(f"{_T2} {_FUSED} {_UNIFORM} 1 --distribute-saved-activations --contiguous-checkpointing", 2, 1),
-    Case(f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 {_UNIFORM} 2 --cpu-offloading-num-layers 4 --offload-dir state "
-         "--optimizer-offload-fraction 0.3", 4, 3),
+    Case(
+        f"{_FUSED} {_BATCH} --zero-stage 2 --bf16 {_UNIFORM} 2 --cpu-offloading-num-layers 4 --offload-dir state "
+        "--optimizer-offload-fraction 0.3",
+        4,
+        3,
+    ),
     Case(f"--bf16 {_PARTS} core_attn mlp layernorm"),
     Case("", model="bert"),
     Case(f"{_T2} --sequence-parallel {_FUSED} --bf16", 2, 1, "bert"),
     Case(f"{_P4} {_FUSED} {_BATCH} --hidden-dropout 0 --pipeline-schedule zb-h1", 4, 3, "bert"),
     Case(f"{_P2} {_FUSED} {_BATCH} --zero-stage 3 --pipeline-schedule zb-h1 {_OVERLAP} --bf16", 4, 2, "bert"),
-    Case(f"{_P2} {_T2} {_FUSED} {_BATCH} --bert-no-binary-head {_UNIFORM} 1 --distribute-saved-activations", 4, 0, "bert"),
-]  # fmt: skip
+    Case(
+        f"{_P2} {_T2} {_FUSED} {_BATCH} --bert-no-binary-head {_UNIFORM} 1 --distribute-saved-activations", 4, 0, "bert"
+    ),
+]
 # Too long for a test: GPT-2 with half of its layers (82 M parameters), and deeper ones on many ranks.
 LARGE = [
     Case(f"--num-layers 6 {_MEDIUM} {_FUSED}"),
     Case(f"--num-layers 6 {_MEDIUM} {_FUSED} --zero-stage 1 --global-batch-size 32 {_OVERLAP}", 8, 0),
     Case(f"--num-layers 6 {_MEDIUM} {_FUSED} --zero-stage 3 --global-batch-size 32 {_OVERLAP}", 8, 0),
-    Case(f"--num-layers 24 {_MEDIUM} {LLAMA} --num-query-groups 4 {_T2} --sequence-parallel {_P4} --global-batch-size 32 "
-         "--use-distributed-optimizer --recompute-activations", 16, 0),
-    Case(f"--num-layers 24 {_MEDIUM} {_FUSED} --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8 "
-         "--global-batch-size 512 --zero-stage 1 --pipeline-schedule zb-h1", 1024, 700),
-]  # fmt: skip
+    Case(
+        f"--num-layers 24 {_MEDIUM} {LLAMA} --num-query-groups 4 {_T2} --sequence-parallel {_P4} --global-batch-size 32 "
+        "--use-distributed-optimizer --recompute-activations",
+        16,
+        0,
+    ),
+    Case(
+        f"--num-layers 24 {_MEDIUM} {_FUSED} --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8 "
+        "--global-batch-size 512 --zero-stage 1 --pipeline-schedule zb-h1",
+        1024,
+        700,
+    ),
+]
 
 
 class _Done:
@@ -277,9 +319,13 @@ def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt"
             for _ in range(steps):
                 tracker.restart()
                 train_step(
-                    pipeline, optimizer, dict.fromkeys(chunks, data if mesh["tp"].is_first else None),
-                    first_sample=0, lr=0.0, check_finite=False,
-                )  # fmt: skip
+                    pipeline,
+                    optimizer,
+                    dict.fromkeys(chunks, data if mesh["tp"].is_first else None),
+                    first_sample=0,
+                    lr=0.0,
+                    check_finite=False,
+                )
             in_file = bytes_in_file(chunks.values(), optimizer)
     finally:
         if tier is not None:
@@ -288,10 +334,16 @@ def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt"
         set_runtime(None, this_thread_only=True)
     run = of_rank(
         RunSizes.of(
-            config, tokenizer.vocab_size, world_size,
-            accelerator=False, threads=torch.get_num_threads(), model=model, widened=products.widened,
-        ), mesh,
-    )  # fmt: skip
+            config,
+            tokenizer.vocab_size,
+            world_size,
+            accelerator=False,
+            threads=torch.get_num_threads(),
+            model=model,
+            widened=products.widened,
+        ),
+        mesh,
+    )
     kinds, total = {kind: tracker.peak[kind] for kind in KINDS}, tracker.peak["total"]
     return Measured(run, mesh["pp"].rank, kinds, total, max(ever, total), in_file)
 

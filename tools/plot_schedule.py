@@ -47,9 +47,10 @@ class PlotConfig:
     """Schedule to draw."""
 
     schedule: str = knob(
-        "1f1b", f"one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
+        "1f1b",
+        f"one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
         flags=("--schedule", "--pipeline-schedule"),
-    )  # fmt: skip
+    )
     all: bool = knob(False, "draw every schedule; those that do not fit the sizes are left out, and why is said")
     pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
     microbatches: int = knob(8, "microbatches in a step")

@@ -129,10 +129,19 @@ def _shape(draw: Draw, t: int, layers: int) -> None:
     if position is None:
         draw.flag("--max-position-embeddings 80", 0.2)
     for words, probability in (
-        ("--untie-embeddings-and-output-weights", 0.4), ("--swiglu", 0.3), ("--normalization RMSNorm", 0.3), ("--disable-bias-linear", 0.3),
-        ("--add-qkv-bias", 0.2), ("--qk-layernorm", 0.2), ("--hidden-dropout 0", 0.4), ("--attention-dropout 0", 0.7), ("--z-loss-coeff 0.01", 0.1),
-        ("--label-smoothing 0.1", 0.1), ("--reset-attention-mask", 0.1), ("--reset-position-ids", 0.05),
-    ):  # fmt: skip
+        ("--untie-embeddings-and-output-weights", 0.4),
+        ("--swiglu", 0.3),
+        ("--normalization RMSNorm", 0.3),
+        ("--disable-bias-linear", 0.3),
+        ("--add-qkv-bias", 0.2),
+        ("--qk-layernorm", 0.2),
+        ("--hidden-dropout 0", 0.4),
+        ("--attention-dropout 0", 0.7),
+        ("--z-loss-coeff 0.01", 0.1),
+        ("--label-smoothing 0.1", 0.1),
+        ("--reset-attention-mask", 0.1),
+        ("--reset-position-ids", 0.05),
+    ):
         draw.flag(words, probability)
     draw.value("--attention-backend", None, None, None, "unfused")
 

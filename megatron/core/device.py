@@ -29,13 +29,15 @@ class DeviceConfig:
         "minutes that ranks wait at the start for those that have not come, and after which a collective that never completes is an error",
     )
     empty_unused_memory_level: Literal[0, 1, 2] = knob(
-        0, "give memory that tensors have given back to others than the next tensors, which costs time: 1 after the backwards of a step, 2 "
+        0,
+        "give memory that tensors have given back to others than the next tensors, which costs time: 1 after the backwards of a step, 2 "
         "after its update too; on a CPU whenever a block is given back, 1 of a megabyte, 2 of 128 KiB",
-    )  # fmt: skip
+    )
     check_memory: bool = knob(
-        True, "start although parameters, gradients and optimizer state alone need more memory than the machine or the device has",
+        True,
+        "start although parameters, gradients and optimizer state alone need more memory than the machine or the device has",
         flags=("--no-check-memory",),
-    )  # fmt: skip
+    )
     local_rank: int | None = knob(
         None, "rank within the node, as launchers pass it", flags=("--local-rank", "--local_rank")
     )

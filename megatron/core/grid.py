@@ -64,10 +64,7 @@ class Grid:
         """All groups of ranks that differ only in `axes`; every rank is in exactly one of them."""
         varying = [name for name in self.sizes if name in axes]
         fixed = [name for name in self.sizes if name not in axes]
-        return [
-            tuple(start + offset for offset in self._offsets(varying))
-            for start in self._offsets(fixed)
-        ]  # fmt: skip
+        return [tuple(start + offset for offset in self._offsets(varying)) for start in self._offsets(fixed)]
 
     def _offsets(self, names: list[str]) -> list[int]:
         points = product(*(range(self.sizes[name]) for name in names))

@@ -44,13 +44,21 @@ class _Variables(NamedTuple):
 
 
 _LAUNCHERS = (
-    _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "start with torchrun, or unset {given}"),
     _Variables(
-        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", "start with mpirun, or unset {given}",
+        "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "start with torchrun, or unset {given}"
     ),
-    _Variables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "start with mpiexec, or unset {given}"),
-)  # fmt: skip
+    _Variables(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "start with mpirun, or unset {given}",
+    ),
+    _Variables(
+        "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "start with mpiexec, or unset {given}"
+    ),
+)
 DEFAULT_PORT = 29500  # torchrun's
 
 

@@ -82,8 +82,9 @@ def grid_for(world_size: int, *, tensor: int, pipeline: int, replicas: int = 1, 
     if world_size % (model * replicas):
         raise ConfigError(
             f"world size {world_size} is not a multiple of {model * replicas} = tensor-model-parallel-size ({tensor}) x "
-            f"pipeline-model-parallel-size ({pipeline})" + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
+            f"pipeline-model-parallel-size ({pipeline})"
+            + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
             + "; start another number of processes or change the sizes"
-        )  # fmt: skip
+        )
     inner = world_size // (model * replicas)
     return grid_of(order, {"tp": tensor, "pp": pipeline, "dp_outer": replicas, "dp_inner": inner})

@@ -113,11 +113,19 @@ def initialize_megatron(
     mesh.products = settle_products(config, mesh["world"], device, settings.notes)
     checkpoints = config.checkpoint.save or config.checkpoint.load
     runtime = Runtime(
-        config, args, mesh, device, settings.tokenizer, keys, WeightGradStore(), timers, tier,
+        config,
+        args,
+        mesh,
+        device,
+        settings.tokenizer,
+        keys,
+        WeightGradStore(),
+        timers,
+        tier,
         products=mesh.products,
         tokenizer_sha256=settings.tokenizer_sha256,
         data_sha256=data_sha256(config.data) if checkpoints and mesh["world"].is_first else None,
-    )  # fmt: skip
+    )
     if tier is not None:
         runtime.held.callback(tier.close)
     set_runtime(runtime)

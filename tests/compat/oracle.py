@@ -90,9 +90,15 @@ def fim(path, rules, **case):
     )
     settings = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, "split": "1"}
     config = module.GPTFIMDatasetConfig(
-        random_seed=config["seed"], sequence_length=config["seq_length"], path_to_cache=config["cache"],
-        tokenizer=tokenizer, blend=(["unused"], None), allow_ambiguous_pad_tokens=True, **settings, **rules,
-    )  # fmt: skip
+        random_seed=config["seed"],
+        sequence_length=config["seq_length"],
+        path_to_cache=config["cache"],
+        tokenizer=tokenizer,
+        blend=(["unused"], None),
+        allow_ambiguous_pad_tokens=True,
+        **settings,
+        **rules,
+    )
     prefix = case["prefix"]
     dataset = module.GPTFIMDataset(IndexedDataset(prefix), prefix, ids, case["num_samples"], Split.train, config)
     rows = []
@@ -166,12 +172,7 @@ def read(prefix, multimodal=False):
     tokens = [item[0] if multimodal else item for item in items]
     whole = np.concatenate(tokens) if tokens else np.empty(0)
     modes = np.array([item[1] for item in items]) if multimodal else np.empty(0)
-    return {
-        "tokens": whole,
-        "modes": modes,
-        "lengths": dataset.sequence_lengths,
-        "documents": dataset.document_indices,
-    }
+    return {"tokens": whole, "modes": modes, "lengths": dataset.sequence_lengths, "documents": dataset.document_indices}
 
 
 def masked_config(cls, seed, seq_length, cache, vocab_words, pad=0, **options):

@@ -231,9 +231,13 @@ def test_files_that_megatron_wrote_give_the_same_batches_in_the_same_order(ask, 
         asked = [("write", {"prefix": prefix, "documents": documents, "dtype": dtype})]
         answers = ask(asked + [("batches", case) for case in cases])[1:]
         config = DataConfig(
-            data_path=[prefix], split="8,1,1", seq_length=16, data_cache_path=str(tmp_path / "ours"), eod_mask_loss=True,
+            data_path=[prefix],
+            split="8,1,1",
+            seq_length=16,
+            data_cache_path=str(tmp_path / "ours"),
+            eod_mask_loss=True,
             reset_position_ids=True,
-        )  # fmt: skip
+        )
         tokenizer = types.SimpleNamespace(vocab_size=vocab, eod=eod, pad=vocab - 2)
         train, _, _ = build_gpt_datasets(config, tokenizer, [130, 0, 0], 31)
         for case, answer in zip(cases, answers):
@@ -419,9 +423,13 @@ def parts_of(case: dict, *, special_tokens: int, min_sentences: int) -> tuple:
         config["masking_use_geometric_distribution"],
     )
     request = SampleRequest(
-        tuple(case["ids"]), case["num_samples"], config["seq_length"] - special_tokens, min_sentences,
-        config["short_sequence_probability"], config["seed"],
-    )  # fmt: skip
+        tuple(case["ids"]),
+        case["num_samples"],
+        config["seq_length"] - special_tokens,
+        min_sentences,
+        config["short_sequence_probability"],
+        config["seed"],
+    )
     sample_map = build_sample_map(indexed.sequence_lengths, indexed.document_indices, request)
     return indexed, sample_map, config["seq_length"], config["seed"], PIECES, rules
 

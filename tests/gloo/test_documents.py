@@ -45,9 +45,14 @@ def bash(script: str, folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "WORLD_SIZE"))}
     environment |= {"PATH": f"{folder}/bin:{environment['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], env=environment | variables, cwd=folder, capture_output=True, text=True,
-        timeout=280, check=False,
-    )  # fmt: skip
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=environment | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -74,8 +79,13 @@ def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
     (folder / "books.txt").write_text("\n\n".join(texts))
     readme = shown_in("README.md", but=("bash ",))
     assert [command.split()[1] for command in readme] == [
-        "-c", "tools/train_tokenizer.py", "tools/preprocess_data.py", "--nproc-per-node", "tools/plot_run.py", "tools/generate.py",
-    ]  # fmt: skip
+        "-c",
+        "tools/train_tokenizer.py",
+        "tools/preprocess_data.py",
+        "--nproc-per-node",
+        "tools/plot_run.py",
+        "tools/generate.py",
+    ]
     said = bash("\n".join([*readme, *shown_in("docs/generation.md")]), folder)
     assert "tp 2, pp 2, dp 1" in said and "validation loss at iteration 2 on validation set" in said
     assert (folder / "books.png").stat().st_size > 1000
@@ -101,8 +111,13 @@ def test_the_tutorial_leads_from_a_text_to_the_same_numbers_in_four_processes(fo
     (download,) = (i for i, command in enumerate(commands) if command.startswith("curl "))
     commands[download] = f"cp {text} runs/shakespeare/input.txt"
     script = "\n".join(commands)
-    for long, short in (("exit-interval 500", "exit-interval 2"), ("exit-interval 200", "exit-interval 2"), ("[12]00/", "2/"),
-                        ("exit-interval 300", "exit-interval 3"), ("300/", "3/")):  # fmt: skip
+    for long, short in (
+        ("exit-interval 500", "exit-interval 2"),
+        ("exit-interval 200", "exit-interval 2"),
+        ("[12]00/", "2/"),
+        ("exit-interval 300", "exit-interval 3"),
+        ("300/", "3/"),
+    ):
         assert long in script
         script = script.replace(long, short)
     said = bash(script, folder)

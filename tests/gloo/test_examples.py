@@ -123,10 +123,15 @@ def slurm(tmp_path) -> dict[str, str]:
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     return {
-        "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "1",
-        "SLURM_SUBMIT_DIR": str(ROOT), "TENSOR_MP_SIZE": "1",
-    }  # fmt: skip
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "TENSOR_MP_SIZE": "1",
+    }
 
 
 SBATCH = str(EXAMPLES / "slurm" / "pretrain_gpt.sbatch")

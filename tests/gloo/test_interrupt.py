@@ -14,9 +14,7 @@ LONG += ["--log-interval", "1", "--eval-iters", "0", "--save-interval", "2"]
 
 
 @pytest.mark.parametrize(
-    "layout, pressed",
-    [(Layout(pp=2), range(2)), pytest.param(Layout(dp=2), [1], marks=pytest.mark.full)],
-    ids=str,
+    "layout, pressed", [(Layout(pp=2), range(2)), pytest.param(Layout(dp=2), [1], marks=pytest.mark.full)], ids=str
 )
 def test_an_interrupted_job_ends_in_one_line(layout, pressed, tmp_path):
     """Pressed at a terminal all ranks hear of it; of a signal to one of them the others are told."""

@@ -37,22 +37,43 @@ IS_NO_MISTAKE_THERE = {
 DATA = REAL + "--eval-iters 0 --log-interval 1 --data-path {tmp}/"
 LOAD = MOCK + "--eval-iters 0 --global-batch-size 4 --load {tmp}/"
 LATER = {
-    "data cut off": (DATA + "cut", ["{tmp}/cut.bin has 1000 bytes, but {tmp}/cut.idx describes 2000", "copy both again"]),
+    "data cut off": (
+        DATA + "cut",
+        ["{tmp}/cut.bin has 1000 bytes, but {tmp}/cut.idx describes 2000", "copy both again"],
+    ),
     "index cut off": (DATA + "cut_index", ["{tmp}/cut_index.idx has 50 bytes, its header describes", "copy it again"]),
-    "index of something else": (DATA + "other", ["{tmp}/other.idx does not begin as an index of tokens does", "preprocess again"]),
+    "index of something else": (
+        DATA + "other",
+        ["{tmp}/other.idx does not begin as an index of tokens does", "preprocess again"],
+    ),
     "tokens missing": (DATA + "no_tokens", ["{tmp}/no_tokens.bin", "does not exist"]),
     "empty split": (DATA + "good --split 0,1,1", ["no training data", "--split"]),
-    "split without documents": (DATA + "good --split 1,999,0", ["--split 1,999,0 leaves no document of 100 to the train split", "larger share"]),
+    "split without documents": (
+        DATA + "good --split 1,999,0",
+        ["--split 1,999,0 leaves no document of 100 to the train split", "larger share"],
+    ),
     "no folder": (LOAD + "nothing", ["--load {tmp}/nothing does not exist", "leave --load out"]),
     "damaged checkpoint": (LOAD + "damaged", ["{tmp}/damaged/iter_0000002/rank_00000.bin", "sha256"]),
-    "checkpoint without a file": (LOAD + "lacking", ["{tmp}/lacking/iter_0000002: rank_00000.bin is missing", "restore this file"]),
-    "checkpoint without its list": (LOAD + "unlisted", ["{tmp}/unlisted/iter_0000002: has no manifest.json", "load another"]),
-    "checkpoint of another width": (LOAD + "saved --hidden-size 64", ["hidden_size: the checkpoint has 48, this run has 64"]),
-    "checkpoint of another depth": (LOAD + "saved --num-layers 8", ["num_layers: the checkpoint has 4, this run has 8"]),
+    "checkpoint without a file": (
+        LOAD + "lacking",
+        ["{tmp}/lacking/iter_0000002: rank_00000.bin is missing", "restore this file"],
+    ),
+    "checkpoint without its list": (
+        LOAD + "unlisted",
+        ["{tmp}/unlisted/iter_0000002: has no manifest.json", "load another"],
+    ),
+    "checkpoint of another width": (
+        LOAD + "saved --hidden-size 64",
+        ["hidden_size: the checkpoint has 48, this run has 64"],
+    ),
+    "checkpoint of another depth": (
+        LOAD + "saved --num-layers 8",
+        ["num_layers: the checkpoint has 4, this run has 8"],
+    ),
     "checkpoint of another vocabulary": (LOAD + "saved --vocab-size 90", ["61", "91"]),
     "checkpoint of another schedule": (LOAD + "saved --lr 2e-3", ["learning rate schedule", "--override-"]),
     "no number": (MOCK + "--eval-iters 0 --global-batch-size 4 --lr 1e30", ["the gradient's norm is", "Lower --lr"]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +91,12 @@ def files(tmp_path_factory) -> Path:
     (folder / "no_tokens.bin").unlink()
     words = shlex.split(BASE + MOCK + f"--eval-iters 0 --global-batch-size 4 --exit-interval 2 --save {folder}/saved")
     pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider, ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step, argv=words,
-    )  # fmt: skip
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+        argv=words,
+    )
     for name in ("damaged", "lacking", "unlisted"):
         shutil.copytree(folder / "saved", folder / name)
     content = bytearray((folder / "damaged/iter_0000002/rank_00000.bin").read_bytes())

@@ -16,7 +16,7 @@ TWO_STEPS = split("--exit-interval 2 --eval-interval 2 --eval-iters 1")
 OWN_FLAGS = split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 63 --untie-embeddings-and-output-weights "
     "--make-vocab-size-divisible-by 1 --train-iters 4 --log-interval 1"
-)  # fmt: skip
+)
 
 
 def own_script(layout: Layout, *more: str) -> Outcome:

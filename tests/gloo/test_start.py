@@ -17,16 +17,25 @@ REFUSALS = {
         2,
         split("--num-layer 3 --context-parallel-size 2 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"),
         [
-            "cannot start, 6 problem(s)", "unknown flag --num-layer; did you mean --num-layers?",
-            "--context-parallel-size is 2", "--num-experts", "--weight-decay is -1", "--seed is -5", "--hidden-dropout is 2",
+            "cannot start, 6 problem(s)",
+            "unknown flag --num-layer; did you mean --num-layers?",
+            "--context-parallel-size is 2",
+            "--num-experts",
+            "--weight-decay is -1",
+            "--seed is -5",
+            "--hidden-dropout is 2",
         ],
     ),
     "sizes that the ranks do not divide": (
         2,
         split("--tensor-model-parallel-size 3 --pipeline-model-parallel-size 3"),
-        ["--num-attention-heads (4) must be a multiple of --tensor-model-parallel-size (3)", "ffn hidden size (128)", "the number of layers (4) must be a multiple"],
+        [
+            "--num-attention-heads (4) must be a multiple of --tensor-model-parallel-size (3)",
+            "ffn hidden size (128)",
+            "the number of layers (4) must be a multiple",
+        ],
     ),
-}  # fmt: skip
+}
 
 
 # test_refused_on_layouts.py has more kinds, in jobs that stay; here processes end.
@@ -44,8 +53,14 @@ def test_bad_settings_are_refused_on_all_ranks_at_once(ranks, flags, said):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--lr 2e-2", "--seed 7", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--global-batch-size 12"],
-)  # fmt: skip
+    [
+        "--lr 2e-2",
+        "--seed 7",
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--global-batch-size 12",
+    ],
+)
 def test_ranks_with_different_settings_stop(flags):
     """The second of two ranks has a setting of its own, perhaps one that decides which groups there are."""
     outcome = run([PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: flags.split()}, timeout=20)

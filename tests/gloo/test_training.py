@@ -44,8 +44,10 @@ def test_only_the_last_rank_prints_log_lines(twenty_steps):
     outcome = twenty_steps("gpt2", Layout(tp=2, pp=2, dp=2, sp=True))
     assert [len(log_lines(text)) for text in outcome.stdout[:-1]] == [0] * 7
     assert [line.where for line in outcome.validation] == [
-        "iteration 10", "iteration 20 on validation set", "iteration 20 on test set",
-    ]  # fmt: skip
+        "iteration 10",
+        "iteration 20 on validation set",
+        "iteration 20 on test set",
+    ]
     assert outcome.training[-1].text == outcome.printed[outcome.printed.index(outcome.validation[0].text) + 10]
     assert [line.consumed_samples for line in outcome.training] == list(range(8, 161, 8))
 

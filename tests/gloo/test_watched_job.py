@@ -32,9 +32,14 @@ def test_a_job_is_watched_over_a_restart(tmp_path):
     first = pretrain([*flags, *profile], layout)
     entries = read(metrics)
     assert [(e["kind"], e["iteration"]) for e in entries if e["kind"] != "inspect"] == [
-        ("interval", 1), ("interval", 2), ("validation", 2), ("interval", 3), ("interval", 4), ("validation", 4),
+        ("interval", 1),
+        ("interval", 2),
+        ("validation", 2),
+        ("interval", 3),
+        ("interval", 4),
         ("validation", 4),
-    ]  # fmt: skip
+        ("validation", 4),
+    ]
     assert {e["iteration"] for e in entries if e["kind"] == "inspect"} == {3}
     (root / "latest_checkpointed_iteration.txt").write_text("2\n")
     second = pretrain(flags, layout)
@@ -53,9 +58,12 @@ def test_a_job_is_watched_over_a_restart(tmp_path):
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"step 1", "F0.0", "B0.3"} <= names and any(str(name).startswith("send pp_forward (") for name in names)
     assert [line.split("\t")[3:] for line in (root / "progress.txt").read_text().splitlines()] == [
-        ["Starting job"], ["Saved checkpoint", "Iteration: 2"], ["Saved checkpoint", "Iteration: 4"],
-        ["Starting job"], ["Saved checkpoint", "Iteration: 4"],
-    ]  # fmt: skip
+        ["Starting job"],
+        ["Saved checkpoint", "Iteration: 2"],
+        ["Saved checkpoint", "Iteration: 4"],
+        ["Starting job"],
+        ["Saved checkpoint", "Iteration: 4"],
+    ]
 
 
 def read(path: Path) -> list[dict]:

@@ -103,7 +103,7 @@ def train(mesh: Mesh, model: TransformerConfig, layout: Layout, batch: int, step
     a rank has."""
     known = train_rank(
         mesh, model, layout, steps=steps, global_batch=batch, optimizer=OptimizerConfig(clip_grad=0.0, weight_decay=0.1)
-    )  # fmt: skip
+    )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (known["losses"], known["grads"][-1], known["weights"]))
     losses, grads, weights = zip(*ranks)
@@ -122,9 +122,17 @@ def train_case(case: BitsCase, mesh: Mesh, folder: str) -> dict:
     )
     m = case.microbatches
     layout = Layout(
-        tp=tp, pp=pp, v=v, dp=case.dp, m=m, recompute=case.recompute, schedule="interleaved" if v > 1 else "1f1b",
-        data_parallel=DataParallelConfig(**settings), offload=offload, poison=case.stage == "3",
-    )  # fmt: skip
+        tp=tp,
+        pp=pp,
+        v=v,
+        dp=case.dp,
+        m=m,
+        recompute=case.recompute,
+        schedule="interleaved" if v > 1 else "1f1b",
+        data_parallel=DataParallelConfig(**settings),
+        offload=offload,
+        poison=case.stage == "3",
+    )
     model = replace(MODEL, bf16=case.bf16, untie_embeddings_and_output_weights=not case.tied)
     with several_slices():
         return train(mesh, model, layout, batch=2 * case.dp * m, steps=2)
@@ -171,8 +179,10 @@ def train_with_fsdp2(mesh: Mesh, model: TransformerConfig, batch: int) -> dict[s
     others = [p for p in module.parameters() if p.dim() <= 1]
     adam = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-2, betas=(0.9, 0.999), eps=1e-8,
-    )  # fmt: skip
+        lr=1e-2,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+    )
     ranks = mesh["dp"].size
     shape = BatchShape(batch // ranks, 1)
     for step in range(3):

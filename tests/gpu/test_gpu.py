@@ -166,7 +166,10 @@ BATCH = "--global-batch-size 16"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 LAYOUTS = [
     (1, "--zero-stage 3 --overlap-param-gather"),
-    (1, "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform --contiguous-checkpointing"),
+    (
+        1,
+        "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform --contiguous-checkpointing",
+    ),
     (2, ""),
     (2, f"--zero-stage 1 {OVERLAP}"),
     (2, f"--zero-stage 2 {OVERLAP}"),
@@ -182,12 +185,21 @@ LAYOUTS = [
     (4, f"--pipeline-model-parallel-size 2 --zero-stage 3 {OVERLAP}"),
     (4, "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe"),
     (4, f"--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim {OVERLAP}"),
-    (4, "--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --offload-params "
-        "--optimizer-cpu-offload"),
-    (8, f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --zero-stage 1 {OVERLAP}"),
-    (8, "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 4 --sequence-parallel --pipeline-model-parallel-size 2"),
+    (
+        4,
+        "--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --offload-params "
+        "--optimizer-cpu-offload",
+    ),
+    (
+        8,
+        f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --zero-stage 1 {OVERLAP}",
+    ),
+    (
+        8,
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 4 --sequence-parallel --pipeline-model-parallel-size 2",
+    ),
     (8, f"--zero-stage 3 {OVERLAP}"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS, ids=[f"{n} {flags}" for n, flags in LAYOUTS])

@@ -41,16 +41,42 @@ GPT_345M = """
     --save checkpoints --load checkpoints --local_rank=3
 """
 GPT_345M_FIELDS = {
-    "num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024,
-    "max_position_embeddings": 1024, "micro_batch_size": 4, "global_batch_size": 16, "train_iters": 500_000,
-    "lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "lr_decay_iters": 320_000, "lr_warmup_fraction": 0.01,
-    "weight_decay": 0.01, "clip_grad": 1.0, "bf16": True, "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 2, "sequence_parallel": True, "distributed_backend": "nccl",
-    "data_path": ["data/my-gpt2_text_document"], "vocab_file": "gpt2-vocab.json", "merge_file": "gpt2-merges.txt",
-    "split": "949,50,1", "log_interval": 100, "save_interval": 10_000, "eval_interval": 1000, "eval_iters": 10,
-    "save": "checkpoints", "load": "checkpoints", "local_rank": 3, "tokenizer_type": "GPT2BPETokenizer",
-    "position_embedding_type": "learned_absolute", "swiglu": False, "add_bias_linear": True,
-}  # fmt: skip
+    "num_layers": 24,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "micro_batch_size": 4,
+    "global_batch_size": 16,
+    "train_iters": 500_000,
+    "lr": 1.5e-4,
+    "min_lr": 1e-5,
+    "lr_decay_style": "cosine",
+    "lr_decay_iters": 320_000,
+    "lr_warmup_fraction": 0.01,
+    "weight_decay": 0.01,
+    "clip_grad": 1.0,
+    "bf16": True,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "distributed_backend": "nccl",
+    "data_path": ["data/my-gpt2_text_document"],
+    "vocab_file": "gpt2-vocab.json",
+    "merge_file": "gpt2-merges.txt",
+    "split": "949,50,1",
+    "log_interval": 100,
+    "save_interval": 10_000,
+    "eval_interval": 1000,
+    "eval_iters": 10,
+    "save": "checkpoints",
+    "load": "checkpoints",
+    "local_rank": 3,
+    "tokenizer_type": "GPT2BPETokenizer",
+    "position_embedding_type": "learned_absolute",
+    "swiglu": False,
+    "add_bias_linear": True,
+}
 LLAMA_8B = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
@@ -66,26 +92,59 @@ LLAMA_8B = """
     --no-load-optim --no-load-rng --exit-interval 500 --finetune
 """
 LLAMA_8B_FIELDS = {
-    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
-    "group_query_attention": True, "num_query_groups": 8, "kv_channels": 128, "position_embedding_type": "rope",
-    "rotary_base": 1e6, "rotary_percent": 1.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "swiglu": True,
-    "init_method_std": 0.0134, "normalization": "RMSNorm", "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True, "attention_backend": "fused", "lr_warmup_iters": 100,
-    "lr_warmup_fraction": None, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "seed": 42,
-    "context_parallel_size": 1, "distributed_timeout_minutes": 60, "tokenizer_type": "HuggingFaceTokenizer",
-    "tokenizer_model": "tokenizer", "data_cache_path": "cache", "load_optim": False, "exit_interval": 500,
-    "finetune": True, "save": None,
-}  # fmt: skip
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "position_embedding_type": "rope",
+    "rotary_base": 1e6,
+    "rotary_percent": 1.0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "swiglu": True,
+    "init_method_std": 0.0134,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "attention_backend": "fused",
+    "lr_warmup_iters": 100,
+    "lr_warmup_fraction": None,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "seed": 42,
+    "context_parallel_size": 1,
+    "distributed_timeout_minutes": 60,
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "tokenizer_model": "tokenizer",
+    "data_cache_path": "cache",
+    "load_optim": False,
+    "exit_interval": 500,
+    "finetune": True,
+    "save": None,
+}
 MIXED = """
     --layernorm-epsilon 1e-6 --use-rotary-position-embeddings --no-position-embedding --eod-mask-loss --mock-data
     --exit-on-missing-checkpoint --no-check-for-nan-in-loss-and-grad --use-tp-pp-dp-mapping --device cpu
     --make-vocab-size-divisible-by 64 --adam-eps 1e-6 --lr-warmup-init 1e-7 --local-rank 0
 """
 MIXED_FIELDS = {
-    "norm_epsilon": 1e-6, "position_embedding_type": "rope", "eod_mask_loss": True, "mock_data": True,
-    "exit_on_missing_checkpoint": True, "check_for_nan_in_loss_and_grad": False, "use_tp_pp_dp_mapping": True,
-    "device": "cpu", "make_vocab_size_divisible_by": 64, "adam_eps": 1e-6, "lr_warmup_init": 1e-7, "local_rank": 0,
-}  # fmt: skip
+    "norm_epsilon": 1e-6,
+    "position_embedding_type": "rope",
+    "eod_mask_loss": True,
+    "mock_data": True,
+    "exit_on_missing_checkpoint": True,
+    "check_for_nan_in_loss_and_grad": False,
+    "use_tp_pp_dp_mapping": True,
+    "device": "cpu",
+    "make_vocab_size_divisible_by": 64,
+    "adam_eps": 1e-6,
+    "lr_warmup_init": 1e-7,
+    "local_rank": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -162,20 +221,29 @@ def test_position_embeddings_have_several_spellings(line: str, kind: str):
     [
         ("--recompute-activations --recompute-granularity selective", []),
         ("--checkpoint-activations --recompute-granularity full", []),
-        ("--recompute-activations --recompute-granularity full --recompute-method block", [
-            "--recompute-activations stands for --recompute-granularity selective, which contradicts "
-            "--recompute-granularity full; give one"
-        ]),
-        ("--checkpoint-activations --recompute-activations", [
-            "--checkpoint-activations stands for --recompute-granularity full, which contradicts "
-            "--recompute-activations; give one"
-        ]),
-        ("--use-rotary-position-embeddings --position-embedding-type none", [
-            "--use-rotary-position-embeddings stands for --position-embedding-type rope, which contradicts "
-            "--position-embedding-type none; give one"
-        ]),
+        (
+            "--recompute-activations --recompute-granularity full --recompute-method block",
+            [
+                "--recompute-activations stands for --recompute-granularity selective, which contradicts "
+                "--recompute-granularity full; give one"
+            ],
+        ),
+        (
+            "--checkpoint-activations --recompute-activations",
+            [
+                "--checkpoint-activations stands for --recompute-granularity full, which contradicts "
+                "--recompute-activations; give one"
+            ],
+        ),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type none",
+            [
+                "--use-rotary-position-embeddings stands for --position-embedding-type rope, which contradicts "
+                "--position-embedding-type none; give one"
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_spellings_that_contradict_each_other_are_refused(line: str, problems: list[str]):
     """Whichever comes first on the line."""
     words = line.split()
@@ -245,18 +313,24 @@ def test_a_bad_default_of_the_script_is_found_like_a_flag():
         ("--num-layer 3", ["unknown flag --num-layer; did you mean --num-layers?"]),
         ("--num-layer=3", ["unknown flag --num-layer=3; did you mean --num-layers?"]),
         ("--xyzzy", ["unknown flag --xyzzy; --help lists the known ones"]),
-        ("--tensor-model-parallel 2", [
-            "unknown flag --tensor-model-parallel; did you mean --tensor-model-parallel-size?"
-        ]),
+        (
+            "--tensor-model-parallel 2",
+            ["unknown flag --tensor-model-parallel; did you mean --tensor-model-parallel-size?"],
+        ),
         ("here there", ["here there does not belong to any flag"]),
         ("--num-layers 2 3", ["3 does not belong to any flag"]),
         ("--hidden-size two", ["--hidden-size: 'two' is not a whole number"]),
-        ("--hidden-size two --data-path a --rampup-batch-size 1 b c --lr", [
-            "--hidden-size: 'two' is not a whole number", "--rampup-batch-size: 'b' is not a whole number", "--lr: expected one argument",
-        ]),
+        (
+            "--hidden-size two --data-path a --rampup-batch-size 1 b c --lr",
+            [
+                "--hidden-size: 'two' is not a whole number",
+                "--rampup-batch-size: 'b' is not a whole number",
+                "--lr: expected one argument",
+            ],
+        ),
         ("--bf16 --fp64", ["--bf16 and --fp64 exclude each other; give one"]),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_on_the_line_is_named(line: str, problems: list[str]):
     assert problems_of(line) == problems
 
@@ -349,7 +423,10 @@ RULES = [
     ("--lr-warmup-iters -5", "--lr-warmup-iters is -5; it must not be negative"),
     ("--lr-decay-iters 0", "--lr-decay-iters is 0; it must be at least 1"),
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes is 0; it must be at least 1"),
-    ("--data-path 0 a", "--data-path: weight 0.0 of a must be a positive number; leave the data set out or give it a share"),
+    (
+        "--data-path 0 a",
+        "--data-path: weight 0.0 of a must be a positive number; leave the data set out or give it a share",
+    ),
     ("--seq-length 0", "--seq-length (0) must be at least 1"),
     ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
@@ -359,7 +436,7 @@ RULES = [
         "--vocab-size 9 --null-tokenizer-eod-id 10",
         "--null-tokenizer-eod-id (10) must lie between 0 and --vocab-size (9)",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "problem"), RULES, ids=[line for line, _ in RULES])

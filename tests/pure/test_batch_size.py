@@ -26,7 +26,7 @@ RAMPS = [
     ((2, 3, 1), 8, [2, 8, 8]),  # the ramp is over before the second step
     ((1, 1, 6), 4, [1, 1, 2, 3, 4]),
     ((16, 16, 100), 32, [16] * 7 + [32]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "size", "steps"), RAMPS)
@@ -36,8 +36,16 @@ def test_a_ramp_has_the_hand_counted_sizes(given, size, steps):
 
 @pytest.mark.parametrize(
     ("start", "increment", "samples", "size"),
-    [(4, 4, 60, 16), (1, 1, 7, 64), (3, 1, 100, 52), (16, 16, 5000, 768), (2, 2, 999, 98), (1, 1, 49, 50), (32, 32, 977, 1504)],
-)  # fmt: skip
+    [
+        (4, 4, 60, 16),
+        (1, 1, 7, 64),
+        (3, 1, 100, 52),
+        (16, 16, 5000, 768),
+        (2, 2, 999, 98),
+        (1, 1, 49, 50),
+        (32, 32, 977, 1504),
+    ],
+)
 def test_a_ramp_is_megatrons_to_the_rounding_of_its_division(start, increment, samples, size):
     """The size that a step has after c samples: the last one if c > SAMPLES, else START + int(c / (SAMPLES / stages)) INCREMENT."""
     per_stage = samples / ((size - start) // increment)
@@ -65,7 +73,7 @@ LENGTHS = [
     (ramp(2, 3, 1, 8), 26, 4),  # 2 8 8 8
     (size_table("0:16 100:8", 1), 110, 6),  # after 96 a step of 16 does not fit, though one of 8 would
     (size_table("0:16 100:8", 1), 120, 8),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("sizes", "samples", "count"), LENGTHS)
@@ -119,10 +127,7 @@ def test_sizes_are_rounded_down_where_asked():
             "--step-batch-size-schedule '0:4 3:8': two sizes begin at the same sample (of --seq-length 4 tokens); change one",
         ),
         (lambda: size_table("0:0", 4), "--step-batch-size-schedule '0:0': a size must be at least 1"),
-        (
-            lambda: size_table("", 4),
-            "--step-batch-size-schedule '': it must say the size from token 0 on, as 0:SIZE",
-        ),
+        (lambda: size_table("", 4), "--step-batch-size-schedule '': it must say the size from token 0 on, as 0:SIZE"),
     ],
 )
 def test_what_cannot_be_is_explained(make, problem: str):
@@ -172,7 +177,9 @@ RULES = [
     (
         "--train-samples 90 --lr-warmup-samples 100",
         1,
-        ["the warm-up (100 samples) must end before the decay does (90); lower --lr-warmup-samples or raise --lr-decay-samples"],
+        [
+            "the warm-up (100 samples) must end before the decay does (90); lower --lr-warmup-samples or raise --lr-decay-samples"
+        ],
     ),
     ("--train-samples 3 --global-batch-size 4", 1, ["--train-samples (3) do not fill one step of 4; raise it"]),
     (
@@ -186,7 +193,9 @@ RULES = [
     (
         "--train-samples 900 --global-batch-size 16 --rampup-batch-size 2 2 60 --decrease-batch-size-if-needed",
         2,
-        ["steps must have at least 4 = --micro-batch-size (2) x data-parallel size (2) samples; raise the smallest step size"],
+        [
+            "steps must have at least 4 = --micro-batch-size (2) x data-parallel size (2) samples; raise the smallest step size"
+        ],
     ),
     (
         "--train-samples 900 --global-batch-size 16 --rampup-batch-size 4 2 60 --pipeline-model-parallel-size 2 "
@@ -202,12 +211,16 @@ RULES = [
         1,
         ["--step-batch-size-schedule and --global-batch-size exclude each other; give one"],
     ),
-    ("--train-samples 900 --rampup-batch-size 1 1 60", 2, [
-        "--rampup-batch-size makes steps of 1, 2, 3 samples, which must be multiples of 4 = --micro-batch-size (2) x data-parallel "
-        "size (2); change one or give --decrease-batch-size-if-needed",
-        "--rampup-batch-size needs --global-batch-size, the size it ends with",
-    ]),
-]  # fmt: skip
+    (
+        "--train-samples 900 --rampup-batch-size 1 1 60",
+        2,
+        [
+            "--rampup-batch-size makes steps of 1, 2, 3 samples, which must be multiples of 4 = --micro-batch-size (2) x data-parallel "
+            "size (2); change one or give --decrease-batch-size-if-needed",
+            "--rampup-batch-size needs --global-batch-size, the size it ends with",
+        ],
+    ),
+]
 
 
 @pytest.mark.parametrize(("line", "world_size", "problems"), RULES, ids=[line for line, _, _ in RULES])

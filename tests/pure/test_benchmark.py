@@ -34,8 +34,11 @@ def test_ratio_is_of_medians_with_the_rounds_beside_it():
 
 def test_tables_are_aligned():
     assert table(["", "n"], [["a", "10"], ["bcd", "2"]]).splitlines() == [
-        "|     |  n |", "| --- | -: |", "| a   | 10 |", "| bcd |  2 |"
-    ]  # fmt: skip
+        "|     |  n |",
+        "| --- | -: |",
+        "| a   | 10 |",
+        "| bcd |  2 |",
+    ]
 
 
 @pytest.mark.full

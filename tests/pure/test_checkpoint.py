@@ -246,7 +246,7 @@ CLASHES = [
     (halves((0, 1), (2, 4)), r"'w' of shape \(4,\) has gaps: its boxes \(\[0:1\], \[2:4\]\) hold 3 of 4 elements"),
     (halves((), ()), r"'w' of shape \(4,\) has gaps: its boxes \(none\) hold 0 of 4"),
     (halves((0, 2), (2, 4), (5,)), r"has tensor 'w' as float32 \(5,\), an earlier rank as float32 \(4,\); two differ"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("work, said", CLASHES)
@@ -436,13 +436,19 @@ def test_format_is_read_without_torch():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--seq-length 4", "6 learned positions, this run 4 (--seq-length); --max-position-embeddings 6 keeps the saved table"),
-        ("--seq-length 4 --max-position-embeddings 5", "this run 5 (--max-position-embeddings); --max-position-embeddings 6 keeps"),
+        (
+            "--seq-length 4",
+            "6 learned positions, this run 4 (--seq-length); --max-position-embeddings 6 keeps the saved table",
+        ),
+        (
+            "--seq-length 4 --max-position-embeddings 5",
+            "this run 5 (--max-position-embeddings); --max-position-embeddings 6 keeps",
+        ),
         ("--seq-length 8", "keeps the saved table with --seq-length 6 or less, which is now 8"),
         ("--seq-length 6", None),
         ("--seq-length 4 --max-position-embeddings 6", None),
     ],
-)  # fmt: skip
+)
 def test_other_learned_positions_are_refused_by_their_flag(flags: str, said: str | None, tmp_path):
     config, _, _ = parse_args(flags.split())
     name, device, everything = "model/embedding.position_embeddings.weight", torch.device("cpu"), {}

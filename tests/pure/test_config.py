@@ -100,11 +100,21 @@ def test_a_knob_reads_its_kind(line: str, field: str, value):
 def test_a_flag_is_spelt_like_its_field_unless_it_says_otherwise():
     spelt = {field.name: flags_of(field) for field in knobs(Oven)}
     assert spelt == {
-        "loaves": ("--loaves",), "hours": ("--hours",), "flour": ("--flour",),
-        "fan": ("--fan",), "light": ("--no-light",), "door_open": ("--shut-door",),
-        "shelf": ("--shelf",), "note": ("--note",), "heat": ("--heat",), "level": ("--level",),
-        "seeds": ("--seeds",), "times": ("--times",), "yeast": ("--yeast", "--old-yeast"), "guests": ("--guests",),
-    }  # fmt: skip
+        "loaves": ("--loaves",),
+        "hours": ("--hours",),
+        "flour": ("--flour",),
+        "fan": ("--fan",),
+        "light": ("--no-light",),
+        "door_open": ("--shut-door",),
+        "shelf": ("--shelf",),
+        "note": ("--note",),
+        "heat": ("--heat",),
+        "level": ("--level",),
+        "seeds": ("--seeds",),
+        "times": ("--times",),
+        "yeast": ("--yeast", "--old-yeast"),
+        "guests": ("--guests",),
+    }
 
 
 @pytest.mark.parametrize(
@@ -217,12 +227,13 @@ def test_help_gives_each_knob_with_its_default_under_the_first_line_of_the_docst
         ("", []),
         ("--loaves 3 --fan", []),
         ("--loaves 3 --loaves 4", ["--loaves is given 2 times: the last one counts"]),
-        ("--loaves=3 --fan --loaves=4 --fan", [
-            "--loaves is given 2 times: the last one counts", "--fan is given 2 times: the last one counts"
-        ]),
+        (
+            "--loaves=3 --fan --loaves=4 --fan",
+            ["--loaves is given 2 times: the last one counts", "--fan is given 2 times: the last one counts"],
+        ),
         ("--yeast 1 --old-yeast 2 --yeast 3", ["--yeast/--old-yeast is given 3 times: the last one counts"]),
     ],
-)  # fmt: skip
+)
 def test_flags_given_twice_are_noted(line: str, lines: list[str]):
     parser = FlagParser()
     add_flags(parser, Oven)
@@ -265,12 +276,28 @@ _OF_A_FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
     ("flags", "with_effect", "said"),
     [
         ("--ddp-bucket-size 9 --zero-stage 3", None, "--ddp-bucket-size: ZeRO stage 3 sums and gathers layer by layer"),
-        ("--ddp-bucket-size 9", "--overlap-grad-reduce", "--ddp-bucket-size: a buffer is one bucket, unless --overlap-grad-reduce"),
-        ("--offload-dir x --optimizer-offload-fraction 0", "--cpu-offloading-num-layers 1", "--offload-dir: --optimizer-offload-fraction 0"),
-        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", None, "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves"),
-        (f"--vocab-size 9 {_OF_A_FILE}", None, "--vocab-size: --tokenizer-type HuggingFaceTokenizer has a vocabulary of its own"),
+        (
+            "--ddp-bucket-size 9",
+            "--overlap-grad-reduce",
+            "--ddp-bucket-size: a buffer is one bucket, unless --overlap-grad-reduce",
+        ),
+        (
+            "--offload-dir x --optimizer-offload-fraction 0",
+            "--cpu-offloading-num-layers 1",
+            "--offload-dir: --optimizer-offload-fraction 0",
+        ),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0",
+            None,
+            "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves",
+        ),
+        (
+            f"--vocab-size 9 {_OF_A_FILE}",
+            None,
+            "--vocab-size: --tokenizer-type HuggingFaceTokenizer has a vocabulary of its own",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, with_effect: str | None, said: str):
     (note,) = parse_args(flags.split())[2]
     assert note.startswith(f"no effect here: {said}")
@@ -285,14 +312,28 @@ def test_a_vocabulary_size_that_is_read_is_not_noted(tokenizer: str):
 @pytest.mark.parametrize(
     ("flags", "valid", "test", "said"),
     [
-        ("--split 100,0,0 --eval-iters 5", None, None,
-         "no validation set: nothing is validated or tested, whatever --eval-iters (5); --split 100,0,0 leaves it no share"),
-        ("--split 90,0,10", None, [1], "no validation set: nothing is validated, whatever --eval-iters (100); --split 90,0,10"),
-        ("--train-data-path x", None, None, "no validation set: nothing is validated or tested, whatever --eval-iters (100)"),
+        (
+            "--split 100,0,0 --eval-iters 5",
+            None,
+            None,
+            "no validation set: nothing is validated or tested, whatever --eval-iters (5); --split 100,0,0 leaves it no share",
+        ),
+        (
+            "--split 90,0,10",
+            None,
+            [1],
+            "no validation set: nothing is validated, whatever --eval-iters (100); --split 90,0,10",
+        ),
+        (
+            "--train-data-path x",
+            None,
+            None,
+            "no validation set: nothing is validated or tested, whatever --eval-iters (100)",
+        ),
         ("--split 100,0,0 --eval-iters 0", None, None, None),
         ("--split 99,1,0", [1], None, None),
     ],
-)  # fmt: skip
+)
 def test_a_run_without_a_validation_set_says_so(flags: str, valid: list | None, test: list | None, said: str | None):
     config = parse_args(flags.split())[0]
     notes = notes_of_no_validation(config.training, config.data, valid, test)

@@ -57,7 +57,7 @@ COMMANDS = {
         "grep -h ...": TEACHES,
     },
     "docs/offload.md": {
-        "python pretrain_gpt.py ...": "tests/gloo/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without",
+        "python pretrain_gpt.py ...": "tests/gloo/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without"
     },
     "docs/memory.md": {
         "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_a_thousand_ranks_are_estimated_in_one_process",
@@ -101,7 +101,7 @@ COMMANDS = {
         "python tools/plot_schedule.py ...": "tests/pure/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_documents.py::test_the_fork_of_the_page_trains",
     },
-}  # fmt: skip
+}
 
 
 def matches(entry: str, command: str) -> bool:
@@ -180,7 +180,9 @@ def test_what_the_commands_write_is_no_change_to_the_repository():
     }
     assert {"books.log", "data/books", "state", "run.jsonl", "checkpoints/books"} <= written
     inside = "".join(f"{path}/x\n" for path in sorted(written))  # a file in it is ignored if it is, file or folder
-    ran = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input=inside, capture_output=True, text=True)  # fmt: skip
+    ran = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input=inside, capture_output=True, text=True
+    )
     assert ran.stdout == inside
     tracked = subprocess.run(["git", "ls-files", "-ic", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     assert (tracked.returncode, tracked.stdout) == (0, "")

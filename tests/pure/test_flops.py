@@ -11,9 +11,15 @@ def test_shapes_of_gpt_and_llama_are_counted_by_hand():
     by_hand = 2 * (8 * 8 * 3 + 8 * 8 + 2 * 8 * 32) + 8 * 10
     assert ModelShape.of(gpt, vocab_size=10, seq_length=4).multiplied_parameters == by_hand
     llama = TransformerConfig(
-        num_layers=3, hidden_size=8, num_attention_heads=4, kv_channels=3, group_query_attention=True, num_query_groups=2,
-        swiglu=True, ffn_hidden_size=20,
-    )  # fmt: skip
+        num_layers=3,
+        hidden_size=8,
+        num_attention_heads=4,
+        kv_channels=3,
+        group_query_attention=True,
+        num_query_groups=2,
+        swiglu=True,
+        ffn_hidden_size=20,
+    )
     shape = ModelShape.of(llama, vocab_size=10, seq_length=4)
     queries, keys_and_values, out, mlp = 8 * 12, 2 * 8 * 6, 12 * 8, 3 * 8 * 20
     assert shape.multiplied_parameters == 3 * (queries + keys_and_values + out + mlp) + 8 * 10

@@ -6,47 +6,41 @@ import math
 import pytest
 
 from megatron.core.config import ConfigError
-from megatron.core.optimizer.grad_scaler import (
-    ConstantGradScaler,
-    DynamicGradScaler,
-    LossScaleConfig,
-    make_grad_scaler,
-)
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength, learning_rate_schedule
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.placement import Placement
 
 GOOD, BAD = False, True
-# fmt: off
+
 # window 4, hysteresis 2, minimum 1, from 16: (step, scale after it, good steps in a row, patience)
 STEPS = [
-    (BAD,  16.0, 0, 1),   # borne
-    (GOOD, 16.0, 1, 1),   # a good step restores no patience ...
-    (BAD,   8.0, 0, 0),   # ... so the next overflow halves
-    (BAD,   4.0, 0, -1),  # and so does every further one
-    (GOOD,  4.0, 1, -1),
-    (GOOD,  4.0, 2, -1),
-    (GOOD,  4.0, 3, -1),
-    (GOOD,  8.0, 0, 2),   # the window is full: growth, and patience
-    (GOOD,  8.0, 1, 2),
-    (BAD,   8.0, 0, 1),   # borne; the window begins anew
-    (GOOD,  8.0, 1, 1),
-    (GOOD,  8.0, 2, 1),
-    (GOOD,  8.0, 3, 1),
+    (BAD, 16.0, 0, 1),  # borne
+    (GOOD, 16.0, 1, 1),  # a good step restores no patience ...
+    (BAD, 8.0, 0, 0),  # ... so the next overflow halves
+    (BAD, 4.0, 0, -1),  # and so does every further one
+    (GOOD, 4.0, 1, -1),
+    (GOOD, 4.0, 2, -1),
+    (GOOD, 4.0, 3, -1),
+    (GOOD, 8.0, 0, 2),  # the window is full: growth, and patience
+    (GOOD, 8.0, 1, 2),
+    (BAD, 8.0, 0, 1),  # borne; the window begins anew
+    (GOOD, 8.0, 1, 1),
+    (GOOD, 8.0, 2, 1),
+    (GOOD, 8.0, 3, 1),
     (GOOD, 16.0, 0, 2),
     (GOOD, 16.0, 1, 2),
     (GOOD, 16.0, 2, 2),
     (GOOD, 16.0, 3, 2),
     (GOOD, 32.0, 0, 2),
-    (BAD,  32.0, 0, 1),
-    (BAD,  16.0, 0, 0),
-    (BAD,   8.0, 0, -1),
-    (BAD,   4.0, 0, -2),
-    (BAD,   2.0, 0, -3),
-    (BAD,   1.0, 0, -4),
-    (BAD,   1.0, 0, -5),  # the minimum
+    (BAD, 32.0, 0, 1),
+    (BAD, 16.0, 0, 0),
+    (BAD, 8.0, 0, -1),
+    (BAD, 4.0, 0, -2),
+    (BAD, 2.0, 0, -3),
+    (BAD, 1.0, 0, -4),
+    (BAD, 1.0, 0, -5),  # the minimum
 ]
-# fmt: on
 
 
 def scaler() -> DynamicGradScaler:
@@ -118,11 +112,14 @@ def test_a_state_without_a_scale_changes_nothing():
     [
         ({"loss_scale": -1.0}, "--loss-scale is -1.0; it must be positive, or 0 to adapt itself"),
         ({"min_loss_scale": 0.0}, "--min-loss-scale is 0.0; it must be positive and at most --initial-loss-scale"),
-        ({"initial_loss_scale": 0.5}, "--min-loss-scale is 1.0; it must be positive and at most --initial-loss-scale (0.5)"),
+        (
+            {"initial_loss_scale": 0.5},
+            "--min-loss-scale is 1.0; it must be positive and at most --initial-loss-scale (0.5)",
+        ),
         ({"loss_scale_window": 0}, "--loss-scale-window is 0; it must be at least 1"),
         ({"hysteresis": 0}, "--hysteresis is 0; it must be at least 1"),
     ],
-)  # fmt: skip
+)
 def test_impossible_scales_are_refused(settings: dict, message: str):
     with pytest.raises(ConfigError) as error:
         LossScaleConfig(**settings)

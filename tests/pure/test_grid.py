@@ -105,10 +105,7 @@ def test_a_grid_numbers_its_points_from_the_last_axis():
 # ---------------------------------------------------------------- the mesh of each rank
 
 
-@pytest.mark.parametrize(
-    ("order", "pairs"),
-    [(ORDER, "0,12 1,13 2,14 3,15"), (PP_BEFORE_DP, "0,6 1,7 8,14 9,15")],
-)
+@pytest.mark.parametrize(("order", "pairs"), [(ORDER, "0,12 1,13 2,14 3,15"), (PP_BEFORE_DP, "0,6 1,7 8,14 9,15")])
 def test_first_and_last_stage_share_an_embedding_group(order: str, pairs: str):
     grid = grid_for(16, tensor=2, pipeline=4, order=order)
     got = {build_mesh(grid, rank, lambda name, ranks: (name, ranks))["embd"].ranks for rank in range(16)}

@@ -7,17 +7,32 @@ from megatron.core.config import ConfigError
 from megatron.core.launch import Launch, discover, first_node, threads_per_rank
 
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1234",
-}  # fmt: skip
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SRUN = {
-    "SLURM_JOB_ID": "77", "SLURM_NTASKS": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_PROCID": "6",
-    "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12]",
     "MASTER_PORT": "1234",
-}  # fmt: skip
+}
 SALLOC = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}
 
 KNOWN = {
@@ -30,13 +45,26 @@ KNOWN = {
     "by hand, one process without an address": ({"RANK": "0", "WORLD_SIZE": "1"}, Launch("torchrun", port=29500)),
     "Open MPI on one machine": (OPEN_MPI, Launch("Open MPI", 1, 2, 1, 2, "127.0.0.1", 29500)),
     "Open MPI on two": (
-        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
+        OPEN_MPI
+        | {
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "9",
+        },
         Launch("Open MPI", 1, 2, 0, 1, "a", 9),
     ),
     "MPICH on one machine": (MPICH, Launch("PMI", 1, 2, 1, 2, "127.0.0.1", 29500)),
     "srun": (SRUN, Launch("SLURM", 6, 7, 0, 1, "gpu07", 1234)),
     "srun, another number of tasks than the job": (
-        SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
+        SRUN
+        | {
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_NODEID": "0",
+            "SLURM_LOCALID": "1",
+        },
         Launch("SLURM", 1, 2, 1, 2, "127.0.0.1", 1234),
     ),
     "torchrun inside srun": (SRUN | TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "node0", 1234)),
@@ -44,14 +72,11 @@ KNOWN = {
         SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"} | OPEN_MPI,
         Launch("Open MPI", 1, 2, 1, 2, "127.0.0.1", 1234),
     ),
-    "srun --mpi=pmi2": (
-        SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"},
-        Launch("PMI", 6, 7, 0, 1, "gpu07", 1234),
-    ),
+    "srun --mpi=pmi2": (SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}, Launch("PMI", 6, 7, 0, 1, "gpu07", 1234)),
     "torchrun inside salloc": (SALLOC | TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "node0", 1234)),
     "a job of one task": ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Launch()),
     "one process by hand inside salloc": (SALLOC | {"RANK": "0", "WORLD_SIZE": "1"}, Launch("torchrun", port=29500)),
-}  # fmt: skip
+}
 
 NOT_BY_SRUN = ["SLURM job of 8 tasks", "srun did not start this process", "RANK=0 WORLD_SIZE=1"]
 REFUSED = {

@@ -42,9 +42,18 @@ def test_a_training_line_is_megatrons():
 
 def test_a_line_holds_every_loss_and_every_count():
     of = Interval(
-        12345678, 99999999, 123456789012, 0.04, 0.0, 4, {"lm loss": 0.5, "sop loss": 1e-9}, 1234.5,
-        loss_scale=4096.0, skipped_iterations=12, nan_iterations=345,
-    )  # fmt: skip
+        12345678,
+        99999999,
+        123456789012,
+        0.04,
+        0.0,
+        4,
+        {"lm loss": 0.5, "sop loss": 1e-9},
+        1234.5,
+        loss_scale=4096.0,
+        skipped_iterations=12,
+        nan_iterations=345,
+    )
     line = training_line(of)
     assert without_time(line) == (
         " iteration 12345678/99999999 | consumed samples: 123456789012 | elapsed time per iteration (ms): 0.0 | "

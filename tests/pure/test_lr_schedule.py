@@ -42,22 +42,49 @@ TABLE = [
     ({"lr": 1.0, "lr_warmup_init": 0.2}, {0: 1}),
     ({"lr": 1.0, "min_lr": 0.5, "lr_decay_style": "constant"}, {0: 1, 4000: 1}),
     # lr sqrt(warm-up / samples), never below min_lr; at sample 0 and without a warm-up both count as 1
-    ({"lr": 1.0, "lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4},
-     {0: 0, 8: 0.5, 16: 1, 64: 0.5, 100: 0.4, 256: 0.25, 400: 0.2, 401: 0}),
-    ({"lr": 1.0, "min_lr": 0.3, "lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4}, {64: 0.5, 256: 0.3, 401: 0.3}),
+    (
+        {"lr": 1.0, "lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4},
+        {0: 0, 8: 0.5, 16: 1, 64: 0.5, 100: 0.4, 256: 0.25, 400: 0.2, 401: 0},
+    ),
+    (
+        {"lr": 1.0, "min_lr": 0.3, "lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4},
+        {64: 0.5, 256: 0.3, 401: 0.3},
+    ),
     ({"lr": 1.0, "lr_decay_style": "inverse-square-root"}, {0: 1, 1: 1, 4: 0.5, 100: 0.1, 400: 0.05, 404: 0}),
     # the last 25 iterations, samples 300 to 400, of 100
-    ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_warmup_iters": 10},
-     {0: 0, 20: 0.5, 40: 1, 41: 1, 300: 1, 350: 2 ** 0.5 - 1, 400: 0, 401: 0}),
-    ({"lr": 1.0, "min_lr": 0.2, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "linear"},
-     {0: 1, 300: 1, 325: 0.8, 350: 0.6, 375: 0.4, 400: 0.2, 401: 0.2}),
-    ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "cosine"},
-     {300: 1, 325: 0.5 + 0.125 ** 0.5, 350: 0.5, 375: 0.5 - 0.125 ** 0.5, 400: 0}),
-    ({"lr": 1.0, "min_lr": 0.2, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "minus_sqrt"},
-     {300: 1, 301: 0.92, 325: 0.6, 336: 0.52, 400: 0.2, 500: 0.2}),
-    ({"lr": 3.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 100, "lr_wsd_decay_style": "linear", "lr_warmup_iters": 25},
-     {0: 0, 50: 1.5, 100: 3, 101: 3 * 299 / 400, 200: 1.5}),  # it would have begun to fall with the run
-]  # fmt: skip
+    (
+        {"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_warmup_iters": 10},
+        {0: 0, 20: 0.5, 40: 1, 41: 1, 300: 1, 350: 2**0.5 - 1, 400: 0, 401: 0},
+    ),
+    (
+        {"lr": 1.0, "min_lr": 0.2, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "linear"},
+        {0: 1, 300: 1, 325: 0.8, 350: 0.6, 375: 0.4, 400: 0.2, 401: 0.2},
+    ),
+    (
+        {"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 25, "lr_wsd_decay_style": "cosine"},
+        {300: 1, 325: 0.5 + 0.125**0.5, 350: 0.5, 375: 0.5 - 0.125**0.5, 400: 0},
+    ),
+    (
+        {
+            "lr": 1.0,
+            "min_lr": 0.2,
+            "lr_decay_style": "WSD",
+            "lr_wsd_decay_iters": 25,
+            "lr_wsd_decay_style": "minus_sqrt",
+        },
+        {300: 1, 301: 0.92, 325: 0.6, 336: 0.52, 400: 0.2, 500: 0.2},
+    ),
+    (
+        {
+            "lr": 3.0,
+            "lr_decay_style": "WSD",
+            "lr_wsd_decay_iters": 100,
+            "lr_wsd_decay_style": "linear",
+            "lr_warmup_iters": 25,
+        },
+        {0: 0, 50: 1.5, 100: 3, 101: 3 * 299 / 400, 200: 1.5},
+    ),  # it would have begun to fall with the run
+]
 
 
 @pytest.mark.parametrize(("settings", "rates"), TABLE)
@@ -92,9 +119,12 @@ IN_SAMPLES = [
     ({"lr": 1.0}, {0: 1, 100: 0.75, 400: 0, 401: 0}),
     ({"lr": 1.0, "lr_decay_samples": 200, "lr_warmup_samples": 50}, {0: 0, 25: 0.5, 50: 1, 125: 0.5, 200: 0, 201: 0}),
     ({"lr": 1.0, "lr_warmup_fraction": 0.25}, {50: 0.5, 100: 1, 250: 0.5}),
-    ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 40, "lr_wsd_decay_style": "linear"}, {360: 1, 390: 0.25}),
+    (
+        {"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 40, "lr_wsd_decay_style": "linear"},
+        {360: 1, 390: 0.25},
+    ),
     ({"lr": 1.0, "lr_decay_style": "inverse-square-root", "lr_warmup_samples": 9}, {9: 1, 36: 0.5, 81: 1 / 3}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("settings", "rates"), IN_SAMPLES)
@@ -107,8 +137,11 @@ def test_a_run_counted_in_samples_has_the_same_closed_forms(settings: dict, rate
 WEIGHT_DECAYS = [
     ("constant", {0: 0.3, 200: 0.3, 4000: 0.3}),
     ("linear", {0: 0.1, 1: 0.1005, 100: 0.15, 200: 0.2, 400: 0.3, 401: 0.3}),
-    ("cosine", {0: 0.1, 100: 0.2 - 0.1 * math.sqrt(0.5), 200: 0.2, 300: 0.2 + 0.1 * math.sqrt(0.5), 400: 0.3, 401: 0.3}),
-]  # fmt: skip
+    (
+        "cosine",
+        {0: 0.1, 100: 0.2 - 0.1 * math.sqrt(0.5), 200: 0.2, 300: 0.2 + 0.1 * math.sqrt(0.5), 400: 0.3, 401: 0.3},
+    ),
+]
 
 
 @pytest.mark.parametrize(("style", "values"), WEIGHT_DECAYS)
@@ -182,10 +215,7 @@ def test_the_batch_size_changes_the_unit_only():
     ("settings", "problems"),
     [
         ({"lr": 0.0}, ["--lr is 0.0; it must be positive"]),
-        (
-            {"lr": -1.0},
-            ["--lr is -1.0; it must be positive", "--min-lr is 0.0; it must be between 0 and --lr (-1.0)"],
-        ),
+        ({"lr": -1.0}, ["--lr is -1.0; it must be positive", "--min-lr is 0.0; it must be between 0 and --lr (-1.0)"]),
         ({"lr": 1e-3, "min_lr": -1e-3}, ["--min-lr is -0.001; it must be between 0 and --lr (0.001)"]),
         ({"lr": 1e-3, "min_lr": 1e-2}, ["--min-lr is 0.01; it must be between 0 and --lr (0.001)"]),
         (

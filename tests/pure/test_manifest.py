@@ -68,15 +68,21 @@ EDITS = [
     (edited(*W, "pieces", value=[]), r"'w' of shape \(3, 4\) has gaps: its boxes \(none\) hold 0 of 12 elements"),
     (two_pieces([[0, 2], [0, 4]], [[1, 3], [0, 4]]), r"overlap: \[0:2, 0:4\] in rank_00000.bin and \[1:3, 0:4\] in"),
     (two_pieces([[0, 3], [0, 2]], [[0, 3], [1, 3]]), r"'w' has pieces that overlap: \[0:3, 0:2\]"),
-    (two_pieces([[0, 2], [0, 4]], [[2, 3], [0, 4]]), r"file 'rank_00000.bin': \d+ bytes up to byte \d+ belong to two pieces"),
-    (edited("files", value={"rank_00000.bin": 49}), r"file 'rank_00000.bin': 1 bytes up to byte 49 belong to no piece; the"),
+    (
+        two_pieces([[0, 2], [0, 4]], [[2, 3], [0, 4]]),
+        r"file 'rank_00000.bin': \d+ bytes up to byte \d+ belong to two pieces",
+    ),
+    (
+        edited("files", value={"rank_00000.bin": 49}),
+        r"file 'rank_00000.bin': 1 bytes up to byte 49 belong to no piece; the",
+    ),
     (edited("files", value={"rank_00000.bin": 48, "x": 9}), r"file 'x': 9 bytes up to byte 9 belong to no piece"),
     (edited("files", value={"a" * 300: 48}), r"names the file 'aaaa\w*; a file name is made of at most 255 letters"),
     (edited(*W, "shape", value=[1] * 100), r"tensor 'w' has 100 dimensions; allowed are 64"),
     (edited(*W, "shape", value=[3, 2**70]), r"tensor 'w', shape: \[3, 1180591620717411303424\] is not a list"),
     (edited(*P, "offset", value=2**70), r"tensor 'w' has 'offset' beyond 64 bits"),
     (two_pieces([[0, 2], [0, 4]], [[2, 3], [0, 3]]), r"has gaps: its boxes \(.*\) hold 11 of 12 elements; the check"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("edit, said", EDITS, ids=range(len(EDITS)))

@@ -62,10 +62,16 @@ def test_zero_stages_take_what_the_paper_says(stage: int, gigabytes: float):
 @pytest.mark.parametrize(
     ("precision", "stage", "expected"),
     [
-        ("--bf16", 0, 18), ("--bf16", 1, 6 + 12 / 16), ("--bf16", 2, 2 + 16 / 16), ("--bf16", 3, 18 / 16),
-        ("", 0, 16), ("", 1, 8 + 8 / 16), ("", 2, 4 + 12 / 16), ("", 3, 16 / 16),
+        ("--bf16", 0, 18),
+        ("--bf16", 1, 6 + 12 / 16),
+        ("--bf16", 2, 2 + 16 / 16),
+        ("--bf16", 3, 18 / 16),
+        ("", 0, 16),
+        ("", 1, 8 + 8 / 16),
+        ("", 2, 4 + 12 / 16),
+        ("", 3, 16 / 16),
     ],
-)  # fmt: skip
+)
 def test_state_follows_the_published_bytes_a_parameter(precision: str, stage: int, expected: float):
     run = sizes_of(f"{GPT3} --world-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8")
     if not precision:
@@ -84,9 +90,7 @@ def test_parameters_of_gpt3():
 
 # What transformers' BertForPreTraining and BertForMaskedLM count for bert-base-uncased. Theirs have a norm behind the embedding, ours behind
 # the last layer; without the order of sentences ours has no kinds of token either.
-@pytest.mark.parametrize(
-    ("more", "expected"), [("", 110_106_428), (" --bert-no-binary-head", 109_514_298 - 2 * 768)]
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "expected"), [("", 110_106_428), (" --bert-no-binary-head", 109_514_298 - 2 * 768)])
 def test_parameters_of_bert_base(more: str, expected: int):
     words = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --micro-batch-size 1"
     assert (
@@ -113,9 +117,10 @@ def test_activations_of_a_layer_are_the_published_ones(sizes: LayerSizes, units:
     small = 0 if sizes.recompute else 2 * rows * 2 * 4 + sizes.s * sizes.b * sizes.heads * 4
     assert layer_activations(sizes) == units * sbh
     # A model of one layer has that many for "block"; with two, the second is kept.
-    ours = stage_bytes(RunSizes(sizes, layers=(range(1),), p=1), 0).kept - stage_bytes(
-        RunSizes(sizes, layers=(range(0),), p=1), 0
-    ).kept  # fmt: skip
+    ours = (
+        stage_bytes(RunSizes(sizes, layers=(range(1),), p=1), 0).kept
+        - stage_bytes(RunSizes(sizes, layers=(range(0),), p=1), 0).kept
+    )
     assert ours == pytest.approx(units * sbh + small)
 
 
@@ -229,8 +234,17 @@ def test_the_sums_of_two_chunks_end_one_after_the_other():
     """bfloat16 gradients, summed in float32 over 2 ranks: while the first chunk's sum is taken, 2 bytes an element have been received of
     both, and 4 of half of the first are made. No transfer is left then, and none counted beside."""
     sizes = layer(tied=False, words=8, positions=0, main_grad_bytes=2)
-    run = RunSizes(sizes, layers=tuple(range(n, n + 1) for n in range(4)), p=2, m=4, schedule="interleaved",
-                   shards=2, zero_stage=1, overlap_reduce=True, sums_wide=True)  # fmt: skip
+    run = RunSizes(
+        sizes,
+        layers=tuple(range(n, n + 1) for n in range(4)),
+        p=2,
+        m=4,
+        schedule="interleaved",
+        shards=2,
+        zero_stage=1,
+        overlap_reduce=True,
+        sums_wide=True,
+    )
     first, second = _NUMEL_OF_LAYER, _NUMEL_OF_LAYER + 8 * _H + 2 * _H
     assert estimate(run)[1].bytes["communication"] == max(4 * first + 2 * second, 4 * second)
 
@@ -369,14 +383,32 @@ WIDE = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 
 @pytest.mark.parametrize(
     ("words", "largest", "flags", "others"),
     [
-        ("--seq-length 512", "activations", ["--attention-dropout 0", "--recompute-granularity full", "below 4", "--bf16"], ["--zero-stage"]),
-        ("--seq-length 512 --recompute-granularity full --recompute-method uniform --attention-dropout 0", "activations", ["below 4"],
-         ["--recompute-granularity", "--attention-dropout"]),
-        ("--seq-length 8 --hidden-size 512 --world-size 4", "optimizer state", ["--zero-stage 3", "--offload-dir"], ["--recompute", "--bf16"]),
-        ("--seq-length 8 --hidden-size 512 --world-size 4 --zero-stage 3 --bf16 --offload-params --offload-dir x",
-         "", [], ["--zero-stage 3", "--offload-dir", "--bf16"]),
+        (
+            "--seq-length 512",
+            "activations",
+            ["--attention-dropout 0", "--recompute-granularity full", "below 4", "--bf16"],
+            ["--zero-stage"],
+        ),
+        (
+            "--seq-length 512 --recompute-granularity full --recompute-method uniform --attention-dropout 0",
+            "activations",
+            ["below 4"],
+            ["--recompute-granularity", "--attention-dropout"],
+        ),
+        (
+            "--seq-length 8 --hidden-size 512 --world-size 4",
+            "optimizer state",
+            ["--zero-stage 3", "--offload-dir"],
+            ["--recompute", "--bf16"],
+        ),
+        (
+            "--seq-length 8 --hidden-size 512 --world-size 4 --zero-stage 3 --bf16 --offload-params --offload-dir x",
+            "",
+            [],
+            ["--zero-stage 3", "--offload-dir", "--bf16"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_run_without_room_says_what_takes_most_and_what_makes_it_less(words, largest, flags, others):
     run = sizes_of(f"{WIDE} {words}")
     ranks = estimate(run)

@@ -110,13 +110,19 @@ def at():
 def test_accessors_tell_each_of_16_ranks_its_place(rank, at):
     at(rank)
     told = (
-        mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_group().ranks,
-        mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_data_parallel_group(with_context_parallel=True).ranks,
-        mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_group().ranks,
-        mpu.get_pipeline_model_parallel_prev_rank(), mpu.get_pipeline_model_parallel_next_rank(),
-        mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage(),
-        mpu.is_rank_in_embedding_group(), mpu.is_rank_in_position_embedding_group(),
-    )  # fmt: skip
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_group().ranks,
+        mpu.get_data_parallel_rank(with_context_parallel=True),
+        mpu.get_data_parallel_group(with_context_parallel=True).ranks,
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_group().ranks,
+        mpu.get_pipeline_model_parallel_prev_rank(),
+        mpu.get_pipeline_model_parallel_next_rank(),
+        mpu.is_pipeline_first_stage(),
+        mpu.is_pipeline_last_stage(),
+        mpu.is_rank_in_embedding_group(),
+        mpu.is_rank_in_position_embedding_group(),
+    )
     assert told == TABLE[rank]
     tp, dp, pp = told[1], told[3], told[5]
     assert (mpu.get_tensor_model_parallel_src_rank(), mpu.get_data_parallel_src_rank()) == (tp[0], dp[0])
@@ -160,10 +166,14 @@ def test_with_chunks_only_one_of_them_is_first(at):
 
 # Rank 13 of the 16 above: setter, what is so, what is not.
 SETTERS = [
-    ("set_tensor_model_parallel_rank", 1, 0), ("set_tensor_model_parallel_world_size", 2, 1),
-    ("set_pipeline_model_parallel_rank", 3, 0), ("set_pipeline_model_parallel_world_size", 4, 8),
-    ("set_data_parallel_rank", 0, 1), ("set_expert_model_parallel_rank", 0, 1), ("set_expert_model_parallel_world_size", 1, 2),
-]  # fmt: skip
+    ("set_tensor_model_parallel_rank", 1, 0),
+    ("set_tensor_model_parallel_world_size", 2, 1),
+    ("set_pipeline_model_parallel_rank", 3, 0),
+    ("set_pipeline_model_parallel_world_size", 4, 8),
+    ("set_data_parallel_rank", 0, 1),
+    ("set_expert_model_parallel_rank", 0, 1),
+    ("set_expert_model_parallel_world_size", 1, 2),
+]
 
 
 @pytest.mark.parametrize("name, is_so, is_not", SETTERS)

@@ -82,10 +82,17 @@ def test_a_scripts_flags_are_shown_with_their_defaults_and_kept_as_json():
     assert (saved["own"], saved["own_model"]) == (expected, {"wings": 4})
     assert config.learning_rate.lr == 2 and args.table == Path("c"), "scripts see the values themselves"
     assert config.changed_lines()[-10:] == [
-        "  Wings", "    wings      4  (default 2)", "    feathers   down",
-        "  mine", "    my_rate    0.5  (default 0.25)", "    my_name    x", "    my_switch  False",
-        "  Flags of this script", "    table      c  (default a/b)", "    kind       {'as': 'x'}",
-    ]  # fmt: skip
+        "  Wings",
+        "    wings      4  (default 2)",
+        "    feathers   down",
+        "  mine",
+        "    my_rate    0.5  (default 0.25)",
+        "    my_name    x",
+        "    my_switch  False",
+        "  Flags of this script",
+        "    table      c  (default a/b)",
+        "    kind       {'as': 'x'}",
+    ]
     assert {flag.name: flag.default for flag in config.own.flags}["table"] == "a/b"
 
 

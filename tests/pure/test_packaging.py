@@ -41,7 +41,9 @@ def test_a_command_runs_the_program_of_its_name(program):
 
 
 def test_the_name_is_one_of_its_own():
-    name = next(line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("    name=")).split('"')[1]  # fmt: skip
+    name = next(line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("    name=")).split(
+        '"'
+    )[1]
     assert name not in ("megatron", "megatron-core", "megatron-lm")
     assert name in (ROOT / "megatron" / "__init__.py").read_text() and name in (ROOT / "README.md").read_text()
     assert (ROOT / "megatron" / "py.typed").is_file()
@@ -82,12 +84,18 @@ def test_a_build_has_the_programs_and_runs_them_away_from_the_repository(tmp_pat
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     programs = built / "megatron" / "_programs"
     assert [programs / path.relative_to(ROOT) for path in PROGRAMS] == [
-        path for path in sorted(programs.rglob("*.py")) if 'if __name__ == "__main__":' in path.read_text() and path.parent.name in ("tools", "_programs")
-    ]  # fmt: skip
+        path
+        for path in sorted(programs.rglob("*.py"))
+        if 'if __name__ == "__main__":' in path.read_text() and path.parent.name in ("tools", "_programs")
+    ]
     assert (built / "megatron" / "py.typed").is_file()
     command = "import sys; sys.argv[0] = 'bin/megatron-plot-schedule'; from megatron.commands import main; main()"
     drawn = subprocess.run(
         [sys.executable, "-c", command, "--microbatches", "4"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(built)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(built)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "bubble" in drawn.stdout

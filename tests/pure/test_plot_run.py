@@ -71,8 +71,11 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path, capsys, monkeypatch):
     panels = {axes.get_title(): axes for axes in figures[0].axes}
     assert list(panels) == ["loss", "learning rate", "gradient norm", "throughput"]
     assert [line.get_label() for line in panels["loss"].lines] == [
-        "a, training", "a, validation", "b, training", "b, validation",
-    ]  # fmt: skip
+        "a, training",
+        "a, validation",
+        "b, training",
+        "b, validation",
+    ]
     assert all(axes.get_xlabel() == "iteration" and axes.get_ylabel() for axes in panels.values())
     assert list(panels["gradient norm"].lines[1].get_ydata()) == [2.0, 1.5, 1.0]
     monkeypatch.undo()

@@ -20,7 +20,7 @@ def printed(capsys, *arguments):
 
 
 def test_prints_plot_bubble_and_memory(capsys):
-    # fmt: off
+
     arguments = ["--schedule", "zb-h1", "--pipeline-model-parallel-size", "2", "--microbatches", "3"]
     assert printed(capsys, *arguments) == [
         "zb-h1: 2 ranks, 3 microbatches, 1 chunk per rank; F takes 1, I takes 1, W takes 1",
@@ -30,14 +30,15 @@ def test_prints_plot_bubble_and_memory(capsys):
         "bubble       11.11% of the compute (closed form: 11.11%)",
         "activations  2 x 2 alive at most, by rank (closed form: 2 x 2)",
     ]
-    assert printed(capsys, "--schedule", "interleaved", "--pipeline-model-parallel-size", "1", "--microbatches", "1") == [
+    assert printed(
+        capsys, "--schedule", "interleaved", "--pipeline-model-parallel-size", "1", "--microbatches", "1"
+    ) == [
         "interleaved: 1 rank, 1 microbatch, 2 chunks per rank; F takes 1, B takes 2",
         "rank 0 |F0f0b0--B0--|",
         "time         6",
         "bubble       0.00% of the compute (closed form: 0.00%)",
         "activations  2 alive at most, by rank (closed form: 2), each 1/2 of a rank's",
     ]
-    # fmt: on
 
 
 def test_all_prints_every_schedule_that_fits_and_why_another_does_not(capsys):
@@ -96,17 +97,15 @@ def test_a_schedule_of_a_fork_that_cannot_train_is_refused_in_one_line(capsys, t
     assert all(text in error for text in says) and error.count("\n") == 1 and not set(SCHEDULES) & {"short"}
 
 
-# fmt: off
 DERIVED_COSTS = [  # of F, B, I, W
-    ({},                                                              (1, 2, 1, 1)),
-    ({"forward_cost": 3},                                             (3, 6, 3, 3)),
-    ({"backward_cost": 5},                                            (1, 5, 2.5, 2.5)),
-    ({"backward_cost": 5, "input_cost": 3},                           (1, 5, 3, 2)),
-    ({"weight_cost": 0.5},                                            (1, 2, 1.5, 0.5)),
-    ({"input_cost": 2, "weight_cost": 1},                             (1, 3, 2, 1)),
-    ({"backward_cost": 2.5, "input_cost": 2, "weight_cost": 1},       (1, 2.5, 2, 1)),  # splitting may cost
+    ({}, (1, 2, 1, 1)),
+    ({"forward_cost": 3}, (3, 6, 3, 3)),
+    ({"backward_cost": 5}, (1, 5, 2.5, 2.5)),
+    ({"backward_cost": 5, "input_cost": 3}, (1, 5, 3, 2)),
+    ({"weight_cost": 0.5}, (1, 2, 1.5, 0.5)),
+    ({"input_cost": 2, "weight_cost": 1}, (1, 3, 2, 1)),
+    ({"backward_cost": 2.5, "input_cost": 2, "weight_cost": 1}, (1, 2.5, 2, 1)),  # splitting may cost
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize("given, cost", DERIVED_COSTS)
@@ -114,23 +113,23 @@ def test_costs_that_are_not_given_follow_from_those_that_are(given, cost):
     assert PlotConfig(**given).cost == dict(zip((Op.F, Op.B, Op.I, Op.W), cost))
 
 
-# fmt: off
 MISTAKES = [
-    ("--schedule zb",             "--schedule (zb) must be one of gpipe, 1f1b, interleaved, zb-h1"),
-    ("--chunks 2",                "1f1b: it has one chunk per rank, not 2; use interleaved, or leave out --chunks\n"),
+    ("--schedule zb", "--schedule (zb) must be one of gpipe, 1f1b, interleaved, zb-h1"),
+    ("--chunks 2", "1f1b: it has one chunk per rank, not 2; use interleaved, or leave out --chunks\n"),
     ("--schedule interleaved --chunks 0", "interleaved: chunks per rank (0) must be at least 1; raise --chunks\n"),
-    ("--pipeline-schedule interleaved --microbatches 6",
-     "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4); use 1f1b or change --microbatches"),
-    ("--all --microbatches 0",    "gpipe: num_microbatches (0) must be at least 1; raise --microbatches; 1f1b: "),
-    ("--weight-cost 5",           "--input-cost (-3) must be positive; raise it, or change the other costs of backward"),
-    ("--transfer-cost -1",        "--transfer-cost (-1) must be a finite time, and not negative"),
-    ("--transfer-cost inf",       "--transfer-cost: inf is not a finite number"),
-    ("--forward-cost nan",        "--forward-cost: nan is not a finite number"),
-    ("--svg a --trace a",         "--svg and --trace (a) must be two files"),
-    ("--microbatch 4",            "unknown flag --microbatch; did you mean --microbatches?"),
-    ("--microbatches many",       "--microbatches: 'many' is not a whole number"),
+    (
+        "--pipeline-schedule interleaved --microbatches 6",
+        "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4); use 1f1b or change --microbatches",
+    ),
+    ("--all --microbatches 0", "gpipe: num_microbatches (0) must be at least 1; raise --microbatches; 1f1b: "),
+    ("--weight-cost 5", "--input-cost (-3) must be positive; raise it, or change the other costs of backward"),
+    ("--transfer-cost -1", "--transfer-cost (-1) must be a finite time, and not negative"),
+    ("--transfer-cost inf", "--transfer-cost: inf is not a finite number"),
+    ("--forward-cost nan", "--forward-cost: nan is not a finite number"),
+    ("--svg a --trace a", "--svg and --trace (a) must be two files"),
+    ("--microbatch 4", "unknown flag --microbatch; did you mean --microbatches?"),
+    ("--microbatches many", "--microbatches: 'many' is not a whole number"),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize("arguments, message", MISTAKES)

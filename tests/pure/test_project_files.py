@@ -88,7 +88,9 @@ def test_the_hosted_ci_calls_the_local_one():
 def test_pre_commit_runs_the_pinned_ruff():
     (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
     assert [hook["entry"].split(" --")[0] for hook in repository["hooks"]] == ["ruff check", "ruff format"]
-    assert {name for hook in repository["hooks"] for name in hook["additional_dependencies"]} == {f"ruff=={PINNED['ruff']}"}  # fmt: skip
+    assert {name for hook in repository["hooks"] for name in hook["additional_dependencies"]} == {
+        f"ruff=={PINNED['ruff']}"
+    }
 
 
 def test_a_command_that_is_not_there_would_be_found():

@@ -95,29 +95,67 @@ def test_a_line_without_mistakes_is_read(launched):
 
 
 def test_problems_of_settings_and_of_files_come_together(launched, tmp_path):
-    words = launched(4, REAL + "--data-path {tmp}/no --save {tmp}/file --global-batch-size 12 --tokenizer-type "
-                     "GPT2BPETokenizer --vocab-file {tmp}/v --merge-file {tmp}/m")  # fmt: skip
+    words = launched(
+        4,
+        REAL + "--data-path {tmp}/no --save {tmp}/file --global-batch-size 12 --tokenizer-type "
+        "GPT2BPETokenizer --vocab-file {tmp}/v --merge-file {tmp}/m",
+    )
     with pytest.raises(ConfigError) as error:
         read_settings(None, None, words, GPT_RULES)
     assert [problem.split()[0] for problem in error.value.problems] == [
-        "--global-batch-size", "--data-path", "--save", "--vocab-file"
-    ]  # fmt: skip
+        "--global-batch-size",
+        "--data-path",
+        "--save",
+        "--vocab-file",
+    ]
 
 
 # Mistakes in several components: (ranks, flags, the beginnings of all problems).
 TOGETHER = [
-    (2, MOCK + "--weight-decay -1 --hidden-size 50 --save {tmp}/file", ["--hidden-size 50", "--weight-decay is", "--save {tmp}/file"]),
-    (2, MOCK + "--hidden-size 50 --global-batch-size 3 --lr-warmup-iters 20", ["--hidden-size 50", "--global-batch-size (3)", "the warm-up (20"]),
-    (2, MOCK + "--num-layer 3 --global-batch-size 3 --max-position-embeddings 3", ["unknown flag --num-layer;", "--max-position-embeddings (3)", "--global-batch-size (3)"]),
+    (
+        2,
+        MOCK + "--weight-decay -1 --hidden-size 50 --save {tmp}/file",
+        ["--hidden-size 50", "--weight-decay is", "--save {tmp}/file"],
+    ),
+    (
+        2,
+        MOCK + "--hidden-size 50 --global-batch-size 3 --lr-warmup-iters 20",
+        ["--hidden-size 50", "--global-batch-size (3)", "the warm-up (20"],
+    ),
+    (
+        2,
+        MOCK + "--num-layer 3 --global-batch-size 3 --max-position-embeddings 3",
+        ["unknown flag --num-layer;", "--max-position-embeddings (3)", "--global-batch-size (3)"],
+    ),
     (1, MOCK + "--lr fast --seed x --hidden-size 50", ["--lr: 'fast'", "--seed: 'x'", "--hidden-size 50"]),
-    (3, MOCK + "--tensor-model-parallel-size 2 --max-position-embeddings 3 --save-interval 3", ["--max-position-embeddings (3)", "world size 3", "--save-interval needs"]),
-    (2, REAL + "--data-path {tmp}/no --seed -1 --load {tmp}/file", ["--seed is -1", "--data-path {tmp}/no:", "--load {tmp}/file is"]),
-    (2, REAL + "--data-path {tmp}/no --lr fast --device xpu", ["--lr: 'fast'", "--data-path {tmp}/no:", "--device xpu"]),
-    (1, MOCK + "--normalization Batch --num-experts 8 --seed -1", ["--normalization: 'Batch'", "--num-experts:", "--seed is -1"]),
+    (
+        3,
+        MOCK + "--tensor-model-parallel-size 2 --max-position-embeddings 3 --save-interval 3",
+        ["--max-position-embeddings (3)", "world size 3", "--save-interval needs"],
+    ),
+    (
+        2,
+        REAL + "--data-path {tmp}/no --seed -1 --load {tmp}/file",
+        ["--seed is -1", "--data-path {tmp}/no:", "--load {tmp}/file is"],
+    ),
+    (
+        2,
+        REAL + "--data-path {tmp}/no --lr fast --device xpu",
+        ["--lr: 'fast'", "--data-path {tmp}/no:", "--device xpu"],
+    ),
+    (
+        1,
+        MOCK + "--normalization Batch --num-experts 8 --seed -1",
+        ["--normalization: 'Batch'", "--num-experts:", "--seed is -1"],
+    ),
     # of the parts that could not be read nothing is said, nor of what may follow from them
-    (6, MOCK + "--tensor-model-parallel-size x --pipeline-model-parallel-size 4 --global-batch-size 7", ["--tensor-model-parallel-size: 'x'"]),
+    (
+        6,
+        MOCK + "--tensor-model-parallel-size x --pipeline-model-parallel-size 4 --global-batch-size 7",
+        ["--tensor-model-parallel-size: 'x'"],
+    ),
     (1, MOCK + "--batch-size 4 --micro-batch-size 0", ["--batch-size: was renamed", "--micro-batch-size is 0"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("ranks, flags, problems", TOGETHER)
@@ -211,8 +249,9 @@ def test_a_stage_split_with_two_mistakes_counts_as_two_problems(launched):
     with pytest.raises(ConfigError) as error:
         read_settings(None, None, launched(4, MOCK + flags), GPT_RULES)
     assert [p.split(" (")[0] for p in error.value.problems][:2] == [
-        "pipeline: --decoder-first-pipeline-num-layers", "pipeline: --decoder-last-pipeline-num-layers"
-    ]  # fmt: skip
+        "pipeline: --decoder-first-pipeline-num-layers",
+        "pipeline: --decoder-last-pipeline-num-layers",
+    ]
     assert all("\n" not in problem for problem in error.value.problems)
 
 

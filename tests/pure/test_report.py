@@ -59,9 +59,12 @@ def test_nothing_that_is_broken_makes_it_fail(monkeypatch, capsys, json_flag):
         raise RuntimeError("broken for the test")
 
     for module, name in (
-        (report.importlib, "import_module"), (report.shutil, "disk_usage"), (report.platform, "platform"),
-        (report.importlib.metadata, "version"), (report.os, "cpu_count"),
-    ):  # fmt: skip
+        (report.importlib, "import_module"),
+        (report.shutil, "disk_usage"),
+        (report.platform, "platform"),
+        (report.importlib.metadata, "version"),
+        (report.os, "cpu_count"),
+    ):
         monkeypatch.setattr(module, name, broken)
     assert report.main(json_flag) == 0
     assert capsys.readouterr().out.count("RuntimeError: broken for the test") >= 4

@@ -228,19 +228,17 @@ def test_peak_live_activations_match_theory():
         assert peak_live(interleaved(p, m, v)) == expected, (p, m, v)
 
 
-# fmt: off
 IN_NUMBERS = [
-    (gpipe(4, 8),           3 / 8,  [8, 8, 8, 8]),
-    (one_f_one_b(4, 8),     3 / 8,  [4, 3, 2, 1]),
-    (one_f_one_b(4, 2),     3 / 2,  [2, 2, 2, 1]),
-    (interleaved(4, 8, 2),  3 / 16, [11, 9, 7, 5]),  # halves of a rank's layers
-    (interleaved(4, 4, 2),  3 / 8,  [8, 8, 7, 5]),
-    (one_f_one_b(1, 5),     0,      [1]),
-    (zb_h1(4, 8),           1 / 8,  [4, 4, 4, 4]),   # a third of the bubble of 1F1B, the memory of its rank 0
-    (zb_h1(4, 2),           5 / 6,  [2, 2, 2, 2]),
-    (zb_h1(1, 5),           0,      [1]),
+    (gpipe(4, 8), 3 / 8, [8, 8, 8, 8]),
+    (one_f_one_b(4, 8), 3 / 8, [4, 3, 2, 1]),
+    (one_f_one_b(4, 2), 3 / 2, [2, 2, 2, 1]),
+    (interleaved(4, 8, 2), 3 / 16, [11, 9, 7, 5]),  # halves of a rank's layers
+    (interleaved(4, 4, 2), 3 / 8, [8, 8, 7, 5]),
+    (one_f_one_b(1, 5), 0, [1]),
+    (zb_h1(4, 8), 1 / 8, [4, 4, 4, 4]),  # a third of the bubble of 1F1B, the memory of its rank 0
+    (zb_h1(4, 2), 5 / 6, [2, 2, 2, 2]),
+    (zb_h1(1, 5), 0, [1]),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize("schedule, bubble_over_ideal, live", IN_NUMBERS)

@@ -10,17 +10,26 @@ from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
 
 EXAMPLES = [
     ("One. Two! Three? Four", ["One.", "Two!", "Three?", "Four"]),
-    ("Dr. Smith met J. R. Jones of the U.S. Army, e.g. Then he left.", ["Dr. Smith met J. R. Jones of the U.S. Army, e.g. Then he left."]),
+    (
+        "Dr. Smith met J. R. Jones of the U.S. Army, e.g. Then he left.",
+        ["Dr. Smith met J. R. Jones of the U.S. Army, e.g. Then he left."],
+    ),
     ("See fig. 3 in file.txt. Next one.", ["See fig. 3 in file.txt.", "Next one."]),
     ('"Why?" he said. "Go!" She went.', ['"Why?" he said.', '"Go!"', "She went."]),
     ("It costs 3.50 euros. 12 people paid.", ["It costs 3.50 euros.", "12 people paid."]),
     ("Wait... what? No... Yes.", ["Wait... what?", "No...", "Yes."]),
     ("Title\n\nFirst line\nsecond line.\nThird", ["Title", "First line\nsecond line.", "Third"]),
-    ("\u4f60\u597d\u3002\u4ed6\u8d70\u4e86\uff01\u771f\u7684\uff1f\u662f", ["\u4f60\u597d\u3002", "\u4ed6\u8d70\u4e86\uff01", "\u771f\u7684\uff1f", "\u662f"]),
-    ("\u041f\u0440\u0438\u0432\u0435\u0442. \u041a\u0430\u043a \u0434\u0435\u043b\u0430?", ["\u041f\u0440\u0438\u0432\u0435\u0442.", "\u041a\u0430\u043a \u0434\u0435\u043b\u0430?"]),
+    (
+        "\u4f60\u597d\u3002\u4ed6\u8d70\u4e86\uff01\u771f\u7684\uff1f\u662f",
+        ["\u4f60\u597d\u3002", "\u4ed6\u8d70\u4e86\uff01", "\u771f\u7684\uff1f", "\u662f"],
+    ),
+    (
+        "\u041f\u0440\u0438\u0432\u0435\u0442. \u041a\u0430\u043a \u0434\u0435\u043b\u0430?",
+        ["\u041f\u0440\u0438\u0432\u0435\u0442.", "\u041a\u0430\u043a \u0434\u0435\u043b\u0430?"],
+    ),
     ("  ", []),
     ("", []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "sentences"), EXAMPLES)

@@ -7,15 +7,7 @@ import pytest
 from schedules import COVERING, FLAT, costs, parse, refusal
 
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
-from megatron.core.pipeline_parallel.schedule import (
-    SCHEDULES,
-    Op,
-    forward_only,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zb_h1,
-)
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, Op, forward_only, gpipe, interleaved, one_f_one_b, zb_h1
 from megatron.core.pipeline_parallel.simulate import make_schedule, peak_bytes, problems_of, show, simulate
 
 
@@ -71,7 +63,7 @@ def test_every_schedule_of_ours_is_a_whole_step():
 
 
 def test_plot_draws_one_cell_per_unit_of_time():
-    # fmt: off
+
     assert plot_text(one_f_one_b(2, 3)).splitlines() == [
         "rank 0 |F0F1    B0--F2B1--  B2--|",
         "rank 1 |  F0B0--F1B1--F2B2--    |",
@@ -84,7 +76,6 @@ def test_plot_draws_one_cell_per_unit_of_time():
         "rank 0 |F0-F1-F2-F3-F4-F5-F6-F7-F8-F9-F10   |",
         "rank 1 |   F0-F1-F2-F3-F4-F5-F6-F7-F8-F9-F10|",
     ]
-    # fmt: on
 
 
 def test_simulation_names_the_waiting_actions():
@@ -116,12 +107,11 @@ def test_costs_must_be_positive():
 
 
 def test_show_points_at_one_action_of_one_rank():
-    # fmt: off
+
     assert show(one_f_one_b(2, 3), rank=1, index=1, around=2).splitlines() == [
         "rank 0 at 1 |     F0.0    F0.1    B0.0    F0.2",
         "rank 1 at 1 |     F1.0 -> B1.0    F1.1    B1.1",
     ]
-    # fmt: on
 
 
 def test_an_input_half_of_a_backward_is_what_the_stage_before_waits_for():
@@ -155,12 +145,8 @@ def test_peak_bytes_weigh_stages_and_what_weight_gradients_keep():
 
 
 def test_plot_draws_both_halves_of_a_backward():
-    # fmt: off
-    assert plot_text(zb_h1(2, 3)).splitlines() == [
-        "rank 0 |F0F1  I0W0F2I1W1I2W2|",
-        "rank 1 |  F0I0F1I1W0F2I2W1W2|",
-    ]
-    # fmt: on
+
+    assert plot_text(zb_h1(2, 3)).splitlines() == ["rank 0 |F0F1  I0W0F2I1W1I2W2|", "rank 1 |  F0I0F1I1W0F2I2W1W2|"]
 
 
 @pytest.mark.parametrize("schedule", [zb_h1(4, 8), interleaved(2, 12, 3), forward_only(1, 1)])

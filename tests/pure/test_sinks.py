@@ -66,14 +66,21 @@ def test_tensorboard_has_every_curve_by_iterations_and_by_samples(curves):
     sink.close()
     assert curves.options == {"log_dir": "folder", "max_queue": 5} and curves.closed
     assert curves.points == [
-        ("lm loss", 2.5, 7), ("lm loss vs samples", 2.5, 56),
-        ("grad-norm", 1.5, 7), ("grad-norm vs samples", 1.5, 56),
-        ("iteration-time", 0.5, 10), ("iteration-time vs samples", 0.5, 80),
-        ("throughput", 3.0, 10), ("throughput vs samples", 3.0, 80),
-        ("optimizer-time", 0.1, 10), ("optimizer-time vs samples", 0.1, 80),
-        ("lm loss validation", 2.25, 10), ("lm loss validation vs samples", 2.25, 80),
-        ("gradient layers.0.weight/mean", 0.0, 10), ("gradient layers.0.weight/std", 1.0, 10),
-    ]  # fmt: skip
+        ("lm loss", 2.5, 7),
+        ("lm loss vs samples", 2.5, 56),
+        ("grad-norm", 1.5, 7),
+        ("grad-norm vs samples", 1.5, 56),
+        ("iteration-time", 0.5, 10),
+        ("iteration-time vs samples", 0.5, 80),
+        ("throughput", 3.0, 10),
+        ("throughput vs samples", 3.0, 80),
+        ("optimizer-time", 0.1, 10),
+        ("optimizer-time vs samples", 0.1, 80),
+        ("lm loss validation", 2.25, 10),
+        ("lm loss validation vs samples", 2.25, 80),
+        ("gradient layers.0.weight/mean", 0.0, 10),
+        ("gradient layers.0.weight/std", 1.0, 10),
+    ]
 
 
 def test_wandb_gets_the_settings_and_the_same_curves(curves, tmp_path):
@@ -82,12 +89,16 @@ def test_wandb_gets_the_settings_and_the_same_curves(curves, tmp_path):
     sink.write(VALIDATION)
     sink.close()
     assert curves.options == {
-        "project": "project", "name": "name", "entity": "team", "dir": str(tmp_path / "wandb"),
+        "project": "project",
+        "name": "name",
+        "entity": "team",
+        "dir": str(tmp_path / "wandb"),
         "config": {"log": {"log_interval": 1}},
-    }  # fmt: skip
+    }
     assert curves.points == [
-        ({"lm loss": 2.5, "grad-norm": 1.5, "samples vs steps": 56}, 7), ({"lm loss validation": 2.25}, 10)
-    ]  # fmt: skip
+        ({"lm loss": 2.5, "grad-norm": 1.5, "samples vs steps": 56}, 7),
+        ({"lm loss validation": 2.25}, 10),
+    ]
     assert (tmp_path / "wandb").is_dir() and curves.closed
 
 
@@ -113,22 +124,48 @@ def test_json_lines_hold_one_record_each_and_no_steps(tmp_path):
     for record in (STEP, INTERVAL, VALIDATION, INSPECT):
         sink.write(record)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [  # also before the file is closed
-        {"kind": "interval", "iteration": 10, "consumed_samples": 80, "lm loss": 2.0, "iteration-time": 0.5,
-         "throughput": 3.0, "optimizer-time": 0.1},
-        {"kind": "validation", "iteration": 10, "consumed_samples": 80, "split": "validation", "at": "step",
-         "lm loss validation": 2.25},
-        {"kind": "inspect", "iteration": 10, "consumed_samples": 80, "what": "gradient", "name": "layers.0.weight",
-         "mean": 0.0, "std": 1.0},
-    ]  # fmt: skip
+        {
+            "kind": "interval",
+            "iteration": 10,
+            "consumed_samples": 80,
+            "lm loss": 2.0,
+            "iteration-time": 0.5,
+            "throughput": 3.0,
+            "optimizer-time": 0.1,
+        },
+        {
+            "kind": "validation",
+            "iteration": 10,
+            "consumed_samples": 80,
+            "split": "validation",
+            "at": "step",
+            "lm loss validation": 2.25,
+        },
+        {
+            "kind": "inspect",
+            "iteration": 10,
+            "consumed_samples": 80,
+            "what": "gradient",
+            "name": "layers.0.weight",
+            "mean": 0.0,
+            "std": 1.0,
+        },
+    ]
     sink.close()
 
 
 def test_what_is_no_number_is_null_and_a_word():
     line = json_line(Record("interval", 1, 8, {"lm loss": math.nan, "grad-norm": math.inf, "low": -math.inf, "x": 1.0}))
     assert json.loads(line, parse_constant=pytest.fail) == {
-        "kind": "interval", "iteration": 1, "consumed_samples": 8, "lm loss": None, "grad-norm": None, "low": None, "x": 1.0,
+        "kind": "interval",
+        "iteration": 1,
+        "consumed_samples": 8,
+        "lm loss": None,
+        "grad-norm": None,
+        "low": None,
+        "x": 1.0,
         "not_finite": {"lm loss": "nan", "grad-norm": "inf", "low": "-inf"},
-    }  # fmt: skip
+    }
 
 
 def write_run(path, after: int) -> None:
@@ -177,21 +214,33 @@ def test_losses_have_a_perplexity_and_shares_of_right_answers_have_none():
     )
     Watch.report_validation(watch, "valid", {"sop loss": 0.5, "sop accuracy": 0.75}, at_end=False)
     assert sent == {
-        "sop loss validation": 0.5, "sop accuracy validation": 0.75, "sop loss validation ppl": pytest.approx(1.6487212707)
-    }  # fmt: skip
+        "sop loss validation": 0.5,
+        "sop accuracy validation": 0.75,
+        "sop loss validation ppl": pytest.approx(1.6487212707),
+    }
 
 
 # ---------------------------------------------------------------- settings
 
 PROBLEMS = [
-    ({"inspect": 5}, {"tensorboard_dir": "x"}, {}, "--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR, with"),
+    (
+        {"inspect": 5},
+        {"tensorboard_dir": "x"},
+        {},
+        "--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR, with",
+    ),
     ({}, {"wandb_project": "x"}, {}, "--wandb-project needs the package wandb: pip install wandb"),
     ({"log_progress": True}, {}, {}, "--log-progress needs --save"),
     ({"inspect": 5}, {}, {}, "--inspect needs somewhere to write: give --metrics-file FILE"),
-    ({}, {"log_timers_to_tensorboard": True}, {}, "--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2"),
+    (
+        {},
+        {"log_timers_to_tensorboard": True},
+        {},
+        "--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2",
+    ),
     ({}, {}, {"profile": True}, "--profile needs a folder for its trace: give --tensorboard-dir or --save"),
     ({}, {}, {"profile_ranks": [0, 2, -1]}, "--profile-ranks names 2, -1; there are ranks 0 to 1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("log", "curves", "profile", "says"), PROBLEMS)
@@ -263,14 +312,20 @@ def test_an_accelerator_counts_memory_under_megatrons_tags_and_keeps_its_history
     calls = []
     memory = SimpleNamespace(_record_memory_history=lambda: calls.append("record"), _dump_snapshot=calls.append)
     stats = {
-        "reserved_bytes.all.current": 8, "allocated_bytes.all.current": 4, "allocated_bytes.all.peak": 6,
-        "allocation.all.current": 2, "num_ooms": 0,
-    }  # fmt: skip
+        "reserved_bytes.all.current": 8,
+        "allocated_bytes.all.current": 4,
+        "allocated_bytes.all.peak": 6,
+        "allocation.all.current": 2,
+        "num_ooms": 0,
+    }
     device = Device("cpu")
     device.name, device.module = "some", SimpleNamespace(memory=memory, memory_stats=lambda: stats)
     assert device.memory_numbers() == {
-        "mem-reserved-bytes": 8, "mem-allocated-bytes": 4, "mem-max-allocated-bytes": 6, "mem-allocated-count": 2,
-    }  # fmt: skip
+        "mem-reserved-bytes": 8,
+        "mem-allocated-bytes": 4,
+        "mem-max-allocated-bytes": 6,
+        "mem-allocated-count": 2,
+    }
     device.record_memory_history()
     config = ProfileConfig(
         record_memory_history=True, memory_snapshot_path=str(tmp_path / "new" / "s.pickle"), profile_ranks=[0, 3]

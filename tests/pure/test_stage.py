@@ -30,24 +30,22 @@ def test_a_stage_beyond_the_last_is_our_error():
         layers_of_stage(8, 4, 4)
 
 
-# fmt: off
 SPLITS = [  # num_layers, num_stages, keywords, layers in each stage
-    (8, 4, {},                                                               [2, 2, 2, 2]),
-    (8, 4, {"first": 1, "last": 1},                                          [1, 3, 3, 1]),
-    (8, 4, {"first": 2},                                                     [2, 2, 2, 2]),
-    (7, 3, {"last": 1},                                                      [3, 3, 1]),
-    (5, 2, {"first": 2, "last": 3},                                          [2, 3]),
-    (6, 4, {"embedding_as_layer": True, "loss_as_layer": True},              [1, 2, 2, 1]),
-    (7, 4, {"embedding_as_layer": True},                                     [1, 2, 2, 2]),
-    (7, 4, {"loss_as_layer": True},                                          [2, 2, 2, 1]),
-    (2, 4, {"embedding_as_layer": True, "loss_as_layer": True},              [0, 1, 1, 0]),  # the ends have no layer
-    (5, 1, {"embedding_as_layer": True, "loss_as_layer": True},              [5]),
+    (8, 4, {}, [2, 2, 2, 2]),
+    (8, 4, {"first": 1, "last": 1}, [1, 3, 3, 1]),
+    (8, 4, {"first": 2}, [2, 2, 2, 2]),
+    (7, 3, {"last": 1}, [3, 3, 1]),
+    (5, 2, {"first": 2, "last": 3}, [2, 3]),
+    (6, 4, {"embedding_as_layer": True, "loss_as_layer": True}, [1, 2, 2, 1]),
+    (7, 4, {"embedding_as_layer": True}, [1, 2, 2, 2]),
+    (7, 4, {"loss_as_layer": True}, [2, 2, 2, 1]),
+    (2, 4, {"embedding_as_layer": True, "loss_as_layer": True}, [0, 1, 1, 0]),  # the ends have no layer
+    (5, 1, {"embedding_as_layer": True, "loss_as_layer": True}, [5]),
     # Two chunks: the counts of the first and the last rank are split over its chunks, an end's place is one stage's.
-    (8, 4, {"num_ranks": 2, "first": 2},                                     [1, 3, 1, 3]),
-    (16, 8, {"num_ranks": 4, "first": 2, "last": 2},                         [1, 3, 3, 1, 1, 3, 3, 1]),
+    (8, 4, {"num_ranks": 2, "first": 2}, [1, 3, 1, 3]),
+    (16, 8, {"num_ranks": 4, "first": 2, "last": 2}, [1, 3, 3, 1, 1, 3, 3, 1]),
     (14, 8, {"num_ranks": 4, "embedding_as_layer": True, "loss_as_layer": True}, [1, 2, 2, 2, 2, 2, 2, 1]),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize("num_layers, num_stages, uneven, counts", SPLITS)
@@ -59,43 +57,71 @@ def test_layers_are_split_as_told(num_layers, num_stages, uneven, counts):
 
 
 def test_splits_in_the_documentation_are_current():
-    # fmt: off
-    for sizes, uneven in [((8, 4), {}), ((8, 4), {"first": 1, "last": 1}), ((8, 4), {"num_ranks": 2, "first": 2}),
-                          ((6, 4), {"embedding_as_layer": True, "loss_as_layer": True})]:
+
+    for sizes, uneven in [
+        ((8, 4), {}),
+        ((8, 4), {"first": 1, "last": 1}),
+        ((8, 4), {"num_ranks": 2, "first": 2}),
+        ((6, 4), {"embedding_as_layer": True, "loss_as_layer": True}),
+    ]:
         drawn = "".join(" ".join(map(str, layers)).ljust(7) for layers in split_layers(*sizes, **uneven))
         assert f" {drawn.rstrip()}\n" in split_layers.__doc__
-    # fmt: on
 
 
-# fmt: off
 REFUSED = [
-    ((10, 4), {"embedding_as_layer": True},
-     "pipeline: the number of layers (10 plus 1 for --account-for-embedding-in-pipeline-split) must be a multiple of the "
-     "number of stages (4: "),
-    ((0, 2), {"embedding_as_layer": True, "loss_as_layer": True},
-     "pipeline: the number of layers (0 plus 2 for --account-for-embedding-in-pipeline-split and "
-     "--account-for-loss-in-pipeline-split) must be "),
-    ((8, 4), {"first": 1, "loss_as_layer": True},
-     "pipeline: --decoder-first-pipeline-num-layers (1) says how many layers the end has, and so does "
-     "--account-for-loss-in-pipeline-split; leave out one of the two"),
-    ((8, 4), {"first": 1},
-     "pipeline: --decoder-first-pipeline-num-layers (1) leaves 7 of --num-layers (8) to 3 ranks with 1 chunks each; that "
-     "must be a positive multiple of 3; change one"),
-    ((8, 4), {"first": 4, "last": 4},
-     "pipeline: --decoder-first-pipeline-num-layers (4) and --decoder-last-pipeline-num-layers (4) leaves 0 of "
-     "--num-layers (8) to 2 ranks with 1 chunks each; that must be a positive multiple of 2; change one"),
-    ((8, 2), {"first": 4, "last": 3},
-     "pipeline: --decoder-first-pipeline-num-layers (4) and --decoder-last-pipeline-num-layers (3) must add up to "
-     "--num-layers (8), since no other rank is left; change one"),
-    ((8, 3), {"first": 0, "last": 2},
-     "pipeline: --decoder-first-pipeline-num-layers (0) must be a positive multiple of the chunks per rank (1); change it"),
-    ((8, 4), {"num_ranks": 2, "first": 3, "last": 5},
-     "pipeline: --decoder-first-pipeline-num-layers (3) must be a positive multiple of the chunks per rank (2); change it\n"
-     "pipeline: --decoder-last-pipeline-num-layers (5) must be a positive multiple of the chunks per rank (2); change it"),
-    ((8, 1), {"last": 8},
-     "pipeline: --decoder-last-pipeline-num-layers (8) needs at least 2 pipeline ranks, not 1; leave it out"),
+    (
+        (10, 4),
+        {"embedding_as_layer": True},
+        "pipeline: the number of layers (10 plus 1 for --account-for-embedding-in-pipeline-split) must be a multiple of the "
+        "number of stages (4: ",
+    ),
+    (
+        (0, 2),
+        {"embedding_as_layer": True, "loss_as_layer": True},
+        "pipeline: the number of layers (0 plus 2 for --account-for-embedding-in-pipeline-split and "
+        "--account-for-loss-in-pipeline-split) must be ",
+    ),
+    (
+        (8, 4),
+        {"first": 1, "loss_as_layer": True},
+        "pipeline: --decoder-first-pipeline-num-layers (1) says how many layers the end has, and so does "
+        "--account-for-loss-in-pipeline-split; leave out one of the two",
+    ),
+    (
+        (8, 4),
+        {"first": 1},
+        "pipeline: --decoder-first-pipeline-num-layers (1) leaves 7 of --num-layers (8) to 3 ranks with 1 chunks each; that "
+        "must be a positive multiple of 3; change one",
+    ),
+    (
+        (8, 4),
+        {"first": 4, "last": 4},
+        "pipeline: --decoder-first-pipeline-num-layers (4) and --decoder-last-pipeline-num-layers (4) leaves 0 of "
+        "--num-layers (8) to 2 ranks with 1 chunks each; that must be a positive multiple of 2; change one",
+    ),
+    (
+        (8, 2),
+        {"first": 4, "last": 3},
+        "pipeline: --decoder-first-pipeline-num-layers (4) and --decoder-last-pipeline-num-layers (3) must add up to "
+        "--num-layers (8), since no other rank is left; change one",
+    ),
+    (
+        (8, 3),
+        {"first": 0, "last": 2},
+        "pipeline: --decoder-first-pipeline-num-layers (0) must be a positive multiple of the chunks per rank (1); change it",
+    ),
+    (
+        (8, 4),
+        {"num_ranks": 2, "first": 3, "last": 5},
+        "pipeline: --decoder-first-pipeline-num-layers (3) must be a positive multiple of the chunks per rank (2); change it\n"
+        "pipeline: --decoder-last-pipeline-num-layers (5) must be a positive multiple of the chunks per rank (2); change it",
+    ),
+    (
+        (8, 1),
+        {"last": 8},
+        "pipeline: --decoder-last-pipeline-num-layers (8) needs at least 2 pipeline ranks, not 1; leave it out",
+    ),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize("sizes, uneven, message", REFUSED)

@@ -211,8 +211,12 @@ def test_llama_equals_transformers(tmp_path):
     Text that begins with a space is left out: transformers then adds no space of its own, sentencepiece does.
     """
     llama_class = pytest.importorskip("transformers").LlamaTokenizer
-    model = train_pieces(tmp_path / "tokenizer.model", model_type="bpe", normalization_rule_name="identity",
-                         remove_extra_whitespaces=False)  # fmt: skip
+    model = train_pieces(
+        tmp_path / "tokenizer.model",
+        model_type="bpe",
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
     vocab = {model.id_to_piece(i): i for i in range(290)}
     pairs = [(token[:i], token[i:]) for token in vocab for i in range(1, len(token))]
     merges = sorted((p for p in pairs if p[0] in vocab and p[1] in vocab), key=lambda p: vocab[p[0] + p[1]])

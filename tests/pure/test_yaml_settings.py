@@ -111,8 +111,10 @@ def test_what_a_file_gives_and_a_run_would_not_is_warned_of_or_refused_as_on_the
     with pytest.raises(ConfigError) as error:
         read("spec: [a, b]\nsave_retain_interval: 9\ncheck_for_spiky_loss: true\nsave_retain_intervals: 9")
     assert [problem.split(": ")[1] for problem in error.value.problems[1:]] == [
-        "--spec", "--save-retain-interval", "--check-for-spiky-loss",
-    ]  # fmt: skip
+        "--spec",
+        "--save-retain-interval",
+        "--check-for-spiky-loss",
+    ]
     assert "did you mean" not in error.value.problems[0]
 
 
@@ -168,21 +170,28 @@ BILLION_LAUGHS = "a0: &a0 {seed: 1}\n" + "".join(f"a{n}: &a{n} {{x0: *a{n - 1}, 
         ("seed: -5", ["--seed is -5; it must be in [0, 2^32)"]),
         ("- seed", ["--yaml-cfg FILE must hold `key: value` lines; it holds something else"]),
         ("seed: [1", ["--yaml-cfg FILE is not YAML: "]),
-        ("num_layer: 3\nhidden_siz: 2\nseed: -5", [
-            "FILE:1: unknown setting num_layer; did you mean num-layers?",
-            "FILE:2: unknown setting hidden_siz; did you mean hidden-size?", "--seed is -5; it must be in [0, 2^32)",
-        ]),
+        (
+            "num_layer: 3\nhidden_siz: 2\nseed: -5",
+            [
+                "FILE:1: unknown setting num_layer; did you mean num-layers?",
+                "FILE:2: unknown setting hidden_siz; did you mean hidden-size?",
+                "--seed is -5; it must be in [0, 2^32)",
+            ],
+        ),
         ("!!python/object/apply:os.system ['true']", ["--yaml-cfg FILE must hold `key: value` lines"]),
         ("a: &a {b: *a}", ["FILE:1: b repeats a group that was read already"]),
         ("&a {b: {c: *a}}", ["FILE:1: c repeats a group"]),
         ("data_path: &a [*a]", ["FILE:1: data_path takes a value or a list of values"]),
         ("a: &a {seed: 1}\nb: *a", ["FILE:2: b repeats a group"]),
         (BILLION_LAUGHS, [f"FILE:{line}: x{copy} repeats a group" for line in range(2, 10) for copy in (0, 1)]),
-        ("? [a]\n: 1\n? {b: 2}\n: {c: 3}", ["FILE:1: a list or a group cannot be", "FILE:3: a list or a group cannot be"]),
+        (
+            "? [a]\n: 1\n? {b: 2}\n: {c: 3}",
+            ["FILE:1: a list or a group cannot be", "FILE:3: a list or a group cannot be"],
+        ),
         ("a: " + "[" * 1000 + "]" * 1000, ["--yaml-cfg FILE is nested too deeply"]),
         ("{a: " * 5000 + "1" + "}" * 5000, ["--yaml-cfg FILE is nested too deeply"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: list[str]):
     with pytest.raises(ConfigError) as error:
         read(text)

@@ -101,7 +101,7 @@ CASES = [  # (model, where it waits, settings, layout)
     ("dropout", "file", ALL | SAVED, {"dp": 2, "m": 2, "data_parallel": ZERO3}),
     ("gated", "params", ALL, {"dp": 2, "m": 2, "recompute": "uniform 1", "data_parallel": ZERO3}),
     ("dropout", "device", SLOTS, {"dp": 2, "pp": 2, "m": 2, "recompute": "uniform 1", "data_parallel": ZERO3}),
-]  # fmt: skip
+]
 
 
 @cache
@@ -122,10 +122,17 @@ def settings_for(settings: dict, layout: Layout) -> dict:
 @pytest.mark.parametrize(
     ("model", "place", "settings", "layout"),
     [
-        pytest.param(model, place, settings, Layout(**layout), id=f"{place}-{Layout(**layout)}-{'-'.join(settings)}", marks=[pytest.mark.full] * (i > 0))
+        pytest.param(
+            model,
+            place,
+            settings,
+            Layout(**layout),
+            id=f"{place}-{Layout(**layout)}-{'-'.join(settings)}",
+            marks=[pytest.mark.full] * (i > 0),
+        )
         for i, (model, place, settings, layout) in enumerate(CASES)
     ],
-)  # fmt: skip
+)
 def test_numbers_and_calls_are_those_without(
     model: str, place: str, settings: dict, layout: Layout, tmp_path: Path, request: pytest.FixtureRequest
 ):
@@ -223,9 +230,17 @@ def test_what_offloaded_layers_save_does_not_grow_with_them(tmp_path: Path):
     """Between forward and backward four layers hold no more of the device than two."""
     for model in MODELS.values():
         sizes = [
-            run_ranks({}, partial(live_after_forward, config=replace(model, num_layers=n, cpu_offloading_num_layers=n, **SAVED), folder=tmp_path, settled=True))[0]
+            run_ranks(
+                {},
+                partial(
+                    live_after_forward,
+                    config=replace(model, num_layers=n, cpu_offloading_num_layers=n, **SAVED),
+                    folder=tmp_path,
+                    settled=True,
+                ),
+            )[0]
             for n in (2, 4)
-        ]  # fmt: skip
+        ]
         assert sizes[0] == sizes[1]
 
 
@@ -388,9 +403,16 @@ def test_an_input_is_sent_for_one_layer_ahead(monkeypatch):
 
     run_ranks({}, work)
     assert log == [
-        ("run", 0), ("run", 1), ("run", 2),
-        ("fetch", 2), ("fetch", 1), ("run", 2), ("fetch", 0), ("run", 1), ("run", 0),
-    ]  # fmt: skip
+        ("run", 0),
+        ("run", 1),
+        ("run", 2),
+        ("fetch", 2),
+        ("fetch", 1),
+        ("run", 2),
+        ("fetch", 0),
+        ("run", 1),
+        ("run", 0),
+    ]
 
 
 @pytest.mark.parametrize("settings", [FULL, SAVED], ids=["inputs", "saved"])
@@ -422,9 +444,7 @@ def test_a_second_backward_reads_again():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("settings", "recompute"),
-    [(FULL | HALF | SLOTS, "uniform 1"), (ALL | SAVED, "none")],
-    ids=["inputs", "saved"],
+    ("settings", "recompute"), [(FULL | HALF | SLOTS, "uniform 1"), (ALL | SAVED, "none")], ids=["inputs", "saved"]
 )
 def test_an_error_leaves_nothing_behind(settings: dict, recompute: str):
     """What stood between a forward and a backward when it came is given back, and the next step is as if there had been none."""

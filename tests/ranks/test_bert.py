@@ -122,10 +122,19 @@ def whole_model(config, **more) -> BertModel:
 
 def test_scores_and_gradients_equal_transformers_megatron_bert():
     transformers = pytest.importorskip("transformers")
-    h, config = TINY_GPT2.hidden_size, transformers.MegatronBertConfig(
-        vocab_size=VOCAB, hidden_size=TINY_GPT2.hidden_size, num_hidden_layers=TINY_GPT2.num_layers, num_attention_heads=4,
-        intermediate_size=4 * TINY_GPT2.hidden_size, hidden_act="gelu_new", max_position_embeddings=SEQ, layer_norm_eps=TINY_GPT2.norm_epsilon,
-    )  # fmt: skip
+    h, config = (
+        TINY_GPT2.hidden_size,
+        transformers.MegatronBertConfig(
+            vocab_size=VOCAB,
+            hidden_size=TINY_GPT2.hidden_size,
+            num_hidden_layers=TINY_GPT2.num_layers,
+            num_attention_heads=4,
+            intermediate_size=4 * TINY_GPT2.hidden_size,
+            hidden_act="gelu_new",
+            max_position_embeddings=SEQ,
+            layer_norm_eps=TINY_GPT2.norm_epsilon,
+        ),
+    )
     theirs = transformers.MegatronBertForPreTraining(config).double().eval()
     mine, own = whole_model(TINY_GPT2), {}
     for name, p in mine.named_parameters():
@@ -142,9 +151,12 @@ def test_scores_and_gradients_equal_transformers_megatron_bert():
         + functional.cross_entropy(order, batch["is_random"])
     ).backward()
     result = theirs(
-        batch["text"], attention_mask=batch["padding_mask"], token_type_ids=batch["types"],
-        labels=torch.where(batch["loss_mask"] > 0, batch["labels"], -100), next_sentence_label=batch["is_random"],
-    )  # fmt: skip
+        batch["text"],
+        attention_mask=batch["padding_mask"],
+        token_type_ids=batch["types"],
+        labels=torch.where(batch["loss_mask"] > 0, batch["labels"], -100),
+        next_sentence_label=batch["is_random"],
+    )
     result.loss.backward()
     torch.testing.assert_close(order, result.seq_relationship_logits, rtol=1e-10, atol=1e-10)
     for name, p in theirs.named_parameters():
@@ -167,15 +179,29 @@ def own_tensor(name: str, of, h: int) -> Tensor:
             return fused.view(4, 3, h // 4, *fused.shape[1:])[:, heads[part.split(".")[-1]]].reshape(
                 h, *fused.shape[1:]
             )
-        return of(ours + {
-            "attention.ln": "input_layernorm", "attention.output.dense": "self_attention.linear_proj", "ln": "pre_mlp_layernorm",
-            "intermediate.dense": "mlp.linear_fc1", "output.dense": "mlp.linear_fc2",
-        }[part] + f".{kind}")  # fmt: skip
-    return of({
-        "bert.encoder.ln": f"{model}decoder.final_layernorm", "bert.pooler.dense": "pooler.dense",
-        "cls.predictions.transform.dense": "lm_head.dense", "cls.predictions.transform.LayerNorm": "lm_head.norm",
-        "cls.predictions": "word_bias", "cls.predictions.decoder": "word_bias", "cls.seq_relationship": "binary_head",
-    }[stem] + f".{kind}")  # fmt: skip
+        return of(
+            ours
+            + {
+                "attention.ln": "input_layernorm",
+                "attention.output.dense": "self_attention.linear_proj",
+                "ln": "pre_mlp_layernorm",
+                "intermediate.dense": "mlp.linear_fc1",
+                "output.dense": "mlp.linear_fc2",
+            }[part]
+            + f".{kind}"
+        )
+    return of(
+        {
+            "bert.encoder.ln": f"{model}decoder.final_layernorm",
+            "bert.pooler.dense": "pooler.dense",
+            "cls.predictions.transform.dense": "lm_head.dense",
+            "cls.predictions.transform.LayerNorm": "lm_head.norm",
+            "cls.predictions": "word_bias",
+            "cls.predictions.decoder": "word_bias",
+            "cls.seq_relationship": "binary_head",
+        }[stem]
+        + f".{kind}"
+    )
 
 
 def test_padding_changes_nothing():

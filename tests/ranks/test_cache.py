@@ -45,10 +45,15 @@ def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True) -> list[l
         return AFTER[text][len(seen[text]) - 1]
 
     steps = generate_batch(
-        build(mesh, config, sp=False)[0].module, PROMPTS,
-        max_new_tokens=3, max_length=length, stop_id=None, mesh=mesh, use_cache=use_cache,
+        build(mesh, config, sp=False)[0].module,
+        PROMPTS,
+        max_new_tokens=3,
+        max_length=length,
+        stop_id=None,
+        mesh=mesh,
+        use_cache=use_cache,
         choose=[partial(draw, text=text) for text in range(len(PROMPTS))],
-    )  # fmt: skip
+    )
     assert [list(step) for step in zip(*steps)] == AFTER, "every rank learns every id"
     return seen
 
@@ -95,9 +100,12 @@ def test_a_step_moves_one_token_and_not_the_text():
     first, _, last, _ = run_ranks({"tp": 2, "pp": 2}, work)
     assert first == [("all_reduce", "tp", h)] * 5 + [("send", "pp_forward", h // 2), ("broadcast", "mp", 8)]
     assert last == [
-        ("recv", "pp_forward", h // 2), ("all_gather", "tp", h // 2), *[("all_reduce", "tp", h)] * 4,
-        ("all_gather", "tp", v // 2), ("broadcast", "mp", 8),
-    ]  # fmt: skip
+        ("recv", "pp_forward", h // 2),
+        ("all_gather", "tp", h // 2),
+        *[("all_reduce", "tp", h)] * 4,
+        ("all_gather", "tp", v // 2),
+        ("broadcast", "mp", 8),
+    ]
 
 
 @pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 2, "pp": 2}])
@@ -146,7 +154,7 @@ def test_positions_and_mask_of_texts_that_begin_in_different_columns():
     assert (~cache.mask(4)[:, 0]).long().tolist() == [
         [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
-    ]  # fmt: skip
+    ]
     cache.advance(4)
     assert cache.positions(1).tolist() == [[2], [4]]
     assert (~cache.mask(1)[:, 0]).long().tolist() == [[[0, 0, 1, 1, 1]], [[1, 1, 1, 1, 1]]]

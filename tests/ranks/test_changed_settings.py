@@ -12,11 +12,23 @@ from megatron.core.checkpoint import format
 from megatron.core.datasets.indexed import IndexedDatasetWriter
 
 COURSE = {
-    "hidden_dropout": (0.1, 0.2), "attention_dropout": (0.1, 0.3), "label_smoothing": (0.0, 0.1), "adam_beta1": (0.9, 0.8),
-    "adam_beta2": (0.999, 0.99), "adam_eps": (1e-08, 1e-06), "clip_grad": (1.0, 0.5), "reset_position_ids": (False, True),
-    "reset_attention_mask": (False, True), "eod_mask_loss": (False, True), "seed": (1234, 5), "z_loss_coeff": (0.0, 0.001),
-    "min_loss_scale": (1.0, 2.0), "num_workers": None, "micro_batch_size": None, "recompute_granularity": None,
-}  # fmt: skip
+    "hidden_dropout": (0.1, 0.2),
+    "attention_dropout": (0.1, 0.3),
+    "label_smoothing": (0.0, 0.1),
+    "adam_beta1": (0.9, 0.8),
+    "adam_beta2": (0.999, 0.99),
+    "adam_eps": (1e-08, 1e-06),
+    "clip_grad": (1.0, 0.5),
+    "reset_position_ids": (False, True),
+    "reset_attention_mask": (False, True),
+    "eod_mask_loss": (False, True),
+    "seed": (1234, 5),
+    "z_loss_coeff": (0.0, 0.001),
+    "min_loss_scale": (1.0, 2.0),
+    "num_workers": None,
+    "micro_batch_size": None,
+    "recompute_granularity": None,
+}
 
 
 def test_every_setting_that_changes_the_course_of_a_resumed_run_is_said(said, checkpoints):
@@ -44,13 +56,22 @@ def test_the_weights_alone_are_taken_by_another_course_without_a_line(said, chec
 OTHER_MODELS = {
     "activation": ("--swiglu --ffn-hidden-size 32", ["swiglu: the checkpoint has False, this run has True"]),
     "norm": ("--normalization RMSNorm", ["normalization: the checkpoint has LayerNorm, this run has RMSNorm"]),
-    "positions": ("--position-embedding-type rope", ["position_embedding_type: the checkpoint has learned_absolute, this run has rope"]),
+    "positions": (
+        "--position-embedding-type rope",
+        ["position_embedding_type: the checkpoint has learned_absolute, this run has rope"],
+    ),
     "shape": ("--qk-layernorm --num-attention-heads 2", ["qk_layernorm: ", "num_attention_heads: ", "kv_channels: "]),
-    "tokenizer": ("--vocab-size 31 --null-tokenizer-eod-id 3", ["another tokenizer", "null_tokenizer_eod_id None before, 3 now", "--allow-tokenizer-change"]),
+    "tokenizer": (
+        "--vocab-size 31 --null-tokenizer-eod-id 3",
+        ["another tokenizer", "null_tokenizer_eod_id None before, 3 now", "--allow-tokenizer-change"],
+    ),
     "precision": ("--bf16", ["was trained in fp32, this run is in bf16", "--allow-precision-change"]),
     "precision, float64": ("--fp64", ["was trained in fp32, this run is in fp64", "--allow-precision-change"]),
-    "precision, residual": ("--fp16 --fp32-residual-connection", ["this run is in fp16 with its residual stream in fp32"]),
-}  # fmt: skip
+    "precision, residual": (
+        "--fp16 --fp32-residual-connection",
+        ["this run is in fp16 with its residual stream in fp32"],
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -107,11 +128,23 @@ def test_a_setting_of_the_model_that_this_code_does_not_know_is_refused(checkpoi
 
 
 FORGED = {
-    "train": None, "log": "x", "optimizer_steps": "one", "config": 7, "config/optimizer": 7, "config/own": [1],
-    "config/transformer/hidden_size": "wide", "train/iteration": 3, "train/consumed_train_samples": -5, "train/schedules": 1,
-    "train/schedules/learning_rate": [], "log/steps": None, "log/sums": 1, "grad_scaler": [],
-    "train/requested_train_samples": 1 << 99, "config/checkpoint": None,
-}  # fmt: skip
+    "train": None,
+    "log": "x",
+    "optimizer_steps": "one",
+    "config": 7,
+    "config/optimizer": 7,
+    "config/own": [1],
+    "config/transformer/hidden_size": "wide",
+    "train/iteration": 3,
+    "train/consumed_train_samples": -5,
+    "train/schedules": 1,
+    "train/schedules/learning_rate": [],
+    "log/steps": None,
+    "log/sums": 1,
+    "grad_scaler": [],
+    "train/requested_train_samples": 1 << 99,
+    "config/checkpoint": None,
+}
 
 
 def test_a_state_that_no_run_has_written_is_refused_by_name(checkpoints, refused, tmp_path):

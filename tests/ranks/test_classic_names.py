@@ -23,34 +23,48 @@ from megatron.training.utils import average_losses_across_data_parallel_group, g
 WHOLE = [[1.0, 2.0, 3.0, 4.0]]
 REGIONS = {
     "copy_to_tensor_model_parallel_region": {
-        "x": [[[1.0, 2.0]]] * 2, "g": [[[1.0, 1.0]], [[2.0, 3.0]]],
-        "y": [[[1.0, 2.0]]] * 2, "dx": [[[3.0, 4.0]]] * 2,
+        "x": [[[1.0, 2.0]]] * 2,
+        "g": [[[1.0, 1.0]], [[2.0, 3.0]]],
+        "y": [[[1.0, 2.0]]] * 2,
+        "dx": [[[3.0, 4.0]]] * 2,
     },
     "reduce_from_tensor_model_parallel_region": {
-        "x": [[[1.0, 2.0]], [[10.0, 20.0]]], "g": [[[5.0, 6.0]]] * 2,
-        "y": [[[11.0, 22.0]]] * 2, "dx": [[[5.0, 6.0]]] * 2,
+        "x": [[[1.0, 2.0]], [[10.0, 20.0]]],
+        "g": [[[5.0, 6.0]]] * 2,
+        "y": [[[11.0, 22.0]]] * 2,
+        "dx": [[[5.0, 6.0]]] * 2,
     },
     "scatter_to_tensor_model_parallel_region": {
-        "x": [WHOLE] * 2, "g": [[[5.0, 6.0]], [[7.0, 8.0]]],
-        "y": [[[1.0, 2.0]], [[3.0, 4.0]]], "dx": [[[5.0, 6.0, 7.0, 8.0]]] * 2,
+        "x": [WHOLE] * 2,
+        "g": [[[5.0, 6.0]], [[7.0, 8.0]]],
+        "y": [[[1.0, 2.0]], [[3.0, 4.0]]],
+        "dx": [[[5.0, 6.0, 7.0, 8.0]]] * 2,
     },
     "gather_from_tensor_model_parallel_region": {
-        "x": [[[1.0, 2.0]], [[3.0, 4.0]]], "g": [[[5.0, 6.0, 7.0, 8.0]]] * 2,
-        "y": [WHOLE] * 2, "dx": [[[5.0, 6.0]], [[7.0, 8.0]]],
+        "x": [[[1.0, 2.0]], [[3.0, 4.0]]],
+        "g": [[[5.0, 6.0, 7.0, 8.0]]] * 2,
+        "y": [WHOLE] * 2,
+        "dx": [[[5.0, 6.0]], [[7.0, 8.0]]],
     },
     "scatter_to_sequence_parallel_region": {
-        "x": [[[1.0], [2.0]]] * 2, "g": [[[5.0]], [[7.0]]],
-        "y": [[[1.0]], [[2.0]]], "dx": [[[5.0], [7.0]]] * 2,
+        "x": [[[1.0], [2.0]]] * 2,
+        "g": [[[5.0]], [[7.0]]],
+        "y": [[[1.0]], [[2.0]]],
+        "dx": [[[5.0], [7.0]]] * 2,
     },
     "gather_from_sequence_parallel_region": {  # the gradients of the ranks are parts, and are summed
-        "x": [[[1.0]], [[2.0]]], "g": [[[1.0], [2.0]], [[10.0], [20.0]]],
-        "y": [[[1.0], [2.0]]] * 2, "dx": [[[11.0]], [[22.0]]],
+        "x": [[[1.0]], [[2.0]]],
+        "g": [[[1.0], [2.0]], [[10.0], [20.0]]],
+        "y": [[[1.0], [2.0]]] * 2,
+        "dx": [[[11.0]], [[22.0]]],
     },
     "reduce_scatter_to_sequence_parallel_region": {
-        "x": [[[1.0], [2.0]], [[10.0], [20.0]]], "g": [[[5.0]], [[7.0]]],
-        "y": [[[11.0]], [[22.0]]], "dx": [[[5.0], [7.0]]] * 2,
+        "x": [[[1.0], [2.0]], [[10.0], [20.0]]],
+        "g": [[[5.0]], [[7.0]]],
+        "y": [[[11.0]], [[22.0]]],
+        "dx": [[[5.0], [7.0]]] * 2,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -89,9 +103,11 @@ def test_regions_on_four_ranks():
 
     for rank, found in enumerate(run_ranks({"tp": 4}, work)):
         assert found == {
-            "copy_to_tensor": (rank + 1.0, 1111.0), "reduce_from_tensor": (10.0, 10.0**rank),
-            "gather": ([1.0, 2.0, 3.0, 4.0], rank * 1111.0), "gather of copies": float(rank),
-        }  # fmt: skip
+            "copy_to_tensor": (rank + 1.0, 1111.0),
+            "reduce_from_tensor": (10.0, 10.0**rank),
+            "gather": ([1.0, 2.0, 3.0, 4.0], rank * 1111.0),
+            "gather of copies": float(rank),
+        }
 
 
 # ---------------------------------------------------------------- layers
@@ -249,9 +265,16 @@ def test_a_model_made_by_hand_begins_as_one_process_has_it(dtype):
     def work(mesh):
         torch.manual_seed(7)
         model = GPTModel(
-            config, vocab_size=VOCAB, positions=SEQ, layers=range(config.num_layers), tp=TensorParallel(mesh["tp"], dtype=dtype),
-            keys=DropoutKeys(SEED), ends=mesh["embd"], pre_process=True, post_process=True,
-        )  # fmt: skip
+            config,
+            vocab_size=VOCAB,
+            positions=SEQ,
+            layers=range(config.num_layers),
+            tp=TensorParallel(mesh["tp"], dtype=dtype),
+            keys=DropoutKeys(SEED),
+            ends=mesh["embd"],
+            pre_process=True,
+            post_process=True,
+        )
         table = model.get_parameter("language_model.embedding.word_embeddings.weight")
         padding = table[max(0, VOCAB - mesh["tp"].rank * table.shape[0]) :]
         assert not padding.any()
@@ -271,9 +294,16 @@ def test_a_tied_table_made_by_hand_begins_alike_on_both_stages(sizes):
         pp = mesh["pp"]
         torch.manual_seed(7 + 100 * pp.rank)
         model = GPTModel(
-            TINY_GPT2, vocab_size=VOCAB, positions=SEQ, layers=[pp.rank], tp=TensorParallel(mesh["tp"]), keys=DropoutKeys(SEED),
-            ends=mesh["embd"], pre_process=pp.is_first, post_process=pp.is_last,
-        )  # fmt: skip
+            TINY_GPT2,
+            vocab_size=VOCAB,
+            positions=SEQ,
+            layers=[pp.rank],
+            tp=TensorParallel(mesh["tp"]),
+            keys=DropoutKeys(SEED),
+            ends=mesh["embd"],
+            pre_process=pp.is_first,
+            post_process=pp.is_last,
+        )
         return mesh["tp"].rank, model.get_parameter("language_model.embedding.word_embeddings.weight").detach()
 
     tables = {}

@@ -23,8 +23,10 @@ FLAGS = split(
     "--make-vocab-size-divisible-by 1 --eval-interval 2 --eval-iters 1"
 )
 PROVIDER, MODEL, STEP = (
-    pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step
-)  # fmt: skip
+    pretrain_gpt.train_valid_test_datasets_provider,
+    pretrain_gpt.model_provider,
+    pretrain_gpt.forward_step,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +124,14 @@ def test_args_hold_what_megatrons_hold():
     pretrain(PROVIDER, model, ModelType.encoder_or_decoder, STEP, argv=[*FLAGS, "--sequence-parallel"])
     config = seen.pop("config")
     assert seen == {
-        "rank": 0, "world_size": 1, "data_parallel_size": 1, "padded_vocab_size": 21, "global_batch_size": 4, "ffn_hidden_size": 64,
+        "rank": 0,
+        "world_size": 1,
+        "data_parallel_size": 1,
+        "padded_vocab_size": 21,
+        "global_batch_size": 4,
+        "ffn_hidden_size": 64,
         "kv_channels": 8,
-    }  # fmt: skip
+    }
     assert (config.hidden_size, config.sequence_parallel, config.params_dtype) == (16, True, torch.float32)
     assert config.init_method.std == 0.02 and config.output_layer_init_method.std == 0.02 / 2
 
@@ -137,8 +144,14 @@ def test_a_pipelines_ends_may_be_named_by_the_script():
         return pipeline
 
     pretrain(
-        PROVIDER, MODEL, ModelType.encoder_or_decoder, STEP, get_embedding_ranks=ranks, get_position_embedding_ranks=ranks, argv=FLAGS,
-    )  # fmt: skip
+        PROVIDER,
+        MODEL,
+        ModelType.encoder_or_decoder,
+        STEP,
+        get_embedding_ranks=ranks,
+        get_position_embedding_ranks=ranks,
+        argv=FLAGS,
+    )
     assert calls == [[0], [0]]
 
 
@@ -183,13 +196,25 @@ def test_a_model_provider_that_returns_nothing_stops_the_run_in_words(capsys):
 
 X = torch.ones(1)
 WRONG_STEPS = {
-    "a lone tensor": (X, True, "forward_step must return (output, loss_func), where loss_func(output) gives the loss, not a lone Tensor"),
+    "a lone tensor": (
+        X,
+        True,
+        "forward_step must return (output, loss_func), where loss_func(output) gives the loss, not a lone Tensor",
+    ),
     "three": ((X, X, X), True, "not a tuple of 3"),
     "nothing": (None, False, "not a lone NoneType"),
-    "no loss function": ((X, None), True, "forward_step returned (output, None) on the last stage; there the second must be a function"),
-    "nothing to hand on": ((None, None), False, "forward_step handed on NoneType; before the last stage a model must return its hidden"),
+    "no loss function": (
+        (X, None),
+        True,
+        "forward_step returned (output, None) on the last stage; there the second must be a function",
+    ),
+    "nothing to hand on": (
+        (None, None),
+        False,
+        "forward_step handed on NoneType; before the last stage a model must return its hidden",
+    ),
     "a number among tensors": (((X, 1.0), None), False, "forward_step handed on Tensor, float"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("result, is_last, said", WRONG_STEPS.values(), ids=WRONG_STEPS)

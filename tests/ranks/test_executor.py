@@ -61,9 +61,13 @@ def execute(mesh, schedule, chunks, *, step=forward_step, boundary=BOUNDARY, tra
     """Run one rank's list; returns the executor and its totals."""
     p = mesh["pp"].size
     executor = Executor(
-        chunks, stages or p, placement=loop_placement(p), transport=Transport(mesh, boundary), forward_step=step,
+        chunks,
+        stages or p,
+        placement=loop_placement(p),
+        transport=Transport(mesh, boundary),
+        forward_step=step,
         data_iterators={stage: iter([batch(i) for i in range(8)]) for stage in chunks},
-    )  # fmt: skip
+    )
     return executor, executor.run(schedule, mesh["pp"].rank, training=training)
 
 
@@ -121,11 +125,15 @@ def test_each_compute_action_and_each_reduction_is_announced():
     def work(mesh):
         rank, heard = mesh["pp"].rank, []
         executor = Executor(
-            {rank: Stage(rank)}, 2, placement=loop_placement(2), transport=Transport(mesh, BOUNDARY),
-            forward_step=forward_step, data_iterators={rank: iter([batch(i) for i in range(2)])},
+            {rank: Stage(rank)},
+            2,
+            placement=loop_placement(2),
+            transport=Transport(mesh, BOUNDARY),
+            forward_step=forward_step,
+            data_iterators={rank: iter([batch(i) for i in range(2)])},
             begin=lambda action: heard.append(str(action)),
             reduce=lambda stage: heard.append(f"reduce {stage}"),
-        )  # fmt: skip
+        )
         schedule = lowered(2, 2)
         executor.run([[*row, Action(Op.REDUCE, stage)] for stage, row in enumerate(schedule)], rank)
         return heard
@@ -167,10 +175,14 @@ def test_what_was_sent_is_freed(p: int, v: int, m: int):
             counts.append((str(action), len(alive), len(expected)))
 
         executor = Executor(
-            {stage: Sum(stage) for stage in range(rank, p * v, p)}, p * v, placement=loop_placement(p),
-            transport=Transport(mesh, BOUNDARY), forward_step=forward_step, around=around,
+            {stage: Sum(stage) for stage in range(rank, p * v, p)},
+            p * v,
+            placement=loop_placement(p),
+            transport=Transport(mesh, BOUNDARY),
+            forward_step=forward_step,
+            around=around,
             data_iterators={stage: iter([batch(i) for i in range(m)]) for stage in range(rank, p * v, p)},
-        )  # fmt: skip
+        )
         executor.run(lowered(p, m) if v == 1 else add_transfers(interleaved(p, m, v), loop_placement(p)), rank)
         return counts, len(made)
 
@@ -383,7 +395,7 @@ def test_the_older_pair_gives_the_mean_of_microbatch_means(p: int, dp: int, m: i
         adam = FlatOptimizer(chunk.buffers, OptimizerConfig(clip_grad=0.0), mesh)
         pipeline = Pipeline(
             {rank: chunk}, mesh, BatchShape(ROWS, m), boundary=BOUNDARY, forward_step=pair_step, keys=DropoutKeys(0)
-        )  # fmt: skip
+        )
         mine = [i * dp + mesh["dp"].rank for i in range(m)]
         data = {rank: iter([(batch(i), keeps[i]) for i in mine])}
         result = train_step(pipeline, adam, data, first_sample=0, lr=0.0)
@@ -417,7 +429,7 @@ WRONG = [
     ((torch.ones(2), ONE, {}), "the loss must be one number, not a tensor of shape (2,)"),
     ((ONE, {"lm loss": torch.ones(3)}), PAIR + "3 elements"),
     ((ONE, ONE, {"lm loss": torch.ones(0)}), PAIR + "0 elements"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("result", "message"), WRONG)
@@ -503,14 +515,8 @@ def test_a_wrong_loss_carries_its_action():
 @pytest.mark.parametrize(
     ("boundary", "agreed"),
     [
-        (
-            (TensorSpec((ROWS, WIDTH + 1), torch.float64),),
-            "(TensorSpec(shape=(2, 5), dtype=torch.float64),)",
-        ),
-        (
-            (TensorSpec((ROWS, WIDTH), torch.float32),),
-            "(TensorSpec(shape=(2, 4), dtype=torch.float32),)",
-        ),
+        ((TensorSpec((ROWS, WIDTH + 1), torch.float64),), "(TensorSpec(shape=(2, 5), dtype=torch.float64),)"),
+        ((TensorSpec((ROWS, WIDTH), torch.float32),), "(TensorSpec(shape=(2, 4), dtype=torch.float32),)"),
         (
             BOUNDARY * 2,
             "(TensorSpec(shape=(2, 4), dtype=torch.float64), TensorSpec(shape=(2, 4), dtype=torch.float64))",
@@ -534,9 +540,12 @@ def test_what_the_stages_did_not_agree_on_is_not_sent(boundary: tuple, agreed: s
     ("agreed", "why"),
     [
         (ROWS // 2, "2 times as long: under --sequence-parallel each tensor-parallel rank holds its part"),
-        (ROWS * 4, "one part of 4: the model scatters the sequence over the tensor-parallel ranks; give --sequence-parallel"),
+        (
+            ROWS * 4,
+            "one part of 4: the model scatters the sequence over the tensor-parallel ranks; give --sequence-parallel",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_forgets_sequence_parallelism_is_told_of_it(agreed: int, why: str):
     def work(mesh):
         boundary = (TensorSpec((agreed, WIDTH), torch.float64),)

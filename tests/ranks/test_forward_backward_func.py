@@ -37,15 +37,23 @@ SHARDS = [
     DataParallelConfig(zero_stage=stage, overlap_grad_reduce=stage > 1, ddp_bucket_size=1500) for stage in (1, 2, 3)
 ]
 LAYOUTS = [
-    Layout(m=3), Layout(pp=2, m=4), Layout(pp=2, v=2, m=4, tp=2, sp=True), Layout(dp=2, pp=2, m=2, delayed=True),
+    Layout(m=3),
+    Layout(pp=2, m=4),
+    Layout(pp=2, v=2, m=4, tp=2, sp=True),
+    Layout(dp=2, pp=2, m=2, delayed=True),
     *(Layout(dp=2, pp=2, m=2, delayed=True, data_parallel=shards) for shards in SHARDS),
     Layout(dp=2, tp=2, m=3, data_parallel=SHARDS[2]),
-]  # fmt: skip
+]
 CASES = [
-    pytest.param(layout, model, marks=[pytest.mark.full] * ((i > 3) and not (i == 6 and name == "gpt2")), id=f"{layout}-{layout.data_parallel.stage}-{name}")
+    pytest.param(
+        layout,
+        model,
+        marks=[pytest.mark.full] * ((i > 3) and not (i == 6 and name == "gpt2")),
+        id=f"{layout}-{layout.data_parallel.stage}-{name}",
+    )
     for i, layout in enumerate(LAYOUTS)
     for name, model in (("gpt2", GPT2), ("llama", LLAMA))
-]  # fmt: skip
+]
 
 
 def run_by_func(mesh, config, layout, **options):
@@ -84,11 +92,15 @@ def test_it_gives_the_losses_and_gradients_of_the_train_step(layout, model):
 HYBRID = DataParallelConfig(zero_stage=2, num_distributed_optimizer_instances=2, ddp_bucket_size=1500)
 OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1500)
 FINALIZED = {
-    "tp sp": Layout(tp=2, sp=True, m=2), "pp tied": Layout(pp=2, m=2), "hybrid 2": Layout(dp=4, m=2, data_parallel=HYBRID),
-    "3": Layout(dp=2, m=2, delayed=True, data_parallel=SHARDS[2]), "overlap": Layout(dp=2, m=2, data_parallel=OVERLAP),
-    "vpp sp": Layout(pp=2, v=2, tp=2, sp=True, m=2), "1 tp": Layout(dp=2, tp=2, m=2, data_parallel=SHARDS[0]),
+    "tp sp": Layout(tp=2, sp=True, m=2),
+    "pp tied": Layout(pp=2, m=2),
+    "hybrid 2": Layout(dp=4, m=2, data_parallel=HYBRID),
+    "3": Layout(dp=2, m=2, delayed=True, data_parallel=SHARDS[2]),
+    "overlap": Layout(dp=2, m=2, data_parallel=OVERLAP),
+    "vpp sp": Layout(pp=2, v=2, tp=2, sp=True, m=2),
+    "1 tp": Layout(dp=2, tp=2, m=2, data_parallel=SHARDS[0]),
     "fixed order": Layout(dp=2, pp=2, m=2, data_parallel=DataParallelConfig(fixed_order_grad_reduce=True)),
-}  # fmt: skip
+}
 WAYS = ("never", "once", "twice with tokens", "by the config", "by the config and once", "after a validation")
 
 
@@ -118,8 +130,12 @@ def test_a_loop_may_finalize_gradients_as_often_as_it_likes(name):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[microbatches(batch, step * 8, mesh) for _ in chunks],
-                model=model, num_microbatches=layout.m, seq_length=SEQ, micro_batch_size=batch.micro_batch_size, **options,
-            )  # fmt: skip
+                model=model,
+                num_microbatches=layout.m,
+                seq_length=SEQ,
+                micro_batch_size=batch.micro_batch_size,
+                **options,
+            )
 
         for step, way in enumerate(WAYS):
             for chunk in model:
@@ -175,9 +191,13 @@ def test_gradients_that_come_on_top_of_a_finished_step_are_refused():
         chunks, _, _ = build_chunks(mesh, GPT2, Layout())
         for _ in range(2):
             get_forward_backward_func()(
-                forward_step_func=forward_step, data_iterator=microbatches(BatchShape(4, 1), 0, mesh), model=chunks[0],
-                num_microbatches=1, seq_length=SEQ, micro_batch_size=4,
-            )  # fmt: skip
+                forward_step_func=forward_step,
+                data_iterator=microbatches(BatchShape(4, 1), 0, mesh),
+                model=chunks[0],
+                num_microbatches=1,
+                seq_length=SEQ,
+                micro_batch_size=4,
+            )
 
     with pytest.raises(RuntimeError, match=r"call zero_grad_buffer\(\)"):
         run_ranks({}, work)
@@ -243,9 +263,12 @@ def test_without_a_wrapper_gradients_are_left_in_grad():
         func = get_forward_backward_func()
 
         def step(data, model):
-            return model(next(data)), lambda y, non_loss_data=False: y.detach() if non_loss_data else (
-                y.pow(2).mean(), {"loss": y.pow(2).mean().detach()}
-            )  # fmt: skip
+            return (
+                model(next(data)),
+                lambda y, non_loss_data=False: (
+                    y.detach() if non_loss_data else (y.pow(2).mean(), {"loss": y.pow(2).mean().detach()})
+                ),
+            )
 
         reports = func(forward_step_func=step, data_iterator=iter(rows), **options)
         gradient = model.weight.grad.clone()
@@ -276,9 +299,14 @@ def _losses(weight, rows):
 )
 def test_what_it_cannot_do_is_refused(options, said):
     usual = {
-        "forward_step_func": forward_step, "data_iterator": None, "model": torch.nn.Linear(1, 1), "num_microbatches": 1,
-        "seq_length": 8, "micro_batch_size": 1, "first_val_step": True,
-    }  # fmt: skip
+        "forward_step_func": forward_step,
+        "data_iterator": None,
+        "model": torch.nn.Linear(1, 1),
+        "num_microbatches": 1,
+        "seq_length": 8,
+        "micro_batch_size": 1,
+        "first_val_step": True,
+    }
     with pytest.raises((ValueError, TypeError)) as refused:
         get_forward_backward_func()(**(usual | options))
     assert said in str(refused.value)

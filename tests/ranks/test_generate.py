@@ -249,10 +249,11 @@ def gpt_by_the_same_name(pre_process=True, post_process=True):
 
 
 FORKS = {
-    "its layers": (quiet_gpt, "GPTModel of Quiet"), "its class": (louder_gpt, "Louder"),
+    "its layers": (quiet_gpt, "GPTModel of Quiet"),
+    "its class": (louder_gpt, "Louder"),
     "a part of its layers": (gpt_of_scaled_mlps, "GPTModel of ScaledMLP"),
     "its class of the same name": (gpt_by_the_same_name, "script's GPTModel"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("provider, name", FORKS.values(), ids=FORKS)
@@ -328,25 +329,37 @@ FLAG_MISTAKES = [
     ((*PROMPT, "--greedy", "--num-samples", "2"), "--greedy would give 2 equal texts"),
     ((*PROMPT, "--temperature", "0"), "--temperature is 0.0"),
     ((*PROMPT, "--tempreture", "1"), "unknown flag --tempreture; did you mean --temperature?"),
-    ((*PROMPT, "--tensor-model-parallel-size", "2"), "1 process(es) for --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1; start 2"),
+    (
+        (*PROMPT, "--tensor-model-parallel-size", "2"),
+        "1 process(es) for --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1; start 2",
+    ),
     ((*LOAD, "--prompt-file", "-", "--sample-input-file", "-"), "cannot both be standard input"),
-]  # fmt: skip
+]
 OTHER_MISTAKES = [
     ((*PROMPT, "--iteration", "3"), "name one of the iterations that are there: 2, 4"),
     ((*LOAD, "--prompt", "five"), "the prompt 'five' cannot be read: NullTokenizer reads whole numbers"),
     ((*LOAD, "--prompt", "61"), "are not all between 0 and 60"),
     ((*LOAD, "--prompt", "\udcff"), "is not valid text at character 0"),
-    ((*LOAD, "--prompt", "7 " * 17), "has 17 tokens, and the model sees 16 at once (its --seq-length); shorten the prompt"),
-    ((*LOAD, "--prompt-file", "absent.txt"), "--prompt-file absent.txt: no such file or directory; give a file of text, or - for standard input"),
+    (
+        (*LOAD, "--prompt", "7 " * 17),
+        "has 17 tokens, and the model sees 16 at once (its --seq-length); shorten the prompt",
+    ),
+    (
+        (*LOAD, "--prompt-file", "absent.txt"),
+        "--prompt-file absent.txt: no such file or directory; give a file of text, or - for standard input",
+    ),
     ((*LOAD, "--prompt-file", "bytes.txt"), "bytes.txt is not UTF-8 at byte 1"),
     ((*LOAD, "--prompt-file", "blank.txt"), "blank.txt holds no text; to begin a new document: --prompt ''"),
     ((*LOAD, "--sample-input-file", "blank.txt"), "--sample-input-file blank.txt holds no prompt"),
-    ((*PROMPT, "--genfile", "nowhere/out.jsonl"), "--genfile nowhere/out.jsonl: no such file or directory; choose a file that can be written"),
+    (
+        (*PROMPT, "--genfile", "nowhere/out.jsonl"),
+        "--genfile nowhere/out.jsonl: no such file or directory; choose a file that can be written",
+    ),
     ((*PROMPT, "--vocab-size", "70"), "a vocabulary of 61, the tokenizer (NullTokenizer) one of 71"),
     ((*PROMPT, "--tokenizer-type", "GPT2BPETokenizer"), "--tokenizer-type GPT2BPETokenizer needs --vocab-file"),
     (("--load", "nowhere", "--prompt", "5"), "nowhere: is not a folder"),
     (("--load", ".", "--prompt", "5"), "holds no latest_checkpointed_iteration.txt"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

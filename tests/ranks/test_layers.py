@@ -559,9 +559,11 @@ def test_the_ledger_notes_local_bytes():
         return [(*call, comm.bytes_sent(call)) for call in calls]
 
     collectives = [
-        ("all_reduce", "tp", 32, 2, 32.0), ("all_gather", "tp", 32, 2, 32), ("reduce_scatter", "tp", 32, 2, 16.0),
+        ("all_reduce", "tp", 32, 2, 32.0),
+        ("all_gather", "tp", 32, 2, 32),
+        ("reduce_scatter", "tp", 32, 2, 16.0),
         ("broadcast", "tp", 32, 2, 16.0),
-    ]  # fmt: skip
+    ]
     first, second = run_ranks({"tp": 2}, work)
     assert first == [*collectives, ("send", "tp", 32, 2, 32)]
     assert second == [*collectives, ("recv", "tp", 32, 2, 0)]

@@ -38,14 +38,26 @@ def check(case: Case) -> None:
 
 
 def test_a_rank_takes_what_is_predicted():
-    check(Case("--num-layers 1 --attention-dropout 0 --zero-stage 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-               "--micro-batch-size 1 --vocab-size 30 --bf16", 4, 1))  # fmt: skip
+    check(
+        Case(
+            "--num-layers 1 --attention-dropout 0 --zero-stage 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+            "--micro-batch-size 1 --vocab-size 30 --bf16",
+            4,
+            1,
+        )
+    )
 
 
 @pytest.mark.full
 def test_a_rank_that_multiplies_in_float32_takes_what_is_predicted():
-    check(Case("--num-layers 2 --attention-dropout 0 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-               "--micro-batch-size 1 --vocab-size 30 --bf16 --cpu-half-products widened", 1, 0))  # fmt: skip
+    check(
+        Case(
+            "--num-layers 2 --attention-dropout 0 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+            "--micro-batch-size 1 --vocab-size 30 --bf16 --cpu-half-products widened",
+            1,
+            0,
+        )
+    )
 
 
 @pytest.mark.full

@@ -37,15 +37,14 @@ ONE_GROUP = replace(SMALL_LLAMA, num_query_groups=1)
 CORNERS: dict[str, tuple[TransformerConfig, Texts]] = {
     "two groups": (TWO_GROUPS, Texts()),
     "two groups, biases, dropout": (
-        replace(SMALL_GPT2, group_query_attention=True, num_query_groups=2, add_qkv_bias=True), Texts(),
+        replace(SMALL_GPT2, group_query_attention=True, num_query_groups=2, add_qkv_bias=True),
+        Texts(),
     ),
     "one group": (ONE_GROUP, Texts()),
     "one group, qkv bias, norm of heads": (replace(ONE_GROUP, add_qkv_bias=True, qk_layernorm=True), Texts()),
     "qkv bias": (replace(SMALL_LLAMA, add_qkv_bias=True), Texts()),
     # With rotary positions: without them the gradient of a key's bias is zero but for rounding, and nothing to compare.
-    "LayerNorm of heads": (
-        replace(SMALL_GPT2, qk_layernorm=True, position_embedding_type="rope"), Texts(),
-    ),
+    "LayerNorm of heads": (replace(SMALL_GPT2, qk_layernorm=True, position_embedding_type="rope"), Texts()),
     "gated MLP with biases": (replace(SMALL_LLAMA, add_bias_linear=True), Texts()),
     "wide heads": (replace(TWO_GROUPS, kv_channels=6, qk_layernorm=True), Texts()),
     "5 words": (SMALL_GPT2, Texts(vocab=5)),
@@ -57,14 +56,28 @@ CORNERS: dict[str, tuple[TransformerConfig, Texts]] = {
     "masks": (SMALL_LLAMA, Texts(documents=True)),
     "masks, two groups": (replace(TWO_GROUPS, attention_backend="unfused"), Texts(documents=True)),
     "all at once": (
-        replace(TWO_GROUPS, add_bias_linear=True, qk_layernorm=True, label_smoothing=0.1, z_loss_coeff=0.01,
-                hidden_dropout=0.1, attention_dropout=0.1, kv_channels=6, untie_embeddings_and_output_weights=False),
+        replace(
+            TWO_GROUPS,
+            add_bias_linear=True,
+            qk_layernorm=True,
+            label_smoothing=0.1,
+            z_loss_coeff=0.01,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+            kv_channels=6,
+            untie_embeddings_and_output_weights=False,
+        ),
         Texts(vocab=37, documents=True),
     ),
-}  # fmt: skip
+}
 LAYOUTS = [
-    Layout(tp=2), Layout(tp=2, sp=True), Layout(tp=4), Layout(tp=4, sp=True), Layout(pp=2, m=2), Layout(dp=2, m=2),
-]  # fmt: skip
+    Layout(tp=2),
+    Layout(tp=2, sp=True),
+    Layout(tp=4),
+    Layout(tp=4, sp=True),
+    Layout(pp=2, m=2),
+    Layout(dp=2, m=2),
+]
 COMBINED = Layout(tp=4, sp=True, pp=2, dp=2, m=2, delayed=True)
 
 
@@ -194,10 +207,14 @@ def read(mesh, root: Path, sp: bool, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [(Layout(tp=4, sp=True), Layout()), (Layout(), Layout(tp=4)), (Layout(tp=4, dp=2), Layout(tp=2, pp=2)),
-     (Layout(tp=8), Layout(tp=4, sp=True))],
+    [
+        (Layout(tp=4, sp=True), Layout()),
+        (Layout(), Layout(tp=4)),
+        (Layout(tp=4, dp=2), Layout(tp=2, pp=2)),
+        (Layout(tp=8), Layout(tp=4, sp=True)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_checkpoint_with_shared_heads_is_read_in_any_layout(saved: Layout, loaded: Layout, tmp_path: Path):
     def each_rank(layout: Layout, work):
         sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
@@ -324,12 +341,14 @@ def test_blocks_compute_in_half_precision_and_the_stream_is_float32(kind: str):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"bf16": True, "fp16": True}, "--bf16 and --fp16 exclude each other; give one"),
-     ({"fp16": True, "fp64": True}, "--fp16 and --fp64 exclude each other; give one"),
-     ({"fp32_residual_connection": True}, "--fp32-residual-connection needs --bf16 or --fp16"),
-     ({"label_smoothing": 1.0}, r"--label-smoothing is 1.0; it must be in \[0, 1\)"),
-     ({"z_loss_coeff": -1.0}, "--z-loss-coeff is -1.0; it must not be negative")],
-)  # fmt: skip
+    [
+        ({"bf16": True, "fp16": True}, "--bf16 and --fp16 exclude each other; give one"),
+        ({"fp16": True, "fp64": True}, "--fp16 and --fp64 exclude each other; give one"),
+        ({"fp32_residual_connection": True}, "--fp32-residual-connection needs --bf16 or --fp16"),
+        ({"label_smoothing": 1.0}, r"--label-smoothing is 1.0; it must be in \[0, 1\)"),
+        ({"z_loss_coeff": -1.0}, "--z-loss-coeff is -1.0; it must not be negative"),
+    ],
+)
 def test_settings_that_cannot_be_are_refused(given: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(**given)

@@ -117,9 +117,19 @@ def sharded(mesh: Mesh, what: str, config: DataParallelConfig) -> dict[str, tupl
 
 
 CASES = [
-    ("skips", 1), ("skips", 2), ("skips", 3), ("tied", 3), ("tied, recomputed", 3), ("tied, shared", 3), ("tied, fails", 2),
-    ("tied, fails", 3), ("frozen, fails", 1), ("shared, recomputed, frozen", 3), ("skips, recomputed", 0), ("of a class", 1),
-]  # fmt: skip
+    ("skips", 1),
+    ("skips", 2),
+    ("skips", 3),
+    ("tied", 3),
+    ("tied, recomputed", 3),
+    ("tied, shared", 3),
+    ("tied, fails", 2),
+    ("tied, fails", 3),
+    ("frozen, fails", 1),
+    ("shared, recomputed, frozen", 3),
+    ("skips, recomputed", 0),
+    ("of a class", 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +140,12 @@ def test_a_model_of_plain_modules_is_trained_as_torch_does(case: tuple[str, int]
     that a step leaves out, would come on top of its update."""
     what, stage = case
     config = DataParallelConfig(
-        zero_stage=stage, overlap_grad_reduce=True, overlap_param_gather=stage > 0, ddp_bucket_size=30,
+        zero_stage=stage,
+        overlap_grad_reduce=True,
+        overlap_param_gather=stage > 0,
+        ddp_bucket_size=30,
         poison_released_buffers=True,
-    )  # fmt: skip
+    )
     expected = plain(what, 3)
     for got in run_ranks({"dp": 3}, lambda mesh: sharded(mesh, what, config), delayed=True):
         assert "table.weight" in got and ("head.weight" in got) != ("tied" in what)
@@ -188,12 +201,15 @@ def set_data(model: Words) -> None:
 
 
 AFTERWARDS = {
-    "half": (lambda model: model.bfloat16(), "table.weight, blocks.0.gain.*no longer in the buffer that is trained.*copy_"),
+    "half": (
+        lambda model: model.bfloat16(),
+        "table.weight, blocks.0.gain.*no longer in the buffer that is trained.*copy_",
+    ),
     "data": (set_data, "head.weight: no longer in the buffer that is trained"),
     "thawed": (lambda model: model.blocks[1].requires_grad_(True), "blocks.1.gain.*frozen when the model was wrapped"),
     "same type": (lambda model: model.double().to("cpu"), None),
     "copy": (lambda model: model.head.weight.data.copy_(torch.zeros(WORDS, WIDTH)), None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", AFTERWARDS)

@@ -189,9 +189,13 @@ def test_what_was_read_ahead_is_forgotten_before_an_update(tmp_path):
 
 
 SAVES = [
-    ("file", "none", "0", "1", "bf16"), ("params", "none", "3", "0", "bf16"), ("none", "params", "1", "3", "bf16"),
-    ("params", "half", "3", "2", "fp32"), ("host", "file", "2", "0", "fp32"), ("none", "file", "0", "0", "bf16"),
-]  # fmt: skip
+    ("file", "none", "0", "1", "bf16"),
+    ("params", "none", "3", "0", "bf16"),
+    ("none", "params", "1", "3", "bf16"),
+    ("params", "half", "3", "2", "fp32"),
+    ("host", "file", "2", "0", "fp32"),
+    ("none", "file", "0", "0", "bf16"),
+]
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,7 @@ import pytest
 import tiny_run
 import torch
 from local_ranks import run_ranks
-from tiny_run import (
-    GPT2,
-    LLAMA,
-    SEQ,
-    Layout,
-    assert_equal,
-    build,
-    forward_step,
-    microbatches,
-    my_pieces,
-    put_together,
-)
+from tiny_run import GPT2, LLAMA, SEQ, Layout, assert_equal, build, forward_step, microbatches, my_pieces, put_together
 from torch import Tensor, nn
 
 from megatron.core.boxes import slices

@@ -50,13 +50,22 @@ def test_data_paths_may_name_what_the_script_understands(said, tmp_path):
 
 
 NEEDS = {
-    "a size of the vocabulary": (own_data, "", ["needs the size of its vocabulary", "--vocab-size N", "--tokenizer-type"]),
-    "a tokenizer": (pretrain_gpt.train_valid_test_datasets_provider, "--vocab-size 11 --mock-data", ["--tokenizer-type is required"]),
+    "a size of the vocabulary": (
+        own_data,
+        "",
+        ["needs the size of its vocabulary", "--vocab-size N", "--tokenizer-type"],
+    ),
+    "a tokenizer": (
+        pretrain_gpt.train_valid_test_datasets_provider,
+        "--vocab-size 11 --mock-data",
+        ["--tokenizer-type is required"],
+    ),
     "data": (
-        pretrain_gpt.train_valid_test_datasets_provider, "--vocab-size 11 --tokenizer-type NullTokenizer",
+        pretrain_gpt.train_valid_test_datasets_provider,
+        "--vocab-size 11 --tokenizer-type NullTokenizer",
         ["no data", "--data-path PREFIX", "--mock-data"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", NEEDS)

@@ -106,9 +106,16 @@ def start(mesh: Mesh, run: Run) -> Rank:
     parts = {"weight_grads": store, "kv": mesh["kv"], "products": run.products, "fills": False}
     tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, **parts)
     model = GPTModel(
-        config, vocab_size=VOCAB, positions=SEQ, layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
-        tp=tp, keys=keys, ends=mesh["embd"], pre_process=pp.is_first, post_process=pp.is_last,
-    )  # fmt: skip
+        config,
+        vocab_size=VOCAB,
+        positions=SEQ,
+        layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
+        tp=tp,
+        keys=keys,
+        ends=mesh["embd"],
+        pre_process=pp.is_first,
+        post_process=pp.is_last,
+    )
     initialize_parameters(model, SEED, mesh)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not run.frozen(name))
@@ -120,9 +127,15 @@ def start(mesh: Mesh, run: Run) -> Rank:
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.params_dtype)
     step = partial(forward_step, loss_func=run.loss_func)
     pipeline = Pipeline(
-        {pp.rank: chunk}, mesh, batch, boundary=(spec,), forward_step=step, keys=keys, weight_grads=store,
+        {pp.rank: chunk},
+        mesh,
+        batch,
+        boundary=(spec,),
+        forward_step=step,
+        keys=keys,
+        weight_grads=store,
         schedule_name=layout.schedule,
-    )  # fmt: skip
+    )
     return Rank(mesh, chunk, optimizer, pipeline)
 
 
@@ -208,7 +221,7 @@ def assert_same(got: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -
 SHORT = LossScaleConfig(initial_loss_scale=1024.0, loss_scale_window=2, hysteresis=2)
 #              step    0       1      2      3      4       5       6
 OVERFLOWS = (1, 2)
-SCALES =           [1024.0, 1024.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]  # fmt: skip
+SCALES = [1024.0, 1024.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]
 
 
 @pytest.mark.parametrize("victim", [3, *(pytest.param(rank, marks=pytest.mark.full) for rank in (0, 1, 2, 4, 5, 6, 7))])

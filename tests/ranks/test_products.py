@@ -169,9 +169,12 @@ def test_a_run_goes_on_as_it_multiplied_before(tmp_path, capsys, monkeypatch):
             f"--hidden-dropout 0 --attention-dropout 0 --save {tmp_path} --load {tmp_path} --save-interval 2 {flags}"
         ).split()
         pretrain(
-            pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider,
-            ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=argv,
-        )  # fmt: skip
+            pretrain_gpt.train_valid_test_datasets_provider,
+            pretrain_gpt.model_provider,
+            ModelType.encoder_or_decoder,
+            pretrain_gpt.forward_step,
+            argv=argv,
+        )
         return (tmp_path / "iter_0000004" / "rank_00000.bin").read_bytes()
 
     def again_from_the_second_step(way: str, flags: str = "") -> bytes:

@@ -235,9 +235,15 @@ def test_the_share_kept_is_one_minus_p_and_the_mean_is_kept(probability: float):
 
 def test_masks_differ_by_sample_layer_site_and_seed():
     changes = [
-        {}, {"samples": (1,)}, {"samples": (2,)}, {"layer": 1}, {"layer": 2}, {"site": "after mlp"},
-        {"site": "after attention"}, {"seed": 4},
-    ]  # fmt: skip
+        {},
+        {"samples": (1,)},
+        {"samples": (2,)},
+        {"layer": 1},
+        {"layer": 2},
+        {"site": "after mlp"},
+        {"site": "after attention"},
+        {"seed": 4},
+    ]
     masks = [hidden_kept(**change) for change in changes]
     for one, other in combinations(masks, 2):
         # Two fair masks agree on half of 256 elements, give or take 8.

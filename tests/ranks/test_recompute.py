@@ -45,13 +45,19 @@ def with_modules(model: str, modules: list[str]) -> TransformerConfig:
 @pytest.mark.parametrize(
     ("model", "modules", "layout"),
     [
-        pytest.param(model, modules, replace(layout, recompute="selective"), id=f"{model}-{'-'.join(modules)}-{layout}", marks=marks)
+        pytest.param(
+            model,
+            modules,
+            replace(layout, recompute="selective"),
+            id=f"{model}-{'-'.join(modules)}-{layout}",
+            marks=marks,
+        )
         for i, modules in enumerate(MODULES)
         for j, layout in enumerate(LAYOUTS)
         for model in [list(MODELS)[(i + j) % 2]]
         for marks in [[] if (i, j) == (2, 2) else [pytest.mark.full]]
     ],
-)  # fmt: skip
+)
 def test_modules_computed_again_change_nothing(model: str, modules: list[str], layout: Layout):
     assert_equal(run(with_modules(model, modules), layout), one_process(model), 1e-10)
 
@@ -99,11 +105,7 @@ def test_each_module_spares_what_only_it_keeps(model: str):
     (whole,) = run_ranks({}, lambda mesh: kept_bytes(mesh, without_dropout(MODELS[model]), Layout()))
     n, layers = SEQ * 2 * 16 * 8, 2
     width = {"gpt2": 4 + 4, "llama": 2 * 24 / 16 + 24 / 16 + 24 / 16}[model]  # gated: also silu(gate) for the product
-    for modules, spared in (
-        (["layernorm"], 2 * n),
-        (["mlp"], width * n),
-        (["mlp", "layernorm"], (width + 2) * n),
-    ):
+    for modules, spared in ((["layernorm"], 2 * n), (["mlp"], width * n), (["mlp", "layernorm"], (width + 2) * n)):
         config = without_dropout(with_modules(model, modules))
         (kept,) = run_ranks({}, lambda mesh, c=config: kept_bytes(mesh, c, Layout(recompute="selective")))
         assert whole - kept == spared * layers, modules

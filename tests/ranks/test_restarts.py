@@ -107,9 +107,17 @@ def test_a_finished_run_says_so_and_evaluates(said, tmp_path):
 
 
 SHORT = {
-    "training": ((7, 99, 99), "", "the training set has 7 samples, but 4 iterations of 8 samples together need 8; use more data, or lower --train-iters"),
-    "no training data": ((None, 99, 99), "", "there are 4 iterations to train, and no training data: give --split a first share above 0"),
-}  # fmt: skip
+    "training": (
+        (7, 99, 99),
+        "",
+        "the training set has 7 samples, but 4 iterations of 8 samples together need 8; use more data, or lower --train-iters",
+    ),
+    "no training data": (
+        (None, 99, 99),
+        "",
+        "there are 4 iterations to train, and no training data: give --split a first share above 0",
+    ),
+}
 
 
 @pytest.mark.parametrize("sizes, flags, message", SHORT.values(), ids=SHORT)
@@ -210,15 +218,33 @@ MISTAKES = {
     "a file": ("", ["is a file; give the folder that --save wrote to: {root}"]),
     "an iteration": ("", ["is the folder of one iteration; give the one that it lies in: --load {root}"]),
     "a missing iteration": ("", ["does not exist; give the folder that --save wrote to: {root}"]),
-    "no latest": ("", ["holds the iterations 2, 4, but no latest_checkpointed_iteration.txt", "write one of these numbers into {root}/latest"]),
-    "something else": ("", ["holds no checkpoint (no latest_checkpointed_iteration.txt), but it holds notes.txt; give the folder"]),
-    "a missing folder": ("--finetune", ["bokks holds no checkpoint (it does not exist), and --finetune needs weights to load"]),
-    "a missing folder, nothing else": ("", ["--load {root}/bokks does not exist; give the folder that --save wrote to"]),
+    "no latest": (
+        "",
+        [
+            "holds the iterations 2, 4, but no latest_checkpointed_iteration.txt",
+            "write one of these numbers into {root}/latest",
+        ],
+    ),
+    "something else": (
+        "",
+        ["holds no checkpoint (no latest_checkpointed_iteration.txt), but it holds notes.txt; give the folder"],
+    ),
+    "a missing folder": (
+        "--finetune",
+        ["bokks holds no checkpoint (it does not exist), and --finetune needs weights to load"],
+    ),
+    "a missing folder, nothing else": (
+        "",
+        ["--load {root}/bokks does not exist; give the folder that --save wrote to"],
+    ),
     "a missing folder, another save": ("--save {root}/new", ["--load {root}/bokks does not exist"]),
     "a missing folder, other weights": ("--pretrained-checkpoint {root}", ["--load {root}/bokks does not exist"]),
     "a name too long": ("", ["aaa"]),
-    "a missing folder, exit": ("--exit-on-missing-checkpoint", ["holds no checkpoint", "--exit-on-missing-checkpoint is given"]),
-}  # fmt: skip
+    "a missing folder, exit": (
+        "--exit-on-missing-checkpoint",
+        ["holds no checkpoint", "--exit-on-missing-checkpoint is given"],
+    ),
+}
 
 
 @pytest.mark.parametrize("what", MISTAKES)
@@ -240,10 +266,16 @@ def test_an_empty_folder_name_is_refused(flag: str, refused):
 @pytest.mark.parametrize(
     "load, save",
     [
-        ("new", "new"), ("new/", "./new"), ("link/new", "new"), ("link/new", "x/../new"), ("gone", "new"),
-        ("empty", None), ("empty", "new"), ("notes", "notes"),
+        ("new", "new"),
+        ("new/", "./new"),
+        ("link/new", "new"),
+        ("link/new", "x/../new"),
+        ("gone", "new"),
+        ("empty", None),
+        ("empty", "new"),
+        ("notes", "notes"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so(load: str, save, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
@@ -368,9 +400,15 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused(tmp_path, capsys):
     flags = "--seq-length 16 --train-iters 1 "
     for saved, script, other, more, said in (
         ("bert", pretrain_bert, pretrain_gpt, "", "the checkpoint has a BertModel, this run a GPTModel"),
-        ("bert", pretrain_bert, pretrain_bert, "--bert-no-binary-head ", "binary_head.bias, binary_head.weight, language_model"),
+        (
+            "bert",
+            pretrain_bert,
+            pretrain_bert,
+            "--bert-no-binary-head ",
+            "binary_head.bias, binary_head.weight, language_model",
+        ),
         ("gpt", pretrain_gpt, pretrain_bert, "", "the checkpoint has a GPTModel, this run a BertModel"),
-    ):  # fmt: skip
+    ):
         if not (tmp_path / saved).exists():
             run(f"{flags} --save {tmp_path / saved}", script=script)
         with pytest.raises(SystemExit):

@@ -89,9 +89,12 @@ def test_a_run_that_is_short_of_memory_ends_in_a_few_lines_of_advice(capsys):
 
     with pytest.raises(SystemExit) as ended:
         pretrain(
-            pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider, ModelType.encoder_or_decoder,
-            forward_step, argv=TINY.split(),
-        )  # fmt: skip
+            pretrain_gpt.train_valid_test_datasets_provider,
+            pretrain_gpt.model_provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            argv=TINY.split(),
+        )
     said = capsys.readouterr().err
     assert ended.value.code == 1 and len(said.splitlines()) < 8 and "Traceback" not in said
     assert "4294967296.00 GiB were asked for at once in forward_step" in said and "test_room.py" in said

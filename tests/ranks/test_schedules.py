@@ -103,11 +103,14 @@ SIZES = [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]  # as in tests/pure/test_batch_
 
 
 LAYOUTS = {
-    "one process": ONE, "1f1b": FOUR, "interleaved": INTERLEAVED, "dp": WITH_DATA,
+    "one process": ONE,
+    "1f1b": FOUR,
+    "interleaved": INTERLEAVED,
+    "dp": WITH_DATA,
     "zb-h1, zero 3": (WITH_DATA[0], FOUR[1] + "--pipeline-schedule zb-h1 --zero-stage 3 --overlap-param-gather "),
     "gpipe, recomputed": (FOUR[0], FOUR[1] + "--pipeline-schedule gpipe --recompute-activations "),
     "zero 2": ({"dp": 2}, "--zero-stage 2 --overlap-grad-reduce "),
-}  # fmt: skip
+}
 
 
 @cache
@@ -280,7 +283,7 @@ WINDOWS = [
     ((5, 9, 4, 22), (0, 5)),
     ((5, 5, 4, 20), (0, 5)),
     ((0, 3, 4, 3), (0, 0)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "expected"), WINDOWS)
@@ -337,5 +340,6 @@ def test_a_set_smaller_than_a_validation_is_read_whole(capsys, monkeypatch):
     exact = losses("--eval-iters 2 --eval-interval 0 ")
     monkeypatch.setattr(pretrain_gpt, "train_valid_test_datasets_provider", small)
     assert losses("--eval-iters 7 --eval-interval 0 ") == [
-        "test set of 3 samples is left out: a global batch has 4", exact[0],
-    ]  # fmt: skip
+        "test set of 3 samples is left out: a global batch has 4",
+        exact[0],
+    ]

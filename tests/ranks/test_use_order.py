@@ -42,13 +42,43 @@ def train(mesh: Mesh, paths: list[str], config: DataParallelConfig) -> None:
 
 
 CASES = {  # paths of ranks 0 and 1, ZeRO stage, compared at once -> what is said of each
-    "another layer": (["ac", "bc"], 3, True, ["rank 0 gathers the parameters of layers.a.weight", "rank 1 gathers the parameters of layers.b"]),
-    "another layer in a backward": (["ab", "cb"], 2, True, ["rank 0 sums the gradients of layers.a", "rank 1 sums the gradients of layers.c"]),
-    "one layer more": (["abc", "bc"], 2, True, ["rank 0 sums the gradients of layers.a.weight", "rank 1 is at the end of the step"]),
-    "another order": (["abc", "acb"], 3, True, ["rank 0 gathers the parameters of layers.b", "rank 1 gathers the parameters of layers.c"]),
-    "seen at the end": (["ac", "bc"], 3, False, ["rank 0 gathers the parameters of layers.a", "rank 1 gathers the parameters of layers.b"]),
-    "seen at the end of stage 2": (["ab", "cb"], 2, False, ["rank 0 sums the gradients of layers.a", "rank 1 sums the gradients of layers.c"]),
-}  # fmt: skip
+    "another layer": (
+        ["ac", "bc"],
+        3,
+        True,
+        ["rank 0 gathers the parameters of layers.a.weight", "rank 1 gathers the parameters of layers.b"],
+    ),
+    "another layer in a backward": (
+        ["ab", "cb"],
+        2,
+        True,
+        ["rank 0 sums the gradients of layers.a", "rank 1 sums the gradients of layers.c"],
+    ),
+    "one layer more": (
+        ["abc", "bc"],
+        2,
+        True,
+        ["rank 0 sums the gradients of layers.a.weight", "rank 1 is at the end of the step"],
+    ),
+    "another order": (
+        ["abc", "acb"],
+        3,
+        True,
+        ["rank 0 gathers the parameters of layers.b", "rank 1 gathers the parameters of layers.c"],
+    ),
+    "seen at the end": (
+        ["ac", "bc"],
+        3,
+        False,
+        ["rank 0 gathers the parameters of layers.a", "rank 1 gathers the parameters of layers.b"],
+    ),
+    "seen at the end of stage 2": (
+        ["ab", "cb"],
+        2,
+        False,
+        ["rank 0 sums the gradients of layers.a", "rank 1 sums the gradients of layers.c"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

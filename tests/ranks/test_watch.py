@@ -86,9 +86,12 @@ def test_numbers_of_one_process_are_those_of_its_tensors():
         for name, x in whole.items():
             got = one["tensors"][what, name].values()
             expected = {
-                "mean": x.mean().item(), "std": x.std(correction=0).item(), "max": x.abs().max().item(),
-                "zeros": (x == 0).double().mean().item(), "not-finite": 0.0,
-            }  # fmt: skip
+                "mean": x.mean().item(),
+                "std": x.std(correction=0).item(),
+                "max": x.abs().max().item(),
+                "zeros": (x == 0).double().mean().item(),
+                "not-finite": 0.0,
+            }
             assert got == pytest.approx(expected, rel=1e-9, abs=1e-15), (what, name)
     activations = {name for what, name in one["tensors"] if what == "activation"}
     layers = [f"language_model.decoder.layers.{i}{part}" for i in range(4) for part in ("", ".self_attention", ".mlp")]

@@ -37,11 +37,7 @@ SHARDED = {
     "zero3": {"zero_stage": 3},
     "zero2": {"zero_stage": 2},
     "hybrid3": {"zero_stage": 3, "num_distributed_optimizer_instances": 2},
-    "hybrid3-optim": {
-        "zero_stage": 3,
-        "num_distributed_optimizer_instances": 2,
-        "outer_dp_sharding_strategy": "optim",
-    },
+    "hybrid3-optim": {"zero_stage": 3, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
     "hybrid2": {"zero_stage": 2, "num_distributed_optimizer_instances": 2},
     "zero1": {"use_distributed_optimizer": True},
     "hybrid": {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
@@ -73,9 +69,13 @@ def cases() -> list:
         config = DataParallelConfig(**SHARDED[sharded], **OVERLAP[overlap])
         dp = 4 if "hybrid" in sharded else draw.choice((2, 3, 4))
         whole = Layout(
-            **layout, dp=dp, m=2 if dp == 4 else draw.choice((2, 4)), recompute=draw.choice(("none", "selective", "uniform 2")),
-            delayed=draw.random() < 0.7, data_parallel=config,
-        )  # fmt: skip
+            **layout,
+            dp=dp,
+            m=2 if dp == 4 else draw.choice((2, 4)),
+            recompute=draw.choice(("none", "selective", "uniform 2")),
+            delayed=draw.random() < 0.7,
+            data_parallel=config,
+        )
         model = list(MODELS)[number % 2]
         marks = [pytest.mark.full] * (number % 15 > 0 or whole.tp * whole.pp * whole.dp > 8)
         found.append(pytest.param(model, whole, id=f"{whole}-{sharded}-{overlap}-{model}", marks=marks))
@@ -126,8 +126,12 @@ def test_shards_in_fixed_order_have_the_bits_of_one_process():
     )
 
 
-STAGES = {f"stage {stage} {name}".strip(): {"zero_stage": stage, **flags} for stage in range(4) for name, flags in OVERLAP.items()
-          if stage or name != "both"}  # fmt: skip
+STAGES = {
+    f"stage {stage} {name}".strip(): {"zero_stage": stage, **flags}
+    for stage in range(4)
+    for name, flags in OVERLAP.items()
+    if stage or name != "both"
+}
 
 
 SOME_STAGES = [pytest.param(name, marks=[pytest.mark.full] * (name != "stage 3 both")) for name in STAGES]

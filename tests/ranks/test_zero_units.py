@@ -161,9 +161,17 @@ def test_what_needs_no_values_can_be_asked_of_a_released_parameter():
         assert p.grad is None and p.requires_grad and p.is_leaf and isinstance(p, nn.Parameter) and p in {p}
         assert repr(p) == "Parameter containing:\nReleasedParameter(layers.0.weight, (8, 8))"
         for use in (
-            lambda: p.data, lambda: p.T, lambda: p + 1, lambda: torch.cat([p, p]), p.tolist, p.detach, p.data_ptr,
-            model.state_dict, model.float, lambda: copy.deepcopy(model),
-        ):  # fmt: skip
+            lambda: p.data,
+            lambda: p.T,
+            lambda: p + 1,
+            lambda: torch.cat([p, p]),
+            p.tolist,
+            p.detach,
+            p.data_ptr,
+            model.state_dict,
+            model.float,
+            lambda: copy.deepcopy(model),
+        ):
             with pytest.raises(RuntimeError, match=r"layers\.[01]\.\w+ is used while ZeRO stage 3 has released it"):
                 use()
 
@@ -223,10 +231,7 @@ def open_at_once() -> Iterator[dict[int, int]]:
 
 @pytest.mark.parametrize(
     ("schedule", "stage"),
-    [
-        ("zb-h1", 3),
-        *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("zb-h1", 2), ("1f1b", 2), ("1f1b", 3))),
-    ],
+    [("zb-h1", 3), *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("zb-h1", 2), ("1f1b", 2), ("1f1b", 3)))],
 )
 def test_a_unit_is_there_only_while_it_computes(schedule: str, stage: int):
     """One unit's parameters and one's gradients, and, where weight gradients are put off, those of a table that a stage holds: the

@@ -71,14 +71,25 @@ class Ours:
 
     def __init__(self, work: Work, device_name: str):
         settings = {
-            "num-layers": work.num_layers, "hidden-size": work.hidden_size,
-            "num-attention-heads": work.num_attention_heads, "seq-length": work.seq_length,
-            "micro-batch-size": work.micro_batch_size, "global-batch-size": work.global_batch_size,
-            "hidden-dropout": 0.0, "attention-dropout": 0.0, "train-iters": 1_000_000, "eval-iters": 0, "lr": LR,
-            "weight-decay": WEIGHT_DECAY, "clip-grad": CLIP, "lr-decay-style": "constant",
-            "tokenizer-type": "NullTokenizer", "vocab-size": work.vocab_size - 1, "device": device_name,
+            "num-layers": work.num_layers,
+            "hidden-size": work.hidden_size,
+            "num-attention-heads": work.num_attention_heads,
+            "seq-length": work.seq_length,
+            "micro-batch-size": work.micro_batch_size,
+            "global-batch-size": work.global_batch_size,
+            "hidden-dropout": 0.0,
+            "attention-dropout": 0.0,
+            "train-iters": 1_000_000,
+            "eval-iters": 0,
+            "lr": LR,
+            "weight-decay": WEIGHT_DECAY,
+            "clip-grad": CLIP,
+            "lr-decay-style": "constant",
+            "tokenizer-type": "NullTokenizer",
+            "vocab-size": work.vocab_size - 1,
+            "device": device_name,
             "cpu-half-products": work.cpu_half_products,
-        }  # fmt: skip
+        }
         argv = [text for name, value in settings.items() for text in (f"--{name}", str(value))] + ["--mock-data"]
         with contextlib.redirect_stdout(None):
             runtime = initialize_megatron(argv=argv + ["--bf16"] * work.bf16 + ["--fp16"] * work.fp16)
@@ -115,10 +126,17 @@ class Transformers:
 
         self.work, self.device, self.autocast = work, Device.select(device_name), autocast
         config = transformers.GPT2Config(
-            n_layer=work.num_layers, n_embd=work.hidden_size, n_head=work.num_attention_heads,
-            vocab_size=work.padded_vocab_size, n_positions=work.seq_length,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
-        )  # fmt: skip
+            n_layer=work.num_layers,
+            n_embd=work.hidden_size,
+            n_head=work.num_attention_heads,
+            vocab_size=work.padded_vocab_size,
+            n_positions=work.seq_length,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
         torch.manual_seed(1234)
         self.model: nn.Module = transformers.GPT2LMHeadModel(config).to(self.device.torch_device).train()
         self.parameters = list(self.model.parameters())

@@ -28,8 +28,12 @@ class Process:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody empties would fill up and block the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tools.benchmarking.worker", name, device, json.dumps(work.as_json())],
-            cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
-        )  # fmt: skip
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
 
     def answer(self) -> Any:
         line = self.process.stdout.readline()

@@ -32,10 +32,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 PARTIAL, REPLACED = ".partial", ".replaced"
 ALIGNMENT = 64  # bytes: a cache line, so that a memory map of a piece suits every dtype and vector width
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
-}  # fmt: skip
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 DAMAGED = "the checkpoint is damaged or was edited; load another iteration or restore this file from a copy"
 _SHOWN = 10  # problems per message: a wrong layout makes one for every tensor

@@ -149,10 +149,7 @@ def _are_floating(*dtypes: str) -> bool:
 
 
 def open_checkpoint(
-    root: Path | str,
-    iteration: int | None = None,
-    world: Axis = ALONE,
-    device: torch.device | str = "cpu",
+    root: Path | str, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
 ) -> Checkpoint:
     """The checkpoint of `iteration` below `root`, by default the latest; `warning` says what is odd about that. No tensor is read yet.
 

@@ -134,9 +134,14 @@ class MockBertDataset(BertDataset):
     NOISE = 0.05  # share of words replaced by random ones
 
     def __init__(
-        self, num_samples: int, seq_length: int, seed: tuple[int, int], pieces: WordPieces, rules: MaskingRules,
+        self,
+        num_samples: int,
+        seq_length: int,
+        seed: tuple[int, int],
+        pieces: WordPieces,
+        rules: MaskingRules,
         binary_head: bool,
-    ):  # fmt: skip
+    ):
         """seed: (of the run, of the split)."""
         super().__init__(None, range(num_samples), seq_length, seed, pieces, rules, binary_head=binary_head)
         special = (pieces.cls, pieces.sep, pieces.mask, pieces.pad)

@@ -36,9 +36,10 @@ class DataConfig:
         None, 'JSON file {"train": [..], "valid": [..], "test": [..]}, likewise', metavar="FILE"
     )
     split: str | None = knob(
-        None, f"shares of train, validation and test; unset: {DEFAULT_SPLIT}; without effect on mock data",
+        None,
+        f"shares of train, validation and test; unset: {DEFAULT_SPLIT}; without effect on mock data",
         metavar="X,X,X",
-    )  # fmt: skip
+    )
     seq_length: int | None = knob(
         None, "tokens in one sample", flags=("--seq-length", "--encoder-seq-length"), required=True
     )

@@ -190,9 +190,17 @@ def build_gpt_datasets(
     if not any(blends := config.blends()):
         raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
     plans = build_gpt_plans(
-        config, blends, tokenizer.vocab_size, tokenizer.eod, num_samples, seed,
-        is_builder=is_builder, wait=wait, say=say, progress=progress,
-    )  # fmt: skip
+        config,
+        blends,
+        tokenizer.vocab_size,
+        tokenizer.eod,
+        num_samples,
+        seed,
+        is_builder=is_builder,
+        wait=wait,
+        say=say,
+        progress=progress,
+    )
     rearrange = FillInTheMiddle(fim, tokenizer, seed) if fim is not None and fim.fim_data else None
     return tuple(
         plan and plan.load(lambda part: GPTDataset(part.indexed, part.indices(), config.seq_length, rules, rearrange))

@@ -30,9 +30,13 @@ def joined(
 
 
 def _refuse(
-    tokens: np.ndarray, parts: list[np.ndarray], places: list[tuple[int, int]], indexed: IndexedDataset, vocab_size: int,
+    tokens: np.ndarray,
+    parts: list[np.ndarray],
+    places: list[tuple[int, int]],
+    indexed: IndexedDataset,
+    vocab_size: int,
     tokenizer: str,
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Name the first id that the vocabulary does not have, and where in the file it is."""
     first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
     ends = np.cumsum([len(part) for part in parts])

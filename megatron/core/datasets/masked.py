@@ -291,9 +291,14 @@ class _MaskedDataset:
     """Samples of `sample_map`; a subclass makes the item of one."""
 
     def __init__(
-        self, indexed: IndexedDataset, sample_map: np.ndarray, seq_length: int, seed: int, pieces: WordPieces,
+        self,
+        indexed: IndexedDataset,
+        sample_map: np.ndarray,
+        seq_length: int,
+        seed: int,
+        pieces: WordPieces,
         rules: MaskingRules,
-    ):  # fmt: skip
+    ):
         self.indexed, self.sample_map, self.seq_length = indexed, sample_map, seq_length
         self.seed, self.pieces, self.rules = seed, pieces, rules
 

@@ -118,8 +118,9 @@ def plan_splits(
     split, which is then left out. Raises ValueError for a split that cannot give its samples.
     """
     return [
-        _plan_split(config, blend, split, count, plan_part) for split, (blend, count) in enumerate(zip(blends, num_samples))
-    ]  # fmt: skip
+        _plan_split(config, blend, split, count, plan_part)
+        for split, (blend, count) in enumerate(zip(blends, num_samples))
+    ]
 
 
 def _plan_split(

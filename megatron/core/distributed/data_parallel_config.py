@@ -18,9 +18,10 @@ class DataParallelConfig:
         False, "keep masters and moments in shards over the data-parallel ranks: ZeRO stage 1"
     )
     zero_stage: Literal[0, 1, 2, 3] | None = knob(
-        None, "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer, 2 gradients "
+        None,
+        "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer, 2 gradients "
         "too, 3 parameters too",
-    )  # fmt: skip
+    )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
         None, "the same in Megatron-FSDP's words"
     )
@@ -34,26 +35,31 @@ class DataParallelConfig:
         False, "gather updated parameters during the next forward, bucket by bucket; with --use-distributed-optimizer"
     )
     grad_reduce_in_bf16: bool = knob(
-        False, "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; what is sent is "
+        False,
+        "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; what is sent is "
         "the float32 sum of a rank's microbatches, in ZeRO stages 2 and 3 each microbatch",
-    )  # fmt: skip
+    )
     reduce_scatter_with_fp32_accumulation: bool = knob(
-        False, "add up in float32 what ranks send in bfloat16, each part travelling once as it is; with sharded optimizer state",
+        False,
+        "add up in float32 what ranks send in bfloat16, each part travelling once as it is; with sharded optimizer state",
         flags=("--reduce-scatter-with-fp32-accumulation", "--ddp-reduce-scatter-with-fp32-accumulation"),
-    )  # fmt: skip
+    )
     main_grads_dtype: Literal["fp32", "bf16"] = knob(
-        "fp32", "in what a rank adds up its gradients, and sends them; with bf16 the sums over ranks, and in ZeRO stages 2 and 3 over "
+        "fp32",
+        "in what a rank adds up its gradients, and sends them; with bf16 the sums over ranks, and in ZeRO stages 2 and 3 over "
         "microbatches, are float32 still; with --bf16 and sharded optimizer state",
-    )  # fmt: skip
+    )
     fixed_order_grad_reduce: bool = knob(
-        False, "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
+        False,
+        "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
         "data or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
-    )  # fmt: skip
+    )
     poison_released_buffers: bool = knob(
-        False, "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, and in "
+        False,
+        "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, and in "
         "a pipeline what is to be received until it is there, and in every stage gradients that the first of a step overwrites: a use while they "
         "are away shows in the loss; and compare before each call of stages 2 and 3 that all ranks come to it; for debugging",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         problems = []

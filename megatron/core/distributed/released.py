@@ -14,9 +14,23 @@ from torch import Tensor, nn
 _SHARES_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are the values
 _MAY_BE_SET = {"grad", "requires_grad"}
 _FACTS = {
-    "size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
-    "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__",
-}  # fmt: skip
+    "size",
+    "numel",
+    "nelement",
+    "dim",
+    "ndimension",
+    "stride",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "get_device",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "__hash__",
+    "__len__",
+}
 
 
 class ReleasedParameter(nn.Parameter):

@@ -44,10 +44,13 @@ class Embedding(nn.Module):
         super().__init__()
         self.tp, self.dtype = tp, config.residual_dtype
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, config.hidden_size,
-            tp=tp, init=Normal(config.init_method_std), ends=ends,
+            vocab_size,
+            config.hidden_size,
+            tp=tp,
+            init=Normal(config.init_method_std),
+            ends=ends,
             padded_size=config.padded_vocab_size(vocab_size, tp.axis.size),
-        )  # fmt: skip
+        )
         self.position_embeddings = None
         if not words_only and config.position_embedding_type == "learned_absolute":
             self.position_embeddings = WholeEmbedding(positions, config, tp)

@@ -32,6 +32,5 @@ class LanguageModelHead(nn.Module):
     def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         weight = tied_weight if self.weight is None else self.weight
         return column_linear(
-            x, weight, self.axis,
-            sequence_parallel=self.sequence_parallel, store=self.store, products=self.products,
-        )  # fmt: skip
+            x, weight, self.axis, sequence_parallel=self.sequence_parallel, store=self.store, products=self.products
+        )

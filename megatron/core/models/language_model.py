@@ -44,10 +44,15 @@ class TransformerLanguageModel(nn.Module):
         self.embedding = self.output_layer = None
         if pre_process or (post_process and tied):
             self.embedding = Embedding(
-                config, vocab_size, positions,
-                tp=tp, keys=keys, ends=ends if tied else None, num_tokentypes=num_tokentypes,
+                config,
+                vocab_size,
+                positions,
+                tp=tp,
+                keys=keys,
+                ends=ends if tied else None,
+                num_tokentypes=num_tokentypes,
                 words_only=not pre_process,
-            )  # fmt: skip
+            )
         self.decoder = ParallelTransformer(
             config, layers, tp=tp, keys=keys, post_process=post_process, make_layer=make_layer
         )

@@ -17,14 +17,16 @@ class OffloadConfig:
         False, "keep masters and moments in host memory, and update them there, slice by slice"
     )
     optimizer_offload_fraction: float = knob(
-        1.0, "share of masters and moments that --optimizer-cpu-offload or --offload-dir keeps away from the device, rounded up to "
+        1.0,
+        "share of masters and moments that --optimizer-cpu-offload or --offload-dir keeps away from the device, rounded up to "
         "whole parameters",
-    )  # fmt: skip
+    )
     offload_dir: str | None = knob(
-        None, "folder on a fast local disk: masters and moments live in files below it instead, one folder a rank, while the run "
+        None,
+        "folder on a fast local disk: masters and moments live in files below it instead, one folder a rank, while the run "
         "lasts",
         metavar="DIR",
-    )  # fmt: skip
+    )
     offload_params: bool = knob(
         False,
         "with --zero-stage 3 and one of these two, keep the shards of the parameters there too; each is read before it is used",

@@ -31,8 +31,9 @@ class LearningRateConfig:
         None, "lowest rate of the word table and the output layer; --min-lr when unset"
     )
     lr_decay_style: DecayStyle = knob(
-        "linear", "how the rate falls after the warm-up; WSD: it stays, and falls at the end, as --lr-wsd-decay-style says"
-    )  # fmt: skip
+        "linear",
+        "how the rate falls after the warm-up; WSD: it stays, and falls at the end, as --lr-wsd-decay-style says",
+    )
     lr_decay_iters: int | None = knob(None, "iterations until --min-lr; all training iterations when unset")
     lr_decay_samples: int | None = knob(None, "samples until --min-lr, with --train-samples; all of them when unset")
     lr_wsd_decay_style: WsdStyle = knob("exponential", "how the rate falls at the end of WSD")

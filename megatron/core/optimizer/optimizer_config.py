@@ -14,9 +14,10 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd"] = knob("adam", "AdamW, or gradient descent with momentum")
     weight_decay: float = knob(
-        0.01, "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
+        0.01,
+        "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
         "norms have none",
-    )  # fmt: skip
+    )
     start_weight_decay: float | None = knob(
         None, "weight decay at the start, with --weight-decay-incr-style linear or cosine"
     )
@@ -30,9 +31,10 @@ class OptimizerConfig:
     sgd_momentum: float = knob(0.9, "share of the last update that sgd repeats")
     clip_grad: float = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
     reuse_fp32_param: bool = knob(
-        False, "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights are "
+        False,
+        "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights are "
         "the masters rounded to nearest even, as without it; one master in 131,072 is kept one unit in the last place nearer to zero",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         problems = [

@@ -19,9 +19,14 @@ def adam_update(*, beta1: float, beta2: float, eps: float) -> Update:
     of its own for that is a quarter of the update's time (CPU)."""
 
     def update(
-        parameters: list[Tensor], gradients: list[Tensor], moments: dict[str, list[Tensor]], lr: float, weight_decay: float, updates: int,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        moments: dict[str, list[Tensor]],
+        lr: float,
+        weight_decay: float,
+        updates: int,
         factor: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         device = parameters[0].device
         fused = has_fused_adam(device)
         divisor = _as_divisor(factor, gradients) if fused else None
@@ -29,9 +34,22 @@ def adam_update(*, beta1: float, beta2: float, eps: float) -> Update:
             _multiply(gradients, factor)
         steps = torch.full((len(parameters),), float(updates), device=device if fused else "cpu").unbind()
         adamw(
-            parameters, gradients, moments["exp_avg"], moments["exp_avg_sq"], [], list(steps), fused=fused, amsgrad=False,
-            maximize=False, beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=weight_decay, grad_scale=divisor,
-        )  # fmt: skip
+            parameters,
+            gradients,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            [],
+            list(steps),
+            fused=fused,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_scale=divisor,
+        )
 
     return update
 
@@ -40,15 +58,27 @@ def sgd_update(momentum: float) -> Update:
     """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike Adam's, the decay passes through the momentum."""
 
     def update(
-        parameters: list[Tensor], gradients: list[Tensor], moments: dict[str, list[Tensor]], lr: float, weight_decay: float, updates: int,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        moments: dict[str, list[Tensor]],
+        lr: float,
+        weight_decay: float,
+        updates: int,
         factor: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         del updates
         _multiply(gradients, factor)
         sgd(
-            parameters, gradients, moments.get("momentum_buffer", [None] * len(parameters)), momentum=momentum, dampening=0.0,
-            nesterov=False, maximize=False, lr=lr, weight_decay=weight_decay,
-        )  # fmt: skip
+            parameters,
+            gradients,
+            moments.get("momentum_buffer", [None] * len(parameters)),
+            momentum=momentum,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            lr=lr,
+            weight_decay=weight_decay,
+        )
 
     return update
 

@@ -21,9 +21,7 @@ from megatron.core.pipeline_parallel.transport import Transfer, Transport
 
 ForwardStep = Callable[[Iterator | None, nn.Module], tuple[Any, Callable[[Any], Any]]]
 Key = tuple[int, int]  # (stage, microbatch)
-_DIRECTION = {
-    Op.SEND_F: "forward", Op.POST_F: "forward", Op.SEND_B: "backward", Op.POST_B: "backward",
-}  # fmt: skip
+_DIRECTION = {Op.SEND_F: "forward", Op.POST_F: "forward", Op.SEND_B: "backward", Op.POST_B: "backward"}
 
 
 class Executor:

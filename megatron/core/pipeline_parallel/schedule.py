@@ -23,21 +23,21 @@ from megatron.core.pipeline_parallel.stage import loop_placement, stages_of_rank
 class Op(IntEnum):
     """What a rank can do. A transfer is two actions at each end: begin it, and wait for it."""
 
-    # fmt: off
-    F = auto()       # forward of one microbatch through one stage
-    B = auto()       # backward of the same: gradients of the input and of the weights
-    I = auto()       # half of B: the gradient of the input, which the stage before waits for  # noqa: E741
-    W = auto()       # the other half: the gradients of the weights, which nobody waits for
+    F = auto()  # forward of one microbatch through one stage
+    B = auto()  # backward of the same: gradients of the input and of the weights
+    I = auto()  # half of B: the gradient of the input, which the stage before waits for  # noqa: E741
+    W = auto()  # the other half: the gradients of the weights, which nobody waits for
     SEND_F = auto()  # begin to send the output of F3.1:   SEND_F3.1, met by POST_F4.1
     SENT_F = auto()  # wait until it has left: its memory may be used again
     POST_F = auto()  # begin to receive the input of F4.1
     RECV_F = auto()  # wait until it has arrived
-    SEND_B = auto()  # begin to send the gradient that B4.1 or I4.1 computed for its input:   SEND_B4.1, met by POST_B3.1
+    SEND_B = (
+        auto()
+    )  # begin to send the gradient that B4.1 or I4.1 computed for its input:   SEND_B4.1, met by POST_B3.1
     SENT_B = auto()  # wait until it has left
     POST_B = auto()  # begin to receive the gradient that B3.1 or I3.1 starts from
     RECV_B = auto()  # wait until it has arrived
     REDUCE = auto()  # start reducing the stage's gradients over the data-parallel ranks; has no microbatch
-    # fmt: on
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # what stands in a schedule before `lower` adds the rest

@@ -109,9 +109,13 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y = column_linear(
-            x, self.weight, self.axis,
-            sequence_parallel=self.sequence_parallel, store=self.store, products=self.products,
-        )  # fmt: skip
+            x,
+            self.weight,
+            self.axis,
+            sequence_parallel=self.sequence_parallel,
+            store=self.store,
+            products=self.products,
+        )
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
@@ -189,11 +193,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = tp.parameter(
             (rows, embedding_dim),
             Placement(
-                (num_embeddings, embedding_dim),
-                init,
-                shard={tp.axis.name: 0},
-                replicated_over=tied,
-                partial_grad=tied,
+                (num_embeddings, embedding_dim), init, shard={tp.axis.name: 0}, replicated_over=tied, partial_grad=tied
             ),
         )
         if tied and tp.fills and not self.weight.is_meta:

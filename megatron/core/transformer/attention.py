@@ -43,10 +43,13 @@ class ParallelAttention(nn.Module):
         self.groups = 1 if shared else groups // tp.axis.size
         self.heads_per_group, self.head_width = heads // self.groups, d
         self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size, (n + 2 * groups) * d,
-            tp=tp, init=Normal(config.init_method_std), bias=config.add_bias_linear or config.add_qkv_bias,
+            config.hidden_size,
+            (n + 2 * groups) * d,
+            tp=tp,
+            init=Normal(config.init_method_std),
+            bias=config.add_bias_linear or config.add_qkv_bias,
             rows=shared_group_rows(n, groups, d, tp) if shared else (),
-        )  # fmt: skip
+        )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             # Whole on every rank, yet each rank sees only its own heads, with and without sequence parallelism.
@@ -65,11 +68,7 @@ class ParallelAttention(nn.Module):
         )
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        angles: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         q, k, v = self.project(x)
         if self.q_layernorm is not None:

@@ -19,10 +19,13 @@ class ParallelMLP(nn.Module):
         f = config.ffn_size
         self.activation = gated_silu if config.swiglu else gelu
         self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size, 2 * f if config.swiglu else f,
-            tp=tp, init=Normal(config.init_method_std), bias=config.add_bias_linear,
+            config.hidden_size,
+            2 * f if config.swiglu else f,
+            tp=tp,
+            init=Normal(config.init_method_std),
+            bias=config.add_bias_linear,
             blocks=(f, f) if config.swiglu else (),
-        )  # fmt: skip
+        )
         self.linear_fc2 = RowParallelLinear(
             f, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
         )

@@ -10,9 +10,7 @@ from megatron.core.config import ConfigError, knob
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")
 _EXPERTS = "mixture of experts (--num-experts)"
-_NOT_HERE = {
-    "moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "mla_up_proj": "multi-latent attention",
-}  # fmt: skip
+_NOT_HERE = {"moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "mla_up_proj": "multi-latent attention"}
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,10 @@ class TransformerConfig:
         None, "full: keep the input of every group of layers, or compute the first layers of each stage again"
     )
     recompute_num_layers: int | None = knob(
-        None, "layers in a group (uniform), or first layers of a stage (block)",
+        None,
+        "layers in a group (uniform), or first layers of a stage (block)",
         flags=("--recompute-num-layers", "--checkpoint-num-layers"),
-    )  # fmt: skip
+    )
     distribute_saved_activations: bool = knob(
         False,
         "full: keep the inputs of recomputed layers in parts over the tensor-parallel ranks, and gather them in the backward",
@@ -79,9 +78,10 @@ class TransformerConfig:
         flags=("--contiguous-checkpointing", "--contigious-checkpointing"),
     )
     cpu_offloading_num_layers: int = knob(
-        0, "first layers of each stage whose activations wait for the backward in memory of the host, or with --offload-dir in a "
+        0,
+        "first layers of each stage whose activations wait for the backward in memory of the host, or with --offload-dir in a "
         "file: the inputs of recomputed layers, of others what autograd saves",
-    )  # fmt: skip
+    )
     min_offloaded_tensor_size: int = knob(
         2**20,
         "elements of the smallest tensor that --cpu-offloading-num-layers moves, of a layer that is not recomputed",
@@ -94,10 +94,11 @@ class TransformerConfig:
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
     fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and loss scaling")
     cpu_half_products: Literal["auto", "measure", "native", "widened"] = knob(
-        "auto", "how a CPU multiplies matrices in the precision of --bf16 or --fp16: native, by its own instructions; widened, in float32, "
+        "auto",
+        "how a CPU multiplies matrices in the precision of --bf16 or --fp16: native, by its own instructions; widened, in float32, "
         "each result rounded once; measure: of each kind of product whichever it does faster; auto: what the run that it goes on from did, "
         "else measured",
-    )  # fmt: skip
+    )
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
     def __post_init__(self) -> None:

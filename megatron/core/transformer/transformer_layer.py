@@ -36,11 +36,7 @@ class ParallelTransformerLayer(nn.Module):
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, keys, "after mlp", layer, tp.sequence_axis)
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        angles: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         attend = lambda normed: self.self_attention(normed, mask, angles, cache)  # noqa: E731
         x = x + self.attention_dropout(self._of_norm(self.input_layernorm, x, attend))

@@ -33,9 +33,7 @@ class Anchor:
         return f"{self.what} ({self.difference:+.2%})"
 
 
-def zero_bytes_per_parameter(
-    stage: int, ranks: int, *, param: float = 2, grad: float = 2, rest: float = 12
-) -> float:  # fmt: skip
+def zero_bytes_per_parameter(stage: int, ranks: int, *, param: float = 2, grad: float = 2, rest: float = 12) -> float:
     """What a rank keeps of each parameter. rest: masters and moments, 12 for Adam beside half-precision parameters.
 
     7.5 billion parameters on 64 ranks, stages 0 to 3: 120, 31.4, 16.6 and 1.9 GB (the paper's figure 1).
@@ -82,9 +80,7 @@ def _state(run: RunSizes, ranks: list[RankMemory]) -> list[Anchor]:
     ):
         return []
     rest = sizes.grad_bytes * (run.moments + sizes.is_half)
-    each = zero_bytes_per_parameter(
-        run.zero_stage, shards, param=sizes.param_bytes, grad=sizes.grad_bytes, rest=rest
-    )  # fmt: skip
+    each = zero_bytes_per_parameter(run.zero_stage, shards, param=sizes.param_bytes, grad=sizes.grad_bytes, rest=rest)
     ours = sum(rank.state for rank in ranks)
     what = f"arXiv:1910.02054 stage {run.zero_stage}, {each:.4g} bytes a parameter of state"
     return [Anchor(what, each * held_count(run), ours)]

@@ -28,7 +28,7 @@ def warning_of_room(run: RunSizes, ranks: Sequence[RankMemory], room: int | None
     return [
         f"WARNING: predicted {amount(_needed(most, tiers))} a rank, {has}: the run may end for lack of memory. {amount(size)} are {what}; "
         f"less with {less_with(run, what, shares=shares)}"
-    ]  # fmt: skip
+    ]
 
 
 def hint_of_fused(run: RunSizes, ranks: Sequence[RankMemory]) -> list[str]:
@@ -50,11 +50,7 @@ def _needed(one: RankMemory, tiers: Sequence[str]) -> int:
 def _largest(one: RankMemory, tiers: Sequence[str]) -> tuple[str, int]:
     """(what takes most, its bytes)."""
     held = one.within(*tiers)
-    parts = {
-        STATE: one.state_within(*tiers),
-        ACTIVATIONS: held["activations"],
-        "communication": held["communication"],
-    }
+    parts = {STATE: one.state_within(*tiers), ACTIVATIONS: held["activations"], "communication": held["communication"]}
     return max(parts.items(), key=lambda part: part[1])
 
 

@@ -102,8 +102,14 @@ class LayerSizes:
         """The same model on one tensor-parallel rank."""
         t = self.t
         return replace(
-            self, t=1, sequence_parallel=False, heads=self.heads * t, kv_heads=self.all_kv_heads, f=self.f * t, words=self.words * t
-        )  # fmt: skip
+            self,
+            t=1,
+            sequence_parallel=False,
+            heads=self.heads * t,
+            kv_heads=self.all_kv_heads,
+            f=self.f * t,
+            words=self.words * t,
+        )
 
     @property
     def ranks_per_kv_head(self) -> int:

@@ -203,9 +203,17 @@ def _linear(sizes: LayerSizes, name: str, inputs: int, outputs: int, *, column: 
     arriving = sizes.tokens * outputs * e if not column and apart else 0
     keeps = kept if column or name == "fc2" else 0  # attention keeps what proj takes
     return Step(
-        name, keeps, grad_out, grad_in, 2 * moved + arriving + widened, deferred=kept + grad_out, deferred_beside=moved + widened,
-        saves=((keeps, e),) if keeps else (), reads=() if keeps else ((kept, e),), forward=forward and grad_out + forward,
-    )  # fmt: skip
+        name,
+        keeps,
+        grad_out,
+        grad_in,
+        2 * moved + arriving + widened,
+        deferred=kept + grad_out,
+        deferred_beside=moved + widened,
+        saves=((keeps, e),) if keeps else (),
+        reads=() if keeps else ((kept, e),),
+        forward=forward and grad_out + forward,
+    )
 
 
 def _widened_bytes(sizes: LayerSizes, kind: str, inputs: int, outputs: int) -> int:

@@ -35,15 +35,30 @@ def check_same_parameters(
 
 # What a run reads of a checkpoint's state without asking what it is: where -> kinds of value.
 _NEEDED: dict[str, tuple[type, ...]] = {
-    "config": (dict,), "config/*": (dict,), "config/optimizer": (dict,), "config/checkpoint": (dict,), "train": (dict,),
-    "train/iteration": (int,), "train/consumed_train_samples": (int,), "log": (dict, type(None)), "optimizer_steps": (int,),
-}  # fmt: skip
+    "config": (dict,),
+    "config/*": (dict,),
+    "config/optimizer": (dict,),
+    "config/checkpoint": (dict,),
+    "train": (dict,),
+    "train/iteration": (int,),
+    "train/consumed_train_samples": (int,),
+    "log": (dict, type(None)),
+    "optimizer_steps": (int,),
+}
 _OPTIONAL: dict[str, tuple[type, ...]] = {
-    "train/scheduled_train_samples": (int,), "train/samples_per_iter": (int,), "train/requested_train_samples": (int,),
-    "train/schedules": (dict,), "train/schedules/*": (dict,), "log/sums": (dict,), "log/steps": (int,), "log/nan_steps": (int,),
-    "log/skipped_steps": (int,), "grad_scaler": (dict,), "global_batch_size": (int, type(None)),
+    "train/scheduled_train_samples": (int,),
+    "train/samples_per_iter": (int,),
+    "train/requested_train_samples": (int,),
+    "train/schedules": (dict,),
+    "train/schedules/*": (dict,),
+    "log/sums": (dict,),
+    "log/steps": (int,),
+    "log/nan_steps": (int,),
+    "log/skipped_steps": (int,),
+    "grad_scaler": (dict,),
+    "global_batch_size": (int, type(None)),
     **{f"config/transformer/{name}": (int, type(None)) for name in OF_WIDTHS},
-}  # fmt: skip
+}
 
 
 def check_state(state: dict[str, Any], iteration: int, given: str) -> None:

@@ -90,13 +90,15 @@ class CheckpointConfig:
 
     save: str | None = knob(None, "folder to write checkpoints to", metavar="DIR")
     load: str | None = knob(
-        None, "folder to go on from; the run starts anew if it is empty, or if it is that of --save and has no checkpoint yet",
+        None,
+        "folder to go on from; the run starts anew if it is empty, or if it is that of --save and has no checkpoint yet",
         metavar="DIR",
-    )  # fmt: skip
+    )
     save_interval: int | None = knob(
-        None, "steps between checkpoints; the last step is always saved",
+        None,
+        "steps between checkpoints; the last step is always saved",
         flags=("--save-interval", "--persistent-save-interval"),
-    )  # fmt: skip
+    )
     save_optim: bool = knob(
         True, "leave the optimizer's state out of checkpoints; --no-load-optim goes on from such a one"
     )

@@ -255,7 +255,7 @@ SILENT_BY_REASON: dict[str, str] = {
         --moe-apply-probs-on-input --moe-upcycling-granularity N --moe-pad-experts-for-cuda-graph-inference
         --moe-token-dropping --moe-router-topk-limited-devices N --overlap-moe-expert-parallel-comm
         --delay-wgrad-compute
-    """,
+    """
 }
 
 WARNED_BY_REASON: dict[str, str] = {

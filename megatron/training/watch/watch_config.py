@@ -14,28 +14,37 @@ class LogConfig:
     """Logging."""
 
     log_interval: int | None = knob(
-        None, "steps between log lines; when unset 100, and a run whose lines are further apart than a few seconds prints progress lines "
-        "between them", metavar="STEPS",
-    )  # fmt: skip
+        None,
+        "steps between log lines; when unset 100, and a run whose lines are further apart than a few seconds prints progress lines "
+        "between them",
+        metavar="STEPS",
+    )
     log_throughput: bool = knob(
-        False, "put TFLOP/s per device into the log line, and print a line with the time left, tokens/s and, where the device's "
+        False,
+        "put TFLOP/s per device into the log line, and print a line with the time left, tokens/s and, where the device's "
         "peak is known, the share of it (MFU)",
-    )  # fmt: skip
+    )
     log_params_norm: bool = knob(False, "put the L2 norm of all parameters into the log line")
     log_num_zeros_in_grad: bool = knob(False, "put the number of zeros in the whole gradient into the log line")
     log_progress: bool = knob(False, "note starts and checkpoints of the run in progress.txt in the --save folder")
     metrics_file: str | None = knob(
-        None, "JSONL file for what the log says, one object per logged step and validation; a resumed run appends, and what it "
-        "does again is cut first", metavar="FILE",
-    )  # fmt: skip
+        None,
+        "JSONL file for what the log says, one object per logged step and validation; a resumed run appends, and what it "
+        "does again is cut first",
+        metavar="FILE",
+    )
     inspect: int | None = knob(
-        None, "steps between statistics (mean, standard deviation, largest, zeros, not finite) of each parameter, its gradient "
-        "and each layer's output, for --metrics-file, --tensorboard-dir or --wandb-project", metavar="STEPS",
-    )  # fmt: skip
+        None,
+        "steps between statistics (mean, standard deviation, largest, zeros, not finite) of each parameter, its gradient "
+        "and each layer's output, for --metrics-file, --tensorboard-dir or --wandb-project",
+        metavar="STEPS",
+    )
     log_memory_interval: int | None = knob(
-        None, "steps between lines on the memory that was taken beside what was predicted; an accelerator says so after the second "
-        "step in any case, on a CPU every tensor of such a step is counted, which takes long", metavar="STEPS",
-    )  # fmt: skip
+        None,
+        "steps between lines on the memory that was taken beside what was predicted; an accelerator says so after the second "
+        "step in any case, on a CPU every tensor of such a step is counted, which takes long",
+        metavar="STEPS",
+    )
     timing_log_level: Literal[0, 1, 2] = knob(
         0, "what is timed: nothing, the parts of a step, or also each forward, backward and transfer"
     )
@@ -43,9 +52,10 @@ class LogConfig:
         "minmax", "times of several ranks, as printed: the longest, also the shortest, or each rank's"
     )
     barrier_with_L1_time: bool = knob(
-        False, "wait for all ranks before each part of a step that is timed: times are exact, and the run is slower",
+        False,
+        "wait for all ranks before each part of a step that is timed: times are exact, and the run is slower",
         flags=("--barrier-with-level-1-timing",),
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         problems = [
@@ -71,9 +81,10 @@ class TensorBoardConfig:
     log_timers_to_tensorboard: bool = knob(False, "also the timers, with --timing-log-level 1 or 2")
     log_batch_size_to_tensorboard: bool = knob(False, "also the global batch size")
     log_learning_rate_to_tensorboard: bool = knob(
-        True, "leave out the learning rate",
+        True,
+        "leave out the learning rate",
         flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
-    )  # fmt: skip
+    )
     log_loss_scale_to_tensorboard: bool = knob(True, "leave out the loss scale")
     log_validation_ppl_to_tensorboard: bool = knob(False, "also the perplexity of each validation")
     log_memory_to_tensorboard: bool = knob(False, "also the memory that tensors take on the device")
@@ -119,9 +130,10 @@ class ProfileConfig:
         False, "keep a record of every allocation, and write it at each log line and at the end; on accelerators"
     )
     memory_snapshot_path: str = knob(
-        "snapshot.pickle", "file for that record, for pytorch.org/memory_viz; ranks other than 0 add their number",
+        "snapshot.pickle",
+        "file for that record, for pytorch.org/memory_viz; ranks other than 0 add their number",
         metavar="FILE",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         if self.profile_step_start < 0 or self.profile_step_end <= self.profile_step_start:

@@ -30,10 +30,19 @@ from megatron.training.watch.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that an action counts for.
 _TIMER_OF = {
-    Op.F: "forward-compute", Op.B: "backward-compute", Op.I: "backward-compute", Op.W: "backward-compute",
-    Op.SEND_F: "forward-send", Op.SENT_F: "forward-send", Op.POST_F: "forward-recv", Op.RECV_F: "forward-recv",
-    Op.SEND_B: "backward-send", Op.SENT_B: "backward-send", Op.POST_B: "backward-recv", Op.RECV_B: "backward-recv",
-}  # fmt: skip
+    Op.F: "forward-compute",
+    Op.B: "backward-compute",
+    Op.I: "backward-compute",
+    Op.W: "backward-compute",
+    Op.SEND_F: "forward-send",
+    Op.SENT_F: "forward-send",
+    Op.POST_F: "forward-recv",
+    Op.RECV_F: "forward-recv",
+    Op.SEND_B: "backward-send",
+    Op.SENT_B: "backward-send",
+    Op.POST_B: "backward-recv",
+    Op.RECV_B: "backward-recv",
+}
 
 
 @dataclass
@@ -49,11 +58,7 @@ class Watch:
     """What watches one run. Every rank has one and calls it alike; sinks are on the last rank."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        pipeline: Pipeline,
-        chunks: Sequence[DistributedDataParallel],
-        state: TrainState,
+        self, runtime: Runtime, pipeline: Pipeline, chunks: Sequence[DistributedDataParallel], state: TrainState
     ):
         config, mesh = runtime.config, runtime.mesh
         self.runtime, self.config, self.chunks, self.state, self._mesh = runtime, config, chunks, state, mesh
