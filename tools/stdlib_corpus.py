@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
-from megatron.core.datasets.indexed import atomic_file
+from megatron.core.storage.atomic import atomic_file
 from tools.errors import say_what_is_wrong
 
 # Folders whose files are not the library's prose: test data, other people's packages, and tables that are no text.

@@ -19,7 +19,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
-from megatron.core.datasets.indexed import atomic_file
+from megatron.core.storage.atomic import atomic_file
 from megatron.training.watch.heartbeat import heartbeat
 from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocess_data import input_files, line_texts, without_mark

@@ -10,14 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed import (
-    DTYPES,
-    IndexedDataset,
-    IndexedDatasetWriter,
-    atomic_file,
-    remove_abandoned,
-    token_dtype,
-)
+from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.core.storage.atomic import atomic_file, remove_abandoned
 
 # Three documents: two sequences, none, one.
 TOKENS, LENGTHS, DOCUMENTS = [7, 8, 9, 1, 2], [3, 0, 2], [0, 2, 2, 3]
@@ -247,7 +241,8 @@ def test_any_flipped_bit_of_the_index_is_refused_or_changes_no_token(tmp_path):
 
 KILLED_WRITER = """
 import os, signal, sys
-from megatron.core.datasets.indexed import IndexedDatasetWriter, atomic_file
+from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.storage.atomic import atomic_file
 with IndexedDatasetWriter(sys.argv[1] + "/o", "u2"), atomic_file(sys.argv[1] + "/x-description.txt"):
     os.kill(os.getpid(), signal.SIGKILL)
 """

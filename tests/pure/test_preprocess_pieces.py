@@ -245,12 +245,11 @@ def test_two_runs_do_not_write_one_output(tmp_path, capsys):
 # A run of the tool in a process of its own that kills itself at the COUNT-th call of NAME, before or after it.
 KILLED = """
 import os, signal, sys
-from megatron.core.datasets import indexed
+from megatron.core.storage.atomic import UnpublishedFile
 from tools import preprocess_data
 from tools.preprocessing import sources
 sources._CHUNK_BYTES = 1 << 10
-owner, name, count, after = indexed if sys.argv[1] == "indexed" else preprocess_data, sys.argv[2], int(sys.argv[3]), sys.argv[4]
-owner = getattr(owner, "_Unpublished") if owner is indexed else owner
+owner, name, count, after = UnpublishedFile if sys.argv[1] == "storage" else preprocess_data, sys.argv[2], int(sys.argv[3]), sys.argv[4]
 original, calls = getattr(owner, name), 0
 def dying(*arguments, **options):
     global calls
@@ -267,10 +266,10 @@ sys.exit(preprocess_data.main(sys.argv[5:]))
 MOMENTS = [
     ("preprocess_data", "write_piece", 1, "before"),  # nothing done
     ("preprocess_data", "write_piece", 4, "after"),  # between pieces
-    ("indexed", "publish", 3, "before"),  # a piece is written but has no name yet
+    ("storage", "publish", 3, "before"),  # a piece is written but has no name yet
     ("preprocess_data", "append_piece", 2, "after"),  # within the merge
-    ("indexed", "publish", 10, "before"),  # all merged, nothing published: 9 pieces came first
-    ("indexed", "publish", 10, "after"),  # tokens published, the index not
+    ("storage", "publish", 10, "before"),  # all merged, nothing published: 9 pieces came first
+    ("storage", "publish", 10, "after"),  # tokens published, the index not
     ("preprocess_data", "merge_pieces", 1, "after"),  # published, pieces not removed
 ]
 

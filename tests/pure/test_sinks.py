@@ -187,7 +187,7 @@ def test_a_resumed_run_leaves_the_file_of_one_that_did_not_stop(tmp_path, after:
         file.write('{"kind": "interval", "iter')  # what was being written when it was killed
     write_run(resumed, after)
     assert resumed.read_text() == whole.read_text()
-    assert not list(tmp_path.glob("*.cut"))
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ what the piece would become again. It appears under that name when it is complet
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDatasetWriter, atomic_file
+from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.storage.atomic import atomic_file
+from megatron.core.storage.locks import locked
 from tools.preprocessing.encode import Encoded
 from tools.preprocessing.sources import Piece
 
@@ -52,12 +53,12 @@ class PieceStore:
         os.makedirs(self.folder, exist_ok=True)
         lock = Path(self.folder, "lock")
         with open(lock, "w") as held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            with naming(str(lock)):
+                is_ours = locked(held)
+            if not is_ours:
                 raise ValueError(
                     f"another run is writing this output (it holds {lock}); wait for it, or choose another --output-prefix"
-                ) from None
+                )
             self._remove(".tmp")  # of a run that was killed
             try:
                 yield

@@ -8,7 +8,6 @@
 Paths only; no torch in this file.
 """
 
-import contextlib
 import itertools
 import os
 import re
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError, Manifest
+from megatron.core.storage.atomic import sync_folder, write_synced
 
 _MOST_POINTER = 64  # bytes: a number of 18 digits, and room for spaces that an editor leaves
 _MOST_MANIFEST = 1 << 30  # bytes: some four million pieces
@@ -224,24 +224,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------- reaching the disk
-
-
-def write_synced(path: Path, text: str) -> None:
-    """A file that is on the disk when this returns; its name is once `sync_folder` has."""
-    with open(path, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a rename is not until its folder is synced."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync folders: then their server orders it
-            os.fsync(handle)
-    finally:
-        os.close(handle)

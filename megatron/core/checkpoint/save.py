@@ -14,7 +14,6 @@ not see it, or whose files rank 0 does not see, is reported. One job at a time m
 import contextlib
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, Te
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
 from megatron.core.grid import Axis
 from megatron.core.offload.tier import Stored, StoredTensor
+from megatron.core.storage.atomic import sync_file, sync_folder, write_synced
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
 _ONE_WRITER = "exactly one rank must be the writer of every element"
@@ -148,8 +148,8 @@ def _write_part(partial: Path, iteration: int, rank: int, tensors: dict[str, Loc
     with _writing(path):
         records, nbytes = _write_pieces(path, mine)
         text = format.to_json(Manifest(iteration, {}, {path.name: nbytes} if nbytes else {}, records))
-        folder.write_synced(path.with_suffix(".json"), text)
-        folder.sync_folder(partial)
+        write_synced(path.with_suffix(".json"), text)
+        sync_folder(partial)
     return len(text)
 
 
@@ -163,8 +163,7 @@ def _write_pieces(path: Path, tensors: dict[str, LocalTensor]) -> tuple[dict[str
             pieces = tuple(_write_piece(file, path.name, local, piece) for piece in local.pieces)
             records[name] = TensorRecord(local.dtype, tuple(local.shape), pieces)
         nbytes = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     return records, nbytes
 
 
@@ -218,10 +217,10 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
     with _writing(partial / format.MANIFEST):
-        folder.write_synced(partial / format.MANIFEST, text)
+        write_synced(partial / format.MANIFEST, text)
         for name in names:
             (partial / name).unlink()
-        folder.sync_folder(partial)
+        sync_folder(partial)
     return merged
 
 

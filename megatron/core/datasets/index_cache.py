@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDataset, atomic_file, unmapped
+from megatron.core.datasets.indexed import IndexedDataset, unmapped
+from megatron.core.storage.atomic import atomic_file
 
 _FORMAT = 3  # of the cache; raise it whenever the same fields give other arrays
 

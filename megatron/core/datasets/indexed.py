@@ -18,19 +18,16 @@ Plain text has one sequence a document; text split into sentences has many.
 
 import contextlib
 import errno
-import fcntl
-import fnmatch
 import glob
 import operator
 import os
-import socket
 import struct
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+
+from megatron.core.storage.atomic import UnpublishedFile, atomic_file, remove_abandoned
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -38,7 +35,6 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
-_A_DAY = 24 * 3600  # seconds
 _COPY_AT_ONCE = 1 << 24  # bytes
 _AT_ONCE = 1 << 16  # sequences handled at a time, so that memory stays constant: half a MB an array
 
@@ -46,85 +42,6 @@ _AT_ONCE = 1 << 16  # sequences handled at a time, so that memory stays constant
 def token_dtype(vocab_size: int) -> type:
     """The dtype that files of this vocabulary have by convention."""
     return np.uint16 if vocab_size < 65500 else np.int32
-
-
-class _Unpublished:
-    """A file under a temporary name beside `path`; it is gone at the end of the block unless `publish` renamed it.
-
-    Its writer holds a lock on it, which ends with the process: so `remove_abandoned` knows the file of a dead one.
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = path
-
-    def __enter__(self) -> "_Unpublished":
-        while True:
-            self.temporary = f"{self.path}.{_host()}-{os.getpid()}-{os.urandom(4).hex()}.tmp"
-            self.file = open(self.temporary, "x+b")
-            _locked(self.file)
-            if os.fstat(self.file.fileno()).st_nlink:
-                return self
-            self.file.close()  # removed as abandoned, between its making and its lock
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.file.close()  # which may write the rest of a buffer, and fail on a full disk
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self.temporary)
-
-    def publish(self) -> None:
-        """Give the file its name once its content is on disk; the rename itself survives a power loss too."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        os.replace(self.temporary, self.path)
-        folder = os.open(Path(self.path).resolve().parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def chunks(self, size: int) -> Iterator[bytes]:
-        """The content so far, `size` bytes at a time."""
-        self.file.seek(0)
-        while some := self.file.read(size):
-            yield some
-
-
-@contextlib.contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file that appears under `path`, complete, when the block ends; after an error it does not."""
-    with _Unpublished(path) as unpublished:
-        yield unpublished.file
-        unpublished.publish()
-
-
-def remove_abandoned(folder: str | Path, pattern: str = "*") -> None:
-    """Remove the temporary files of `folder` whose name fits `pattern` and whose writer was killed.
-
-    That is a file on which nobody holds a lock. Between hosts not every file system keeps locks, so another host's file
-    must also be a day old. Where nothing can be locked or removed, nothing is.
-    """
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for name in fnmatch.filter((entry.name for entry in entries if entry.name.endswith(".tmp")), pattern):
-            with contextlib.suppress(OSError), open(Path(folder, name), "r+b") as file:
-                is_ours = f".{_host()}-" in name
-                is_old = time.time() - os.fstat(file.fileno()).st_mtime > _A_DAY
-                if (is_ours or is_old) and _locked(file):
-                    os.remove(file.name)
-
-
-def _host() -> str:
-    return socket.gethostname().split(".")[0][:40]
-
-
-def _locked(file: BinaryIO) -> bool:
-    """Whether this process now holds the lock on the file; False too where the file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 class IndexedDataset:
@@ -319,10 +236,10 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         remove_abandoned(*_folder_and_pattern(self.prefix))
         with contextlib.ExitStack() as opened:
-            self._data = opened.enter_context(_Unpublished(f"{self.prefix}.bin"))
-            self._lengths = opened.enter_context(_Unpublished(f"{self.prefix}.idx.lengths"))
-            self._documents = opened.enter_context(_Unpublished(f"{self.prefix}.idx.documents"))
-            self._modes = opened.enter_context(_Unpublished(f"{self.prefix}.idx.modes"))
+            self._data = opened.enter_context(UnpublishedFile(f"{self.prefix}.bin"))
+            self._lengths = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.lengths"))
+            self._documents = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.documents"))
+            self._modes = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.modes"))
             self._cleanup = opened.pop_all()
         self._documents.file.write(struct.pack("<q", 0))
         return self

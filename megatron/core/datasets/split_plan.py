@@ -23,7 +23,8 @@ from megatron.core.datasets.blend import (
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
-from megatron.core.datasets.indexed import IndexedDataset, remove_abandoned
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.storage.atomic import remove_abandoned
 
 Say = Callable[[str], None]
 

@@ -8,7 +8,6 @@ one that is locked is refused, and so is one that holds anything else.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ import socket
 from pathlib import Path
 
 from megatron.core.config import ConfigError
+from megatron.core.storage.locks import locked
 
 LOCK, STATE = "lock", "state"
 
@@ -49,7 +49,7 @@ def _problems_inside(root: Path | str, folder: Path) -> list[str]:
     if not lock.exists():
         return []
     with open(lock, "r+") as file:
-        return [] if _is_taken(file.fileno()) else [_living(root, folder, lock)]
+        return [] if locked(file) else [_living(root, folder, lock)]
 
 
 class RankFolder:
@@ -62,7 +62,7 @@ class RankFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if not _is_taken(self._lock) or not self._is_there():
+            if not locked(self._lock) or not self._is_there():
                 os.close(self._lock)
                 raise ConfigError(_living(root, self.path, self.path / LOCK))
         except OSError as error:
@@ -112,15 +112,6 @@ def remove_left_behind(root: Path | str, ranks: int) -> list[str]:
                 RankFolder(root, int(number)).remove()
                 removed.append(folder.name)
     return removed
-
-
-def _is_taken(handle: int) -> bool:
-    """Lock the file for this process, if no other has. Raises OSError on a file system without locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _living(root: Path | str, folder: Path, lock: Path) -> str:

@@ -1,7 +1,6 @@
 """The folder of --save: written by one run at a time, and tried out before the first step."""
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from megatron.core import comm
 from megatron.core.checkpoint.folder import clear_leftovers, newest_iteration
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
+from megatron.core.storage.locks import locked
 from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
 from megatron.training.settings.config import CheckpointConfig
@@ -53,14 +53,14 @@ def _lock(root: str, held: contextlib.ExitStack) -> bool:
     handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     held.callback(os.close, handle)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        is_ours = locked(handle)
+    except OSError:
+        return False
+    if not is_ours:
         raise ConfigError(
             f"--save {root}: another run saves there, and is alive; each would remove what the other is writing. End that run or "
             "choose another folder"
-        ) from None
-    except OSError:
-        return False
+        )
     return True
 
 

@@ -11,11 +11,12 @@ The loop makes `Record`s; a sink takes those it has a use for. Sinks live on the
 import importlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from megatron.core.storage.atomic import atomic_file
 
 Kind = Literal["step", "interval", "validation", "inspect"]
 
@@ -114,9 +115,8 @@ class MetricsFile:
         text = self.path.read_text(encoding="utf-8", errors="replace")
         kept = lines_until(text, iteration, str(self.path))
         if kept != text:
-            beside = self.path.with_name(self.path.name + ".cut")
-            beside.write_text(kept, encoding="utf-8")
-            os.replace(beside, self.path)  # a run that is killed here has lost nothing
+            with atomic_file(self.path) as file:  # a run that is killed here has lost nothing
+                file.write(kept.encode())
 
     def write(self, record: Record) -> None:
         if record.kind != "step":
