@@ -35,8 +35,8 @@ tests() {
 
 # In one process per core; what starts processes of its own comes after, two files at a time: they wait for one another a lot.
 if [ -n "$FAST" ]; then
-    tests -n auto -m "not full" tests/pure tests/ranks tests/test_architecture.py "$@"
+    tests -n auto -m "not full" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
 else
-    tests -n auto tests/pure tests/ranks tests/test_architecture.py "$@"
+    tests -n auto tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
     tests -n 2 --dist loadfile -m "not full" tests/gloo tests/gpu "$@"
 fi

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from shlex import split
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer.param_groups import default_group
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
@@ -17,17 +18,30 @@ from megatron.training.trainer import Trainer
 
 
 @contextmanager
-def trainer_of(script: ModuleType, mesh: Mesh, flags: str) -> Iterator[Trainer]:
-    """This rank's trainer. The script's functions find their run as long as the block lasts."""
-    config, args, _ = parse_args(split(flags))
+def trainer_of(script: ModuleType | SimpleNamespace, mesh: Mesh, flags: str) -> Iterator[Trainer]:
+    """This rank's trainer. The script's functions find their run as long as the block lasts.
+
+    script: has the arguments of `pretrain` under their names; those that have a default may be missing.
+    """
+    config, args, _ = parse_args(
+        split(flags), getattr(script, "extra_args_provider", None), getattr(script, "args_defaults", None)
+    )
     check(config, mesh["world"].size)
     if config.chunks_per_rank > 1:
         mesh.virtual_size = config.chunks_per_rank
-    keys, tokenizer = DropoutKeys(config.training.seed), build_tokenizer(config.tokenizer)
+    mesh.sequence_parallel = config.parallel.sequence_parallel_on
+    keys = DropoutKeys(config.training.seed)
+    tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())
     set_runtime(runtime, this_thread_only=True)
     try:
-        yield Trainer(runtime, script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
+        yield Trainer(
+            runtime,
+            script.train_valid_test_datasets_provider,
+            script.model_provider,
+            script.forward_step,
+            getattr(script, "group_of", default_group),
+        )
     finally:
         runtime.held.close()
         set_runtime(None, this_thread_only=True)
