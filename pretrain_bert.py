@@ -15,7 +15,7 @@ from megatron.core import comm
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.bert import BertModel
-from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training.settings.model_rules import BERT_RULES
 
@@ -56,8 +56,8 @@ def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
     data = next(data_iterator) if data_iterator is not None else None
     where = (runtime.mesh["tp"], runtime.device.torch_device)
     keys = ["text", "types", "labels", "loss_mask", "padding_mask"]
-    batch = dict(zip(keys, broadcast_data(keys, data, torch.int64, (b, s), *where)))
-    (batch["is_random"],) = broadcast_data(["is_random"], data, torch.int64, (b,), *where)
+    batch = dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, s), *where)))
+    (batch["is_random"],) = broadcast_batch(["is_random"], data, torch.int64, (b,), *where)
     return batch
 
 

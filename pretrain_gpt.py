@@ -14,7 +14,7 @@ from megatron.core import comm, mpu
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.transformer.core_attention import Documents
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training.settings.model_rules import GPT_RULES
@@ -53,8 +53,8 @@ def get_batch(data_iterator: Iterator | None) -> tuple[Tensor, Tensor, Tensor, D
     data = next(data_iterator) if data_iterator is not None else None
     where = (shape, runtime.mesh["tp"], runtime.device.torch_device)
     keys = ["tokens", "labels", "position_ids"] + ["document_ids"] * runtime.config.data.reset_attention_mask
-    tokens, labels, position_ids, *document_ids = broadcast_data(keys, data, torch.int64, *where)
-    (loss_mask,) = broadcast_data(["loss_mask"], data, torch.float32, *where)
+    tokens, labels, position_ids, *document_ids = broadcast_batch(keys, data, torch.int64, *where)
+    (loss_mask,) = broadcast_batch(["loss_mask"], data, torch.float32, *where)
     return tokens, labels, loss_mask, Documents(*document_ids) if document_ids else None, position_ids
 
 

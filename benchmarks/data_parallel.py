@@ -35,7 +35,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.random import DropoutKeys, initialize_parameters
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape, Pipeline, train_step
 

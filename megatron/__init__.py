@@ -34,12 +34,7 @@ from megatron.core.lazy import lazy_names  # noqa: E402  (it may be another's)
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "get_args": "training.runtime",
-        "get_timers": "training.runtime",
-        "get_tokenizer": "training.runtime",
-        "is_last_rank": "training.runtime",
-        "mpu": "core",
-        "print_rank_0": "training.runtime",
-        "print_rank_last": "training.runtime",
+        ".training.runtime": "get_args get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last",
+        ".core": "mpu",
     },
 )

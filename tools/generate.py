@@ -28,7 +28,7 @@ from megatron.core import comm, parallel_state
 from megatron.core.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.device import Device
-from megatron.core.error_file import write_error_file
+from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt
 from megatron.core.inference.generate import generate_batch

@@ -18,8 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.placement import Normal
 from megatron.core.random import DropoutKeys, HiddenDropout
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
@@ -87,7 +87,7 @@ class SideBySideModel(GPTModel):
         if labels is None or not self.language_model.post_process:
             return super().forward(tokens, position_ids, attention_mask, labels, cache)
         x = self.language_model.hidden_states(tokens, position_ids, attention_mask)  # [s, b, h], or [s/t, b, h]
-        words = vocab_parallel_cross_entropy(self.language_model.scores(x), labels.t(), self.axis, self.vocab_size)
+        words = sharded_cross_entropy(self.language_model.scores(x), labels.t(), self.axis, self.vocab_size)
         whole = mappings.whole_sequence(x, self.axis) if self.gathers else x
         scores = whole.to(words.dtype) @ self.restart_head.to(words.dtype)  # [s, b]
         begins = functional.binary_cross_entropy_with_logits(scores, restarts.t().to(words.dtype), reduction="none")

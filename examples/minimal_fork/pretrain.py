@@ -23,7 +23,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.placement import Placement
-from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_args, get_runtime, pretrain
 
 SCHEDULES["rounds"] = rounds
@@ -77,7 +77,7 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tens
     shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)
     where = (shape, runtime.mesh["tp"], runtime.device.torch_device)
     data = next(data_iterator) if data_iterator is not None else None
-    tokens, labels, restarts = broadcast_data(["tokens", "labels", "restarts"], data, torch.int64, *where)
+    tokens, labels, restarts = broadcast_batch(["tokens", "labels", "restarts"], data, torch.int64, *where)
     positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     output = model(tokens, positions, labels=labels, restarts=restarts)
     return output, partial(loss_func, own(SideBySideConfig).restart_weight)

@@ -5,16 +5,18 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 
-def lazy_names(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`. home: name -> the submodule that defines it.
+def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A module's `__getattr__` and `__dir__`. names: the module that defines them -> names, separated by blanks. ".norm" is a
+    module of the package itself.
 
     A name may not be that of a submodule, which would take its place as soon as anything imports it.
     """
+    home = {name: source for source, some in names.items() for name in some.split()}
 
     def get(name: str) -> Any:
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{home[name]}"), name)
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(home[name], module), name)
 
     return get, lambda: sorted(home)
 

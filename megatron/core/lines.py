@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.error_file import write_error_file
+from megatron.core.errors import write_error_file
 
 SAYS_EVERY = 30.0  # seconds between two words about who is missing
 _GRACE = 4.0  # seconds that a rank has to notice by itself that another has died, and to leave in order

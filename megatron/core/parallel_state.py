@@ -4,7 +4,10 @@ What they look at is made in `job.py` (the processes) and `model_parallel.py` (t
 this module. Code below the composition root never comes here: it is handed the `Axis` objects that it uses.
 """
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, use_mesh  # noqa: F401
@@ -37,7 +40,6 @@ from megatron.core.model_parallel import (  # noqa: F401
     torch_group,
 )
 from megatron.core.parallel_config import ORDER, ParallelConfig, grid_for  # noqa: F401
-from megatron.core.utils import GlobalMemoryBuffer
 
 
 def get_tensor_model_parallel_group() -> Any:
@@ -282,6 +284,21 @@ def is_initialized() -> bool:
 def is_unitialized() -> bool:
     """Megatron's spelling."""
     return not model_parallel_is_initialized()
+
+
+class GlobalMemoryBuffer:
+    """Tensors that are handed out again under the same name, so that a transient of every layer is allocated once."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """Uninitialised; the one handed out under this name before must be done with."""
+        numel = torch.Size(tensor_shape).numel()
+        kept = self.buffer.get((name, dtype))
+        if kept is None or kept.numel() < numel:
+            kept = self.buffer[name, dtype] = torch.empty(numel, dtype=dtype, device=get_mesh().device)
+        return kept[:numel].view(tuple(tensor_shape))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:

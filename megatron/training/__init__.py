@@ -5,17 +5,9 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "build_train_valid_test_data_iterators": "build",
-        "get_args": "runtime",
-        "get_model": "build",
-        "get_runtime": "runtime",
-        "get_timers": "runtime",
-        "get_tokenizer": "runtime",
-        "initialize_megatron": "initialize",
-        "is_last_rank": "runtime",
-        "pretrain": "training",
-        "print_rank_0": "runtime",
-        "print_rank_last": "runtime",
-        "setup_model_and_optimizer": "build",
+        ".build": "build_train_valid_test_data_iterators get_model setup_model_and_optimizer",
+        ".runtime": "get_args get_runtime get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last",
+        ".initialize": "initialize_megatron",
+        ".training": "pretrain",
     },
 )

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 
 from megatron.core import comm, parallel_state, products
+from megatron.core.classic.random import model_parallel_cuda_manual_seed
 from megatron.core.config import ConfigError
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.error_file import write_error_file
+from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.offload.folder import folder_problems, remove_left_behind
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig

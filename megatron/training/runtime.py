@@ -15,7 +15,7 @@ from megatron.core.offload.tier import Tier
 from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments

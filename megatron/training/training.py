@@ -19,7 +19,7 @@ from torch import nn
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
-from megatron.core.error_file import write_error_file
+from megatron.core.errors import write_error_file
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.training.arguments import ExtraArgs

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm, parallel_state
-from megatron.core.utils import unwrap_model
+from megatron.core.classic.utils import unwrap_model
 from megatron.training.runtime import is_last_rank, print_rank_0, print_rank_last
 
 __all__ = [

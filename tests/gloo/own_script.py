@@ -16,10 +16,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core import mpu, tensor_parallel
+from megatron.core.classic.tensor_parallel import tensor_parallel_of
+from megatron.core.classic.utils import init_method_normal
 from megatron.core.enums import ModelType
 from megatron.core.models.head import LanguageModelHead
-from megatron.core.tensor_parallel.classic import tensor_parallel_of
-from megatron.core.utils import init_method_normal
 from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids

@@ -20,7 +20,7 @@ from megatron.core.grid import ALONE
 from megatron.core.optimizer.update import adam_update
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel import linear
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.core_attention import fused_attention, plain_attention
 
@@ -85,7 +85,7 @@ def test_the_loss_equals_torchs_in_float64(tokens: int):
     """2,048 tokens of 20,000 words go through several parts on an accelerator."""
     scores = on_device(tokens, 1, 20_000, dtype=torch.float32).requires_grad_()
     target = torch.arange(tokens, device=DEVICE).mul(37).remainder(20_000)[:, None]
-    vocab_parallel_cross_entropy(scores, target, ALONE).sum().backward()
+    sharded_cross_entropy(scores, target, ALONE).sum().backward()
     wide = scores.detach().double().requires_grad_()
     torch.nn.functional.cross_entropy(wide[:, 0], target[:, 0], reduction="sum").backward()
     torch.testing.assert_close(scores.grad.double(), wide.grad, rtol=0, atol=1e-6)

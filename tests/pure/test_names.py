@@ -40,6 +40,8 @@ NAMES = {
     "gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region get_cuda_rng_tracker checkpoint "
     "model_parallel_cuda_manual_seed split_tensor_along_last_dim",
     "megatron.core.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+    "megatron.core.tensor_parallel.cross_entropy": "vocab_parallel_cross_entropy",
+    "megatron.core.tensor_parallel.data": "broadcast_data",
     "megatron.core.tensor_parallel.mappings": "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region",
     "megatron.core.tensor_parallel.random": "get_cuda_rng_tracker checkpoint model_parallel_cuda_manual_seed",
     "megatron.core.tensor_parallel.utils": "split_tensor_along_last_dim VocabUtility divide",
@@ -64,6 +66,15 @@ NAMES = {
 def test_a_name_is_where_forks_import_it_from(module, name):
     exec(f"from {module} import {name}")
     assert getattr(importlib.import_module(module), name) is not None
+
+
+def test_one_name_is_one_object_under_every_path_of_megatron():
+    """So that `layers.ColumnParallelLinear` takes the arguments of `tensor_parallel.ColumnParallelLinear`."""
+    package = importlib.import_module("megatron.core.tensor_parallel")
+    for module in ("layers", "cross_entropy", "data", "mappings", "random", "utils"):
+        path = f"megatron.core.tensor_parallel.{module}"
+        for name in NAMES[path].split():
+            assert getattr(importlib.import_module(path), name) is getattr(package, name), (path, name)
 
 
 def test_the_old_flat_names_are_the_same_objects():

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import comm, device
+from megatron.core.classic import random as tensor_parallel_random
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
 from megatron.core.tensor_parallel import linear
-from megatron.core.tensor_parallel import random as tensor_parallel_random
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.core_attention import fused_attention
 from megatron.training.ending import failures
 from megatron.training.memory.offload import notes_of
@@ -255,7 +255,7 @@ def test_the_loss_of_an_accelerator_makes_no_wide_copy_of_all_scores():
     scores = torch.empty(4096, 1, 2**16, dtype=torch.bfloat16, device="meta", requires_grad=True)
     target = torch.empty(4096, 1, dtype=torch.int64, device="meta")
     with Made(torch.float32) as made:
-        vocab_parallel_cross_entropy(scores, target, ALONE).sum().backward()
+        sharded_cross_entropy(scores, target, ALONE).sum().backward()
     assert 0 < made.elements <= 2**25  # of 2**28 scores
 
 

@@ -36,7 +36,7 @@ from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.slots import SlotBuffer
 from megatron.core.offload.tier import FileTier
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape, Pipeline

@@ -13,7 +13,7 @@ from torch.nn import functional
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.models.bert import BertModel
 from megatron.core.random import DropoutKeys, initialize_parameters
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
 CONFIGS = {
     "bert": TINY_GPT2,

@@ -11,12 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
 from megatron.core.boxes import slices
+from megatron.core.classic.utils import VocabUtility, init_method_normal, scaled_init_method_normal
 from megatron.core.models.gpt import GPTModel
 from megatron.core.placement import Constant, pieces
 from megatron.core.random import DropoutKeys, initialize_parameters, normal_box
-from megatron.core.tensor_parallel.layers import TensorParallel
-from megatron.core.tensor_parallel.utils import VocabUtility
-from megatron.core.utils import init_method_normal, scaled_init_method_normal
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids
 
 # Rank r holds x, is handed back the gradient g of the result, and ends with (y, dx). All by hand.

@@ -17,16 +17,16 @@ from megatron.core import comm
 from megatron.core.config import ConfigError
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.data import broadcast_data
-from megatron.core.tensor_parallel.layers import (
+from megatron.core.tensor_parallel.broadcast import broadcast_batch
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
     my_sequence_part,
 )
-from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.lookup import lookup
 
 S, B, IN, OUT = 8, 3, 8, 12
@@ -304,10 +304,10 @@ def test_ids_outside_the_vocabulary_are_refused(t: int, wrong: int):
             layer(ids)
         layer(ids.clamp(0, 4))
         if wrong < 0:
-            return vocab_parallel_cross_entropy(scores, ids, mesh["tp"], 5)[0]
+            return sharded_cross_entropy(scores, ids, mesh["tp"], 5)[0]
         with pytest.raises(ConfigError, match=rf"id {wrong}, .* 5 words"):
-            vocab_parallel_cross_entropy(scores, ids, mesh["tp"], 5)
-        return vocab_parallel_cross_entropy(scores, ids.clamp(0, 4), mesh["tp"], 5)[0]
+            sharded_cross_entropy(scores, ids, mesh["tp"], 5)
+        return sharded_cross_entropy(scores, ids.clamp(0, 4), mesh["tp"], 5)[0]
 
     for losses in run_ranks({"tp": t}, work):
         close(losses, torch.full((2,), math.log(5), dtype=torch.float64))
@@ -328,13 +328,13 @@ def test_a_table_is_tied_over_the_ends_of_the_pipeline_only_if_there_are_two():
 @over_ranks
 @pytest.mark.parametrize(("words", "rows"), TABLES)
 @pytest.mark.parametrize("size", [1.0, 1e3], ids=["", "large scores"])
-def test_vocab_parallel_cross_entropy_equals_cross_entropy(t: int, delayed: bool, words: int, rows: int, size: float):
+def test_sharded_cross_entropy_equals_cross_entropy(t: int, delayed: bool, words: int, rows: int, size: float):
     scores, target, pull = size * number(7, S, B, words), (torch.arange(S * B) * 5 % words).view(S, B), number(8, S, B)
 
     def work(mesh):
         x = leaf(part(torch.cat((scores, torch.full((S, B, rows - words), 1e6).double()), -1), mesh, 2))
         kept = x.detach().clone()
-        losses = vocab_parallel_cross_entropy(x, target, mesh["tp"], words)
+        losses = sharded_cross_entropy(x, target, mesh["tp"], words)
         (losses * pull).sum().backward()
         assert torch.equal(x.detach(), kept), "the scores are the caller's"
         return losses.detach(), x.grad
@@ -354,7 +354,7 @@ def test_vocab_parallel_cross_entropy_equals_cross_entropy(t: int, delayed: bool
 def test_without_a_vocabulary_size_every_column_is_a_word(t: int):
     scores, target = number(7, S, B, 8), torch.arange(S * B).view(S, B) % 8
     expected = functional.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view(S, B)
-    work = lambda mesh: vocab_parallel_cross_entropy(part(scores, mesh, 2), target, mesh["tp"])  # noqa: E731
+    work = lambda mesh: sharded_cross_entropy(part(scores, mesh, 2), target, mesh["tp"])  # noqa: E731
     for losses in run_ranks({"tp": t}, work):
         close(losses, expected)
 
@@ -365,7 +365,7 @@ def test_half_precision_scores_have_a_float32_loss_and_a_gradient_of_their_own_k
 
     def work(mesh):
         x = leaf(part(scores, mesh, 2))
-        losses = vocab_parallel_cross_entropy(x, target, mesh["tp"])
+        losses = sharded_cross_entropy(x, target, mesh["tp"])
         losses.sum().backward()
         return losses.detach(), x.grad
 
@@ -455,7 +455,7 @@ def test_a_batch_read_once_reaches_every_rank(t: int):
     def work(mesh):
         mine = data if mesh["tp"].is_first else None
         with mesh.ledger.record() as calls:
-            got = broadcast_data(["labels", "tokens"], mine, torch.float64, (2, 3), mesh["tp"])
+            got = broadcast_batch(["labels", "tokens"], mine, torch.float64, (2, 3), mesh["tp"])
         return got, [call.op for call in calls]
 
     for (labels, tokens), ops in run_ranks({"tp": t}, work):
@@ -466,7 +466,7 @@ def test_a_batch_read_once_reaches_every_rank(t: int):
 
 def test_a_batch_of_another_shape_is_an_error():
     def work(mesh):
-        return broadcast_data(["tokens"], {"tokens": torch.zeros(2, 5)}, torch.int64, (2, 3), mesh["tp"])
+        return broadcast_batch(["tokens"], {"tokens": torch.zeros(2, 5)}, torch.int64, (2, 3), mesh["tp"])
 
     with pytest.raises(RuntimeError) as error:
         run_ranks({"tp": 2}, work)

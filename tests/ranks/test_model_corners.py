@@ -20,8 +20,8 @@ from megatron.core.config import ConfigError
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.placement import pieces
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
@@ -233,7 +233,7 @@ def losses_and_gradient(logits: torch.Tensor, labels: torch.Tensor, words: int, 
 
     def work(mesh):
         mine = logits.chunk(t, dim=-1)[mesh["tp"].rank].clone().requires_grad_()
-        losses = vocab_parallel_cross_entropy(mine, labels, mesh["tp"], words, **terms)
+        losses = sharded_cross_entropy(mine, labels, mesh["tp"], words, **terms)
         (losses * weights).sum().backward()
         return losses.detach(), mine.grad
 
@@ -270,7 +270,7 @@ def test_the_loss_costs_three_sums_whatever_its_terms(smoothing: float):
     def work(mesh):
         with mesh.ledger.record() as calls:
             logits = torch.randn(4, 3, 32, requires_grad=True)
-            losses = vocab_parallel_cross_entropy(
+            losses = sharded_cross_entropy(
                 logits, torch.zeros(4, 3, dtype=torch.long), mesh["tp"], VOCAB, label_smoothing=smoothing, z_loss=0.1
             )
             losses.sum().backward()

@@ -32,8 +32,8 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Placement
 from megatron.core.products import NATIVE, Products, Way
 from megatron.core.random import DropoutKeys, initialize_parameters
-from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tensor_parallel.linear import weight_gradient
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args

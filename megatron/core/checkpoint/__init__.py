@@ -8,10 +8,9 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "CheckpointError": "format",
-        "LocalTensor": "local_tensor",
-        "save_checkpoint": "save",
-        "Checkpoint": "load",
-        "open_checkpoint": "load",
+        ".format": "CheckpointError",
+        ".local_tensor": "LocalTensor",
+        ".save": "save_checkpoint",
+        ".load": "Checkpoint open_checkpoint",
     },
 )

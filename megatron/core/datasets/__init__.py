@@ -9,12 +9,9 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "DataConfig": "data_config",
-        "IndexedDataset": "indexed",
-        "IndexedDatasetWriter": "indexed",
-        "requested_samples": "index_map",
-        "GPTDataset": "gpt",
-        "MockGPTDataset": "gpt",
-        "build_gpt_datasets": "gpt",
+        ".data_config": "DataConfig",
+        ".indexed": "IndexedDataset IndexedDatasetWriter",
+        ".index_map": "requested_samples",
+        ".gpt": "GPTDataset MockGPTDataset build_gpt_datasets",
     },
 )

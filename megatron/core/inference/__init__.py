@@ -6,14 +6,7 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "SamplingConfig": "sampling",
-        "chooser": "sampling",
-        "distribution": "sampling",
-        "greedy": "sampling",
-        "keep_top_k": "sampling",
-        "keep_top_p": "sampling",
-        "sample": "sampling",
-        "layout_problems": "load",
-        "load_gpt": "load",
+        ".sampling": "SamplingConfig chooser distribution greedy keep_top_k keep_top_p sample",
+        ".load": "layout_problems load_gpt",
     },
 )

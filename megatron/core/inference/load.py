@@ -10,7 +10,7 @@ from megatron.core.parallel_config import grid_for
 from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint

@@ -2,4 +2,4 @@
 
 from megatron.core.lazy import lazy_names
 
-__getattr__, __dir__ = lazy_names(__name__, {"GPTModel": "gpt", "TransformerLanguageModel": "language_model"})
+__getattr__, __dir__ = lazy_names(__name__, {".gpt": "GPTModel", ".language_model": "TransformerLanguageModel"})

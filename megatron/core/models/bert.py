@@ -9,9 +9,9 @@ from torch.nn import functional
 from megatron.core.models.language_model import TransformerLanguageModel
 from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -118,4 +118,4 @@ class BertModel(nn.Module):
         scores = self.word_bias(self.language_model.scores(self.lm_head(x)))
         if lm_labels is None:
             return scores.transpose(0, 1), order
-        return vocab_parallel_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size).t(), order
+        return sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size).t(), order

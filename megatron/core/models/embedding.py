@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from megatron.core.grid import Axis
 from megatron.core.placement import Normal
 from megatron.core.random import DropoutKeys, HiddenDropout
-from megatron.core.tensor_parallel.layers import TensorParallel, VocabParallelEmbedding, my_sequence_part
+from megatron.core.tensor_parallel.linear_layers import TensorParallel, VocabParallelEmbedding, my_sequence_part
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.transformer_config import TransformerConfig
 

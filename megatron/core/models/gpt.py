@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.models.language_model import TransformerLanguageModel
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -42,7 +42,7 @@ class GPTModel(nn.Module):
         if labels is None:
             return out.transpose(0, 1)
         smoothing, z_loss = self.config.label_smoothing, self.config.z_loss_coeff
-        losses = vocab_parallel_cross_entropy(
+        losses = sharded_cross_entropy(
             out, labels.t(), self.axis, self.vocab_size, label_smoothing=smoothing, z_loss=z_loss
         )
         return losses.t()  # [b, s]

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from megatron.core.placement import Normal, Placement
-from megatron.core.tensor_parallel.layers import TensorParallel
 from megatron.core.tensor_parallel.linear import column_linear
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -8,7 +8,7 @@ from megatron.core.grid import Axis
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.transformer import MakeLayer, ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig

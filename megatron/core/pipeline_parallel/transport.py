@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.errors import sequence_parallel_hint
 from megatron.core.grid import Axis
-from megatron.core.utils import sequence_parallel_hint
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.errors import sequence_parallel_hint
 from megatron.core.grid import Axis
+from megatron.core.lazy import lazy_names
 from megatron.core.tensor_parallel.word_ids import check_word_ids
-from megatron.core.utils import sequence_parallel_hint
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -104,7 +105,7 @@ def _wanted(vocab_size: int, smoothing: float) -> tuple[float, float]:
     return everywhere, 1.0 - everywhere * vocab_size
 
 
-def vocab_parallel_cross_entropy(
+def sharded_cross_entropy(
     logits: Tensor,
     target: Tensor,
     axis: Axis,
@@ -120,9 +121,12 @@ def vocab_parallel_cross_entropy(
     """
     if logits.shape[:-1] != target.shape:
         raise ValueError(
-            f"vocab_parallel_cross_entropy: the scores are of {tuple(logits.shape[:-1])} tokens, their targets of {tuple(target.shape)}"
+            f"cross entropy: the scores are of {tuple(logits.shape[:-1])} tokens, their targets of {tuple(target.shape)}"
             + (sequence_parallel_hint(len(logits), len(target)) if logits.shape[1:-1] == target.shape[1:] else "")
         )
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     check_word_ids(target, vocab_size, "the labels", least=None)  # below 0: no word, such as -1 where nothing is asked
     return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss)
+
+
+__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.tensor_parallel": "vocab_parallel_cross_entropy"})

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.current_mesh import get_mesh
 from megatron.core.grid import Axis
+from megatron.core.lazy import lazy_names
 
 Move = Callable[[Tensor, Axis], Tensor]
 
@@ -70,35 +70,12 @@ scatter_sequence = _move("scatter_sequence", _part, comm.all_gather)
 scatter_last = _move("scatter_last", _part_last, _all_gather_last)
 gather_last = _move("gather_last", _all_gather_last, _part_last)
 
-
-# ---------------------------------------------------------------- Megatron's names, over the tensor-parallel axis of the mesh
-
-
-def copy_to_tensor_model_parallel_region(x: Tensor) -> Tensor:
-    return copy(x, get_mesh()["tp"])
-
-
-def reduce_from_tensor_model_parallel_region(x: Tensor) -> Tensor:
-    return reduce(x, get_mesh()["tp"])
-
-
-def scatter_to_tensor_model_parallel_region(x: Tensor) -> Tensor:
-    return scatter_last(x, get_mesh()["tp"])
-
-
-def gather_from_tensor_model_parallel_region(x: Tensor) -> Tensor:
-    return gather_last(x, get_mesh()["tp"])
-
-
-def scatter_to_sequence_parallel_region(x: Tensor) -> Tensor:
-    return scatter_sequence(x, get_mesh()["tp"])
-
-
-def gather_from_sequence_parallel_region(x: Tensor, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """`tensor_parallel_output_grad`: each rank has a part of the result's gradient, to be summed; else all have the same."""
-    move = gather_sequence if tensor_parallel_output_grad else whole_sequence
-    return move(x, get_mesh()["tp"])
-
-
-def reduce_scatter_to_sequence_parallel_region(x: Tensor) -> Tensor:
-    return reduce_scatter_sequence(x, get_mesh()["tp"])
+# Megatron's names, over the tensor-parallel axis of the mesh.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "megatron.core.classic.tensor_parallel": "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
+        "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region reduce_scatter_to_sequence_parallel_region "
+        "scatter_to_sequence_parallel_region scatter_to_tensor_model_parallel_region"
+    },
+)

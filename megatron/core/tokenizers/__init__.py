@@ -7,11 +7,5 @@ from megatron.core.lazy import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {
-        "TokenizerConfig": "tokenizer_config",
-        "Tokenizer": "tokenizers",
-        "NullTokenizer": "tokenizers",
-        "build_tokenizer": "tokenizers",
-        "tokenize_packed": "tokenizers",
-    },
+    {".tokenizer_config": "TokenizerConfig", ".tokenizers": "Tokenizer NullTokenizer build_tokenizer tokenize_packed"},
 )

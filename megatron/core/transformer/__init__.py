@@ -5,10 +5,10 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "ParallelAttention": "attention",
-        "ParallelMLP": "mlp",
-        "ParallelTransformer": "transformer",
-        "ParallelTransformerLayer": "transformer_layer",
-        "TransformerConfig": "transformer_config",
+        ".attention": "ParallelAttention",
+        ".mlp": "ParallelMLP",
+        ".transformer": "ParallelTransformer",
+        ".transformer_layer": "ParallelTransformerLayer",
+        ".transformer_config": "TransformerConfig",
     },
 )

@@ -6,7 +6,12 @@ from torch import Tensor, nn
 
 from megatron.core.placement import Normal, Rows
 from megatron.core.random import AttentionDropout, DropoutKeys
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, divide
+from megatron.core.tensor_parallel.linear_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    size_per_rank,
+)
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import make_norm
@@ -36,7 +41,7 @@ class ParallelAttention(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, *, tp: TensorParallel, keys: DropoutKeys):
         super().__init__()
         n, groups, d = config.num_attention_heads, config.query_groups, config.head_width
-        heads = divide("--num-attention-heads", n, tp.axis)
+        heads = size_per_rank("--num-attention-heads", n, tp.axis)
         if problem := query_group_problem(groups, tp.axis.size):
             raise ValueError(problem)
         shared = groups < tp.axis.size

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.placement import Normal
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

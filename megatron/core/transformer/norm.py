@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.placement import Constant
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
 
 class LayerNorm(nn.Module):

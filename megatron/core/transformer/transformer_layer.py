@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron.core.random import DropoutKeys, HiddenDropout
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP

@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
-from megatron.core.error_file import write_error_file
+from megatron.core.errors import write_error_file
 from megatron.core.offload.block_file import OffloadError
 from megatron.training.ending import interrupt
 from megatron.training.memory.shortage import OutOfMemory

@@ -7,6 +7,7 @@ What our own models hand to a layer, these find in the current mesh: the axis, s
 values at once, drawn as the state of torch's generator has it, or, in a model that `get_model` builds, by their names.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from megatron.core import comm
 from megatron.core.current_mesh import get_mesh
 from megatron.core.device import to_device
 from megatron.core.placement import Constant, InitialValue, Normal
-from megatron.core.tensor_parallel import cross_entropy, layers
-from megatron.core.tensor_parallel.data import broadcast_data as broadcast_equal_shapes
-from megatron.core.tensor_parallel.layers import TensorParallel
+from megatron.core.tensor_parallel import linear_layers, mappings
+from megatron.core.tensor_parallel.broadcast import broadcast_batch
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
 INIT_STD = 0.02
 
@@ -39,7 +41,7 @@ def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) 
     """The initial values. Raises TypeError for what has no meaning here."""
     strange = [name for name, value in others.items() if name not in _WITHOUT_EFFECT or value]
     if stride != 1:
-        strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.layers)")
+        strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.linear_layers)")
     if strange:
         raise TypeError(f"{layer}: not built: {', '.join(strange)}")
     if init_method is not None and not isinstance(init_method, Normal | Constant) and not callable(init_method):
@@ -50,7 +52,7 @@ def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) 
     return Normal(INIT_STD) if init_method is None else init_method
 
 
-class ColumnParallelLinear(layers.ColumnParallelLinear):
+class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
     """Y = X A + b with A split by columns -> (y, bias or None). `gather_output` when left out: as in Megatron 2, which has no
     `config`, yes; as in its core, no."""
 
@@ -75,7 +77,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
         super().__init__(input_size, output_size, tp=tp or tensor_parallel_of(config), init=init, **options)
 
 
-class RowParallelLinear(layers.RowParallelLinear):
+class RowParallelLinear(linear_layers.RowParallelLinear):
     """Z = Y B + b with B split by rows -> (z, bias or None). `input_is_parallel`: each rank has its part of y, else the whole."""
 
     def __init__(
@@ -98,10 +100,10 @@ class RowParallelLinear(layers.RowParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        return super().forward(y if self.input_is_parallel else layers.mappings.scatter_last(y, self.axis))
+        return super().forward(y if self.input_is_parallel else mappings.scatter_last(y, self.axis))
 
 
-class VocabParallelEmbedding(layers.VocabParallelEmbedding):
+class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
     """A table split by rows: ids [s, b] -> [s, b, h] ([s/t, b, h] with `reduce_scatter_embeddings`)."""
 
     def __init__(
@@ -123,9 +125,30 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding):
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """The loss of each token. vocab_parallel_logits: [s, b, v/t]; target: [s, b] -> [s, b]."""
-    return cross_entropy.vocab_parallel_cross_entropy(
-        vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing
-    )
+    return sharded_cross_entropy(vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing)
+
+
+def _region(move: mappings.Move) -> Callable[[Tensor], Tensor]:
+    """One of the moves of `mappings`, over the tensor-parallel axis of the mesh."""
+
+    def region(x: Tensor) -> Tensor:
+        return move(x, get_mesh()["tp"])
+
+    return region
+
+
+copy_to_tensor_model_parallel_region = _region(mappings.copy)
+reduce_from_tensor_model_parallel_region = _region(mappings.reduce)
+scatter_to_tensor_model_parallel_region = _region(mappings.scatter_last)
+gather_from_tensor_model_parallel_region = _region(mappings.gather_last)
+scatter_to_sequence_parallel_region = _region(mappings.scatter_sequence)
+reduce_scatter_to_sequence_parallel_region = _region(mappings.reduce_scatter_sequence)
+
+
+def gather_from_sequence_parallel_region(x: Tensor, tensor_parallel_output_grad: bool = True) -> Tensor:
+    """`tensor_parallel_output_grad`: each rank has a part of the result's gradient, to be summed; else all have the same."""
+    move = mappings.gather_sequence if tensor_parallel_output_grad else mappings.whole_sequence
+    return move(x, get_mesh()["tp"])
 
 
 _MOST_DIMENSIONS = 5
@@ -149,5 +172,5 @@ def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: to
     flat = None
     if axis.is_first:
         flat = {"all": torch.cat([to_device(data[key].reshape(-1), device) for key in keys])}
-    (flat,) = broadcast_equal_shapes(["all"], flat, datatype, (sum(numels),), axis, device)
+    (flat,) = broadcast_batch(["all"], flat, datatype, (sum(numels),), axis, device)
     return {key: part.view(size) for key, part, size in zip(keys, flat.split(numels), sizes)}

@@ -1,0 +1,73 @@
+"""Small helpers by Megatron's names: initial values, wrapped models, divided tensors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.placement import Normal
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The exact quotient; ValueError if there is none."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def init_method_normal(sigma: float) -> Normal:
+    """Initial weights from N(0, sigma^2). A description and no function of a tensor, so that a rank draws only what it holds."""
+    return Normal(sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Normal:
+    """The same for the last matrix of each block, of which the residual stream adds up 2 x num_layers."""
+    return Normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def unwrap_model(model: Any) -> Any:
+    """The model, or each of a list of models, without its data-parallel wrapper."""
+    if isinstance(model, list | tuple):
+        return [unwrap_model(one) for one in model]
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model
+
+
+def get_attr_wrapped_model(model: Any, attr: str) -> Any:
+    """`model.attr` of a model that may be wrapped."""
+    return getattr(unwrap_model(model), attr)
+
+
+def get_model_config(model: Any) -> Any:
+    return get_attr_wrapped_model(model, "config")
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> Sequence[Tensor]:
+    """Equal parts of the last dimension: views, or copies that are contiguous."""
+    parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+class VocabUtility:
+    """Which rows of the vocabulary a rank holds: [first, last)."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        del world_size  # in Megatron's signature
+        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        per_rank = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(per_rank, rank, world_size)

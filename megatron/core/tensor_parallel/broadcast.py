@@ -1,0 +1,34 @@
+"""A batch read once per tensor-parallel group: its first rank has it, the others receive it."""
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm
+from megatron.core.device import to_device
+from megatron.core.grid import Axis
+
+
+def broadcast_batch(
+    keys: list[str],
+    data: dict[str, Tensor] | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    axis: Axis,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, ...]:
+    """The tensors `keys` of the first rank's `data`, on every rank of the axis, in one message.
+
+    `data` may be None elsewhere. All have one `shape`, which every rank knows from the configuration, so that none has to
+    travel. Every rank of the axis must call.
+    """
+    if axis.is_first:
+        wrong = {key: tuple(data[key].shape) for key in keys if tuple(data[key].shape) != tuple(shape)}
+        if wrong:
+            raise ValueError(f"the batch holds {wrong}, but the settings say {tuple(shape)}")
+        parts = [data[key].to(dtype) for key in keys]
+        if any(part.device.type != "cpu" for part in parts):  # what a loader has put on the device already
+            parts = [to_device(part, device) for part in parts]
+        packed = to_device(torch.stack(parts), device)
+    else:
+        packed = torch.empty((len(keys), *shape), dtype=dtype, device=device)
+    return comm.broadcast(packed, axis).unbind()

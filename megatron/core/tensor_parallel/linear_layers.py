@@ -1,0 +1,216 @@
+"""Linear layers and the embedding, split over the tensor-parallel axis.
+
+Column-parallel followed by row-parallel needs one collective each way:
+
+    Y = GeLU(X A),  Z = Y B          A = [A_1 A_2]      B = [B_1]       rank i:  Y_i = GeLU(X A_i),  Z = sum_i Y_i B_i
+                                                            [B_2]
+                        forward                           backward
+    tensor parallel     all-reduce of Z                   all-reduce of dX
+    with sequence       all-gather of X,                  all-gather of dZ (and of X once more),
+    parallelism         reduce-scatter of Z               reduce-scatter of dX
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import comm
+from megatron.core.deferred import WeightGradStore
+from megatron.core.grid import Axis
+from megatron.core.placement import Constant, InitialValue, Placement, Rows
+from megatron.core.products import NATIVE, Products
+from megatron.core.random import initialize_parameter, seed_of_next_parameter
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.linear import column_linear, linear
+from megatron.core.tensor_parallel.lookup import lookup
+from megatron.core.tensor_parallel.word_ids import check_word_ids
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What a layer needs to know of the ranks that share it, and of the tensors that it makes."""
+
+    axis: Axis
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
+    kv: Axis | None = None  # the neighbours on `axis` that share one key/value head, if ranks outnumber heads
+    products: Products = NATIVE  # how a CPU multiplies in half precision
+    fills: bool = (
+        True  # parameters when they are made; False where `initialize_parameters` or a checkpoint will, by name
+    )
+
+    @property
+    def sequence_axis(self) -> Axis | None:
+        """The axis that the sequence is divided over between the layers, if it is."""
+        return self.axis if self.sequence_parallel else None
+
+    def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
+        """A parameter that knows where it lives, with this rank's part of its initial value: the same values in every layout, by the state
+        of torch's generator. Every rank must make the same parameters in the same order."""
+        parameter = nn.Parameter(torch.empty(local_shape, dtype=self.dtype, device=self.device))
+        parameter.placement = placement
+        if self.fills:
+            seed = 0 if isinstance(placement.init, Constant | None) else seed_of_next_parameter()
+            initialize_parameter(parameter, seed, "", {self.axis.name: self.axis})
+        return parameter
+
+    def replicated(self, shape: tuple[int, ...], init: InitialValue, *, partial: bool | None = None) -> nn.Parameter:
+        """A parameter that every tensor-parallel rank holds whole. Under sequence parallelism each rank applies it to its part
+        of the sequence only, and so has only a part of its gradient; `partial` says so of another cause."""
+        parts = (self.axis.name,) if (self.sequence_parallel if partial is None else partial) else ()
+        return self.parameter(shape, Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=parts))
+
+
+def size_per_rank(what: str, size: int, axis: Axis) -> int:
+    """`size` / ranks of the axis, or an error that names what cannot be divided."""
+    if size % axis.size:
+        raise ValueError(f"{what} ({size}) must be a multiple of the tensor-parallel size ({axis.size})")
+    return size // axis.size
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X A + b with A split by columns: each rank computes `output_size / t` of the features.
+
+    forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With `gather_output`
+    y is [s, b, out]. With `skip_bias_add` the bias is not added but returned: (y, bias).
+    `blocks`: sizes of fused parts of the output (gate|up), each divided by itself. `rows`: this rank's features, where
+    they are not an equal part.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        tp: TensorParallel,
+        init: InitialValue,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        blocks: tuple[int, ...] = (),
+        rows: tuple[Rows, ...] = (),
+    ):
+        super().__init__()
+        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.store, self.products = tp.weight_grads, tp.products
+        self.gather_output, self.skip_bias_add, self.blocks = gather_output, skip_bias_add, blocks
+        if rows:
+            local, division = sum(run.stop - run.start for run in rows), {"rows": rows}
+        else:
+            parts = [
+                size_per_rank("output size of a column-parallel layer", part, tp.axis)
+                for part in blocks or (output_size,)
+            ]
+            local, division = sum(parts), {"shard": {tp.axis.name: 0}, "blocks": blocks}
+        self.weight = tp.parameter((local, input_size), Placement((output_size, input_size), init, **division))
+        self.bias = tp.parameter((local,), Placement((output_size,), Constant(0.0), **division)) if bias else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = column_linear(
+            x,
+            self.weight,
+            self.axis,
+            sequence_parallel=self.sequence_parallel,
+            store=self.store,
+            products=self.products,
+        )
+        if self.bias is not None and not self.skip_bias_add:
+            y = y + self.bias
+        if self.gather_output:
+            y = _whole_blocks(mappings.gather_last(y, self.axis), self.blocks, self.axis.size)
+        return y, self.bias if self.skip_bias_add else None
+
+
+def _whole_blocks(y: Tensor, blocks: tuple[int, ...], ranks: int) -> Tensor:
+    """[g0 u0 | g1 u1], as the ranks' parts of fused blocks are gathered, becomes [g0 g1 | u0 u1]."""
+    if len(blocks) < 2 or ranks == 1:
+        return y
+    by_rank = [part.split([block // ranks for block in blocks], dim=-1) for part in y.chunk(ranks, dim=-1)]
+    return torch.cat([part for by_block in zip(*by_rank) for part in by_block], dim=-1)
+
+
+class RowParallelLinear(nn.Module):
+    """Z = Y B + b with B split by rows, the ranks' products summed: the other half of a column-parallel layer.
+
+    forward(y): y [s, b, in/t] -> (z, None) with z [s, b, out], or [s/t, b, out] under sequence parallelism. The bias is
+    added once, after the sum; with `skip_bias_add` it is returned instead: (z, bias).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        tp: TensorParallel,
+        init: InitialValue,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+    ):
+        super().__init__()
+        self.axis, self.skip_bias_add = tp.axis, skip_bias_add
+        self.store, self.products = tp.weight_grads, tp.products
+        self.leave = mappings.reduce_scatter_sequence if tp.sequence_parallel else mappings.reduce
+        columns = size_per_rank("input size of a row-parallel layer", input_size, tp.axis)
+        self.weight = tp.parameter(
+            (output_size, columns), Placement((output_size, input_size), init, shard={tp.axis.name: 1})
+        )
+        self.bias = tp.replicated((output_size,), Constant(0.0)) if bias else None
+
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        z = self.leave(linear(y, self.weight, store=self.store, products=self.products), self.axis)
+        if self.skip_bias_add:
+            return z, self.bias
+        return z if self.bias is None else z + self.bias, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table of `num_embeddings` rows split by rows: each rank looks up its own and the results are summed.
+
+    forward(ids): [s, b] -> [s, b, h], or my part [s/t, b, h] under sequence parallelism. The local table has
+    `padded_size / t` rows; rows beyond `num_embeddings` are zero, never looked up and never trained.
+    `ends`: the axis over which another stage holds the same table (tied output layer), if one does, and makes it at the same time.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tp: TensorParallel,
+        init: InitialValue,
+        padded_size: int | None = None,
+        ends: Axis | None = None,
+    ):
+        super().__init__()
+        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
+        self.num_embeddings = num_embeddings
+        rows = size_per_rank("padded vocabulary", padded_size or num_embeddings, tp.axis)
+        self.first = tp.axis.rank * rows
+        self.last = min(self.first + rows, num_embeddings)  # exclusive, without padding
+        tied = (ends.name,) if ends is not None and ends.size > 1 else ()
+        self.weight = tp.parameter(
+            (rows, embedding_dim),
+            Placement(
+                (num_embeddings, embedding_dim), init, shard={tp.axis.name: 0}, replicated_over=tied, partial_grad=tied
+            ),
+        )
+        if tied and tp.fills and not self.weight.is_meta:
+            comm.broadcast(self.weight.data, ends)  # stages that are seeded unlike draw other values
+
+    def forward(self, ids: Tensor) -> Tensor:
+        check_word_ids(ids, self.num_embeddings, "the tokens")
+        if self.axis.size == 1:
+            return lookup(ids, self.weight)  # [s, b, h]
+        elsewhere = (ids < self.first) | (ids >= self.last)
+        found = lookup((ids - self.first).masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        leave = mappings.reduce_scatter_sequence if self.sequence_parallel else mappings.reduce
+        return leave(found, self.axis)  # [s, b, h] or [s/t, b, h]
+
+
+def my_sequence_part(length: int, tp: TensorParallel) -> slice:
+    """The positions of the sequence that this rank holds between the layers."""
+    return comm.my_part(length, tp.axis) if tp.sequence_parallel else slice(0, length)
