@@ -4,11 +4,12 @@ import ast
 import re
 import subprocess
 import sys
-import tokenize
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+from code_lines import broken, code_lines, nodes, product_files, targets_of
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "megatron" / "core"
@@ -63,14 +64,13 @@ PURE = [
     "megatron.training.memory.report",
     "megatron.training.memory.room",
 ]
-MAX_FUNCTION, MAX_FILE = 80, 500  # code lines: neither comment, docstring nor blank
-LONGER_WITH_REASON: dict[str, str] = {}  # "path" or "path:function" -> why
+MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 560  # code lines; code_lines.py has those of megatron/ and tools/
 
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
     """Everything in a file."""
-    return list(ast.walk(ast.parse(path.read_text(), filename=str(path))))
+    return nodes(path.read_text())
 
 
 @cache
@@ -217,39 +217,64 @@ def test_pure_modules_load_without_torch():
     assert outcome.returncode == 0, outcome.stderr
 
 
-def code_lines(path: Path) -> set[int]:
-    """Numbers of the lines that hold code: neither blank, comment nor docstring."""
-    lines: set[int] = set()
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    with tokenize.open(path) as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type not in skipped:
-                lines.update(range(token.start[0], token.end[0] + 1))
-    for node in nodes_of(path):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines -= set(range(node.lineno, node.end_lineno + 1))
-    return lines
+# What breaks a rule of size in megatron/ and tools/ today, to be mended: how often at most. Only ever smaller.
+STILL_BROKEN = {"file": 2, "function": 1, "assignment": 194, "line": 337}
+BUDGETS = {
+    "megatron": 18_800,
+    "tools": 3_320,
+}  # code lines; raised by nothing but a feature, in its commit, by what it adds
 
 
-@pytest.mark.parametrize("folder", ["megatron/core", "megatron", "tests", ""])
-def test_files_and_functions_stay_short(folder: str):
-    for path in PYTHON_FILES:
-        name = str(path.relative_to(ROOT))
-        if folder != next(prefix for prefix in ("megatron/core", "megatron", "tests", "") if name.startswith(prefix)):
-            continue
+@pytest.fixture(scope="module")
+def broken_rules() -> dict[str, list[str]]:
+    """Places by the rule that they break."""
+    found: dict[str, list[str]] = {"file": [], "function": [], "assignment": [], "line": []}
+    for path in product_files():
+        for rule, place in broken(path):
+            found[rule].append(place)
+    return found
+
+
+@pytest.mark.parametrize("rule", STILL_BROKEN)
+def test_files_functions_lines_and_assignments_stay_short(rule: str, broken_rules: dict[str, list[str]]):
+    """python tests/code_lines.py --broken lists them."""
+    places = broken_rules[rule]
+    assert len(places) <= STILL_BROKEN[rule], "\n".join(places)
+
+
+def test_a_file_of_tests_and_examples_stays_short():
+    for path in sorted(set(PYTHON_FILES) - set(product_files())):
+        name, text = path.relative_to(ROOT), path.read_text()
         functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
-        long = [node for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION]
-        if not long and path.read_text().count("\n") < MAX_FILE:
+        long = [node for node in functions if node.end_lineno - node.lineno >= MAX_TEST_FUNCTION]
+        if not long and text.count("\n") < MAX_TEST_FILE:
             continue  # short enough with all that is no code
-        lines = code_lines(path)
-        if name not in LONGER_WITH_REASON:
-            assert len(lines) <= MAX_FILE, f"{name} has {len(lines)} code lines; what is the second idea in it?"
+        lines = code_lines(text)
+        assert len(lines) <= MAX_TEST_FILE, f"{name} has {len(lines)} code lines; what is the second idea in it?"
         for node in long:
-            if f"{name}:{node.name}" not in LONGER_WITH_REASON:
-                length = len(lines & set(range(node.lineno, node.end_lineno + 1)))
-                assert length <= MAX_FUNCTION, f"{name}: {node.name} has {length} code lines"
+            length = len(lines & set(range(node.lineno, node.end_lineno + 1)))
+            assert length <= MAX_TEST_FUNCTION, f"{name}: {node.name} has {length} code lines"
 
 
-def test_reasons_are_for_what_exists():
-    for entry in LONGER_WITH_REASON:
-        assert (ROOT / entry.split(":")[0]).is_file(), f"{entry} is gone; take it out of LONGER_WITH_REASON"
+def test_no_package_grows_past_its_budget():
+    for package, budget in BUDGETS.items():
+        lines = sum(len(code_lines(path.read_text())) for path in product_files() if (ROOT / package) in path.parents)
+        assert lines <= budget, f"{package} has {lines} code lines"
+
+
+def test_the_formatter_alone_lays_the_code_out():
+    """So that lines of code can be counted as they stand, and none is made shorter by hand."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert settings["line-length"] == 120 and settings["format"] == {"skip-magic-trailing-comma": True}
+    assert not [path for path in PYTHON_FILES if re.search("# fmt[:]", path.read_text())]
+
+
+def test_targets_of_an_assignment_are_counted_inside_tuples_too():
+    counted = {"a = x": 1, "a, b = x": 2, "a = b = x": 2, "a.b, (c[0], *d) = x": 3, "(a, b), [c] = d = x": 4}
+    for text, targets in counted.items():
+        assert targets_of(ast.parse(text).body[0]) == targets, text
+
+
+def test_lines_of_code_are_neither_comments_docstrings_nor_blank():
+    text = '"""Doc."""\n\nx = 1  # why\n# why not\ny = """a\n\nb"""\n\n\ndef f():\n    """It."""\n    return (\n        x\n    )\n'
+    assert sorted(code_lines(text)) == [3, 5, 6, 7, 10, 12, 13, 14]
