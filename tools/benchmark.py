@@ -31,7 +31,9 @@ PEERS = {
 class BenchmarkConfig:
     """Benchmark."""
 
-    model: Literal[tuple(MODELS)] = knob("gpt2-small", "sizes to start from; the flags below replace single ones")  # type: ignore[valid-type]
+    model: Literal[tuple(MODELS)] = knob(  # type: ignore[valid-type]
+        "gpt2-small", "sizes to start from; the flags below replace single ones"
+    )
     num_layers: int | None = knob(None, "transformer layers")
     hidden_size: int | None = knob(None, "width of the residual stream")
     num_attention_heads: int | None = knob(None, "heads of each layer")
@@ -73,7 +75,8 @@ class BenchmarkConfig:
 
 def measure(config: BenchmarkConfig) -> dict[str, Any]:
     """Everything, as it goes into the JSON file."""
-    work, names, missing = config.work, config.contenders, {}
+    work, missing = config.work, {}
+    names = config.contenders
     if len(names) > 1 and importlib.util.find_spec("transformers") is None:
         missing = dict.fromkeys(names[1:], "transformers is not installed (pip install transformers)")
         names = names[:1]

@@ -40,6 +40,7 @@ _FLAG_INSTEAD = {
     "lower --num-layers-per-virtual-pipeline-stage to at most num_layers / pipeline size": "raise --chunks",
     "--num-layers-per-virtual-pipeline-stage": "--chunks",
 }
+_COST_OF = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,15 @@ class PlotConfig:
             problems.append(f"--transfer-cost ({self.transfer_cost:g}) must be a finite time, and not negative")
         for op, value in self.cost.items():
             if not 0 < value < math.inf:
-                flag = {Op.F: "--forward-cost", Op.B: "--backward-cost", Op.I: "--input-cost", Op.W: "--weight-cost"}[
-                    op
-                ]
+                flag = f"--{_COST_OF[op]}-cost"
                 problems.append(f"{flag} ({value:g}) must be positive; raise it, or change the other costs of backward")
         if problems:
             raise ConfigError(problems)
 
     @property
     def cost(self) -> dict[Op, float]:
-        whole, of_input, of_weights = self.backward_cost, self.input_cost, self.weight_cost
+        whole = self.backward_cost
+        of_input, of_weights = self.input_cost, self.weight_cost
         if whole is None:
             halves = of_input is not None and of_weights is not None
             whole = of_input + of_weights if halves else 2 * self.forward_cost
@@ -104,7 +104,7 @@ class PlotConfig:
 
 @contextmanager
 def schedule_named(name: str) -> Iterator[str]:
-    """The name in SCHEDULES of --schedule; the function of FILE.py:FUNCTION is there, under its own, for as long as it is drawn."""
+    """The name of --schedule in SCHEDULES, where the function of FILE.py:FUNCTION stands while it is drawn."""
     if ".py:" not in name:
         yield name
         return
@@ -118,7 +118,7 @@ def schedule_named(name: str) -> Iterator[str]:
 
 def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
     """What FILE.py:FUNCTION names. Raises ConfigError where it is no function."""
-    path, _, function = name.rpartition(":")
+    path, function = name.rsplit(":", 1)
     if not Path(path).is_file():
         raise ConfigError(f"--schedule {name}: there is no file {path}")
     folder = str(Path(path).resolve().parent)
@@ -139,8 +139,10 @@ def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
 
 def report(config: PlotConfig, name: str) -> Iterator[str]:
     """The lines to print on one schedule; writes its files. Raises ValueError if the sizes do not fit it."""
-    p, m, v = config.pipeline_model_parallel_size, config.microbatches, config.chunks_for(name)
-    schedule, cost, transfer = make_schedule(name, p, m, v), config.cost, config.transfer_cost
+    p, m = config.pipeline_model_parallel_size, config.microbatches
+    v = config.chunks_for(name)
+    schedule = make_schedule(name, p, m, v)
+    cost, transfer = config.cost, config.transfer_cost
     used = {action.op for actions in schedule for action in actions}
     yield (
         f"{name}: {_count(p, 'rank')}, {_count(m, 'microbatch')}, {_count(v, 'chunk')} per rank; "

@@ -1,5 +1,6 @@
 """What the device can do at best: matrix products and copies."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -25,11 +26,11 @@ def measure_ceilings(device: Device) -> dict[str, float]:
 
 
 def _tflops(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> float:
-    m, k, n = shape
-    a = torch.randn(m, k, device=device.torch_device).to(dtype)
-    b = torch.randn(k, n, device=device.torch_device).to(dtype)
-    out = torch.empty(m, n, dtype=dtype, device=device.torch_device)
-    return 2 * m * k * n / _best_seconds(lambda: torch.mm(a, b, out=out), device) / 1e12
+    """Of [m, k] times [k, n], for shape (m, k, n)."""
+    a = torch.randn(shape[:2], device=device.torch_device).to(dtype)
+    b = torch.randn(shape[1:], device=device.torch_device).to(dtype)
+    out = torch.empty(shape[::2], dtype=dtype, device=device.torch_device)
+    return 2 * math.prod(shape) / _best_seconds(lambda: torch.mm(a, b, out=out), device) / 1e12
 
 
 def _best_seconds(run: Callable[[], object], device: Device, at_least: float = 0.3) -> float:

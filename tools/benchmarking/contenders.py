@@ -18,7 +18,8 @@ from megatron.training.train_step import train_step
 from megatron.training.trainer import Trainer
 from tools.benchmarking.work import Work
 
-LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
+LR, CLIP = 1e-4, 1.0
+WEIGHT_DECAY = 0.01
 
 
 class Phases:
@@ -124,7 +125,8 @@ class Transformers:
     def __init__(self, work: Work, device_name: str, *, autocast: bool = False, compiled: bool = False):
         import transformers
 
-        self.work, self.device, self.autocast = work, Device.select(device_name), autocast
+        self.work, self.autocast = work, autocast
+        self.device = Device.select(device_name)
         config = transformers.GPT2Config(
             n_layer=work.num_layers,
             n_embd=work.hidden_size,

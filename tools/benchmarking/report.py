@@ -42,7 +42,8 @@ def _ceilings(ceilings: dict[str, float]) -> str:
 
 def _contenders(measured: dict[str, Any]) -> str:
     """The last columns say how many times faster ours is: by the clock, and by the processor time of a busy machine."""
-    work, results, ceilings = measured["work"], measured["results"], measured["ceilings"]
+    work, results = measured["work"], measured["results"]
+    ceilings = measured["ceilings"]
     tokens = work["seq_length"] * work["global_batch_size"]
     rows = []
     for name, result in results.items():

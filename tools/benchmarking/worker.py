@@ -46,7 +46,8 @@ def top_operators(contender: Any, limit: int = 12) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    name, device_name, work = sys.argv[1], sys.argv[2], Work(**json.loads(sys.argv[3]))
+    name, device_name = sys.argv[1:3]
+    work = Work(**json.loads(sys.argv[3]))
     answers, sys.stdout = sys.stdout, sys.stderr  # so that nothing else can be taken for an answer
 
     def answer(value: Any) -> None:
