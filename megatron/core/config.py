@@ -1,12 +1,13 @@
 """Command-line flags from dataclass fields: a knob is declared once, beside the component that it configures.
 
     @dataclass(frozen=True)
-    class ModelConfig:
+    class ModelConfig(FlagConfig):
         \"\"\"Shape of the transformer.\"\"\"
-        num_layers: int = knob(12, "transformer layers in the whole model")
+        num_layers: Count = knob(12, "transformer layers in the whole model")
 
 gives `--num-layers 24`, its default, its help, and `ModelConfig(num_layers=24)`. Configs are frozen: what follows from a
-knob is a property, a rule within one config lives in its `__post_init__`, a rule across configs in the caller's `check`.
+knob is a property. The type of a knob may say the range of its numbers (`Count`), a config says its own rules
+(`FlagConfig.problems`), and the rules across configs lie with the caller.
 """
 
 import argparse
@@ -18,15 +19,15 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from functools import cache
-from typing import Any, Literal, NoReturn
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Annotated, Any, Literal, NoReturn
 
 _REQUIRED = dataclasses.MISSING
 
 
 class ConfigError(ValueError):
-    """Settings that cannot work: what was given, what is allowed, what to change. One line a problem."""
+    """FlagConfig that cannot work: what was given, what is allowed, what to change. One line a problem."""
 
     def __init__(self, problems: list[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -61,8 +62,12 @@ def flags_of(field: dataclasses.Field) -> tuple[str, ...]:
     """How the command line spells a field."""
     if field.metadata["flags"]:
         return field.metadata["flags"]
-    name = field.name.replace("_", "-")
-    return (f"--no-{name}",) if field.default is True else (f"--{name}",)
+    return (flag_of(f"no_{field.name}" if field.default is True else field.name),)
+
+
+def flag_of(name: str) -> str:
+    """How the command line spells the field `name`, where it has no spelling of its own: --num-layers of num_layers."""
+    return f"--{name.replace('_', '-')}"
 
 
 def knobs(config_class: type) -> list[dataclasses.Field]:
@@ -85,6 +90,64 @@ def default_text(field: dataclasses.Field) -> str:
     if isinstance(default, bool) or default is None:
         return "required" if field.metadata["required"] else ""
     return " ".join(map(str, default)) if isinstance(default, list) else str(default)
+
+
+# ---------------------------------------------------------------- rules within one config
+
+
+class FlagConfig:
+    """The base of a config: when one is made, every knob is within its range and the rules of the class hold.
+
+    Raises ConfigError with all that is wrong at once.
+    """
+
+    def __post_init__(self) -> None:
+        if problems := [*out_of_range(self), *self.problems()]:
+            raise ConfigError(problems)
+
+    def problems(self) -> Iterable[str]:
+        """What cannot stand in this config, beside numbers out of range. Called for those too."""
+        return ()
+
+
+# Numbers in a range, as types of knobs: an interval is the second part of an `Annotated` type.
+Count = Annotated[int, "[1, inf)"]
+WholeNumber = Annotated[int, "[0, inf)"]
+Positive = Annotated[float, "(0, inf)"]
+NotNegative = Annotated[float, "[0, inf)"]
+BelowOne = Annotated[float, "[0, 1)"]
+Share = Annotated[float, "[0, 1]"]
+
+_INTERVAL = re.compile(r"([\[(])(\S+), (\S+)([\])])")
+_annotations_of = cache(partial(typing.get_type_hints, include_extras=True))
+
+
+def interval_of(config_class: type, field: dataclasses.Field) -> str | None:
+    """The range of a knob's numbers, such as "[0, 1)", where its type says one."""
+    kind = _annotations_of(config_class)[field.name]
+    return next((one.__metadata__[0] for one in (kind, *typing.get_args(kind)) if hasattr(one, "__metadata__")), None)
+
+
+_IN_WORDS = {"[0, inf)": "not be negative", "(0, inf)": "be positive", "[1, inf)": "be at least 1"}
+
+
+def out_of_range(config: Any) -> Iterator[str]:
+    """A line for each number of `config` that is not in the interval its knob says."""
+    for field in knobs(type(config)):
+        interval, value = interval_of(type(config), field), getattr(config, field.name)
+        if interval is None or value is None:
+            continue
+        opening, low, high, closing = _INTERVAL.fullmatch(interval).groups()
+        above = _bound(low) < value or (opening == "[" and value == _bound(low))
+        below = value < _bound(high) or (closing == "]" and value == _bound(high))
+        if not (above and below):
+            yield f"{flags_of(field)[0]} is {value}; it must {_IN_WORDS.get(interval, f'be in {interval}')}"
+
+
+def _bound(text: str) -> float:
+    """The number that an interval ends at: 0, inf, 2^32."""
+    base, _, power = text.partition("^")
+    return float(base) ** float(power or 1)
 
 
 # ---------------------------------------------------------------- reading values

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
 
 @dataclass(frozen=True)
-class DeviceConfig:
+class DeviceConfig(FlagConfig):
     """Device and processes."""
 
     device: Literal["auto", "cpu", "cuda", "npu", "xpu"] = knob(
@@ -24,7 +24,7 @@ class DeviceConfig:
     distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = knob(
         None, "torch.distributed back end; the device's own when unset"
     )
-    distributed_timeout_minutes: int = knob(
+    distributed_timeout_minutes: Count = knob(
         10,
         "minutes that ranks wait at the start for those that have not come, and after which a collective that never completes is an error",
     )
@@ -38,20 +38,9 @@ class DeviceConfig:
         "start although parameters, gradients and optimizer state alone need more memory than the machine or the device has",
         flags=("--no-check-memory",),
     )
-    local_rank: int | None = knob(
+    local_rank: WholeNumber | None = knob(
         None, "rank within the node, as launchers pass it", flags=("--local-rank", "--local_rank")
     )
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.distributed_timeout_minutes < 1:
-            problems.append(
-                f"--distributed-timeout-minutes is {self.distributed_timeout_minutes}; it must be at least 1"
-            )
-        if self.local_rank is not None and self.local_rank < 0:
-            problems.append(f"--local-rank is {self.local_rank}; it must not be negative; launchers count from 0")
-        if problems:
-            raise ConfigError(problems)
 
 
 class Device:

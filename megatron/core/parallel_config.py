@@ -1,24 +1,25 @@
 """How a job is divided: the settings of parallelism, and the grid of ranks that they make. Pure integers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import ConfigError, Count, FlagConfig, flag_of, knob
 from megatron.core.grid import Grid, grid_of
 
 ORDER = "tp-cp-ep-dp-pp"
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(FlagConfig):
     """Parallelism."""
 
-    tensor_model_parallel_size: int = knob(1, "ranks that share each layer")
-    pipeline_model_parallel_size: int = knob(1, "stages that the layers are divided into")
+    tensor_model_parallel_size: Count = knob(1, "ranks that share each layer")
+    pipeline_model_parallel_size: Count = knob(1, "stages that the layers are divided into")
     sequence_parallel: bool = knob(False, "divide norms and dropout along the sequence over the tensor-parallel ranks")
     context_parallel_size: int = knob(1, "ranks that share each sequence")
     expert_model_parallel_size: int = knob(1, "ranks that share the experts")
-    num_layers_per_virtual_pipeline_stage: int | None = knob(None, "layers of each chunk of the interleaved schedule")
-    num_virtual_stages_per_pipeline_rank: int | None = knob(
+    num_layers_per_virtual_pipeline_stage: Count | None = knob(None, "layers of each chunk of the interleaved schedule")
+    num_virtual_stages_per_pipeline_rank: Count | None = knob(
         None, "chunks of each pipeline rank, the other way to say it"
     )
     pipeline_schedule: str | None = knob(
@@ -41,25 +42,12 @@ class ParallelConfig:
     )
     use_tp_pp_dp_mapping: bool = knob(False, "place pipeline ranks next to tensor ranks: order tp-cp-ep-pp-dp")
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-            if getattr(self, name) < 1
-        ]
+    def problems(self) -> Iterator[str]:
         for name, what in (("context_parallel_size", "context"), ("expert_model_parallel_size", "expert")):
-            if getattr(self, name) != 1:
-                flag = f"--{name.replace('_', '-')}"
-                problems.append(f"{flag} is {getattr(self, name)}, but {what} parallelism is not built yet; use 1")
-        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+            if (size := getattr(self, name)) != 1:
+                yield f"{flag_of(name)} is {size}, but {what} parallelism is not built yet; use 1"
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
-            problems.append(
-                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
-            )
-        if problems:
-            raise ConfigError(problems)
+            yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
 
     @property
     def model_parallel_size(self) -> int:

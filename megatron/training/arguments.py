@@ -294,7 +294,7 @@ class _CoreSettings(TransformerConfig):
 
 
 class CoreTransformerConfig(_CoreSettings):
-    """Settings that stay as they are, and to which a script attaches what it likes: it is no frozen dataclass itself."""
+    """FlagConfig that stay as they are, and to which a script attaches what it likes: it is no frozen dataclass itself."""
 
     # What `get_forward_backward_func` scales the loss with, and what it calls once gradients are to be summed.
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -427,11 +427,11 @@ RULES = [
         "--data-path 0 a",
         "--data-path: weight 0.0 of a must be a positive number; leave the data set out or give it a share",
     ),
-    ("--seq-length 0", "--seq-length (0) must be at least 1"),
+    ("--seq-length 0", "--seq-length is 0; it must be at least 1"),
     ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
     ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
-    ("--vocab-size 0", "--vocab-size (0) must be at least 1"),
+    ("--vocab-size 0", "--vocab-size is 0; it must be at least 1"),
     (
         "--vocab-size 9 --null-tokenizer-eod-id 10",
         "--null-tokenizer-eod-id (10) must lie between 0 and --vocab-size (9)",

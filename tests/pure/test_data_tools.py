@@ -224,7 +224,7 @@ def test_a_plan_understands_every_way_to_name_data(tmp_path, capsys, kind):
         ("", 2, "give either --train-iters"),
         ("--train-samples 5", 2, "no data: give --data-path PREFIX"),
         ("--mock-data --seq-length 8 --train-samples 5", 2, "there is nothing to plan"),
-        ("--data-path a --seq-length 0 --train-samples 5", 2, "--seq-length (0) must be at least 1"),
+        ("--data-path a --seq-length 0 --train-samples 5", 2, "--seq-length is 0"),
         ("--data-path a --seq-length 8 --train-iters 5", 2, "need --global-batch-size"),
         ("--data-path -1 a 2 b --seq-length 8 --train-samples 5", 2, "weight -1.0 of a must be a positive number"),
         ("--data-path none --seq-length 8 --train-samples 5", 1, "none.idx does not exist"),

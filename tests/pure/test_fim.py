@@ -162,7 +162,7 @@ def test_tokens_are_found_by_name_or_as_a_text_of_one_token():
 
 
 def test_mistakes_say_what_to_change():
-    with pytest.raises(ConfigError, match=r"--fim-rate \(2\) must lie.*\n.*--fim-split-sample and --fim-fragment-rate"):
+    with pytest.raises(ConfigError, match=r"--fim-rate is 2;.*\n--fim-split-sample and --fim-fragment-rate"):
         FimConfig(fim_rate=2, fim_split_sample="x")
     with pytest.raises(ConfigError) as caught:
         fim(tokenizer=NullTokenizer(9), fim_prefix_token="3", fim_eod_token="none")

@@ -330,9 +330,9 @@ def test_config_problems_are_collected():
     with pytest.raises(ConfigError) as caught:
         DataConfig(data_path=["0.5", "a", "-1", "b"], seq_length=0, mid_level_dataset_surplus=-1.0)
     assert [problem.split()[0] for problem in caught.value.problems] == [
-        "--data-path:",
-        "--mid-level-dataset-surplus",
         "--seq-length",
+        "--mid-level-dataset-surplus",
+        "--data-path:",
     ]
 
 

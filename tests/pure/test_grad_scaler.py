@@ -110,12 +110,9 @@ def test_a_state_without_a_scale_changes_nothing():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_scale": -1.0}, "--loss-scale is -1.0; it must be positive, or 0 to adapt itself"),
-        ({"min_loss_scale": 0.0}, "--min-loss-scale is 0.0; it must be positive and at most --initial-loss-scale"),
-        (
-            {"initial_loss_scale": 0.5},
-            "--min-loss-scale is 1.0; it must be positive and at most --initial-loss-scale (0.5)",
-        ),
+        ({"loss_scale": -1.0}, "--loss-scale is -1.0"),
+        ({"min_loss_scale": 0.0}, "--min-loss-scale is 0.0"),
+        ({"initial_loss_scale": 0.5}, "--min-loss-scale is 1.0; it must be at most --initial-loss-scale (0.5)"),
         ({"loss_scale_window": 0}, "--loss-scale-window is 0; it must be at least 1"),
         ({"hysteresis": 0}, "--hysteresis is 0; it must be at least 1"),
     ],

@@ -191,9 +191,9 @@ def test_an_axis_above_one_may_not_be_left_out_of_the_order(order: str, sizes: d
         (
             {"context_parallel_size": 2, "expert_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 0},
             [
+                "--num-layers-per-virtual-pipeline-stage is 0; it must be at least 1",
                 "--context-parallel-size is 2, but context parallelism is not built yet; use 1",
                 "--expert-model-parallel-size is 4, but expert parallelism is not built yet; use 1",
-                "--num-layers-per-virtual-pipeline-stage is 0; it must be at least 1",
             ],
         ),
     ],

@@ -371,7 +371,7 @@ def test_bytes_by_tier_are_the_published_sums():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction is 1.5; it must be between 0 and 1"),
+        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction is 1.5"),
         (
             {"optimizer_cpu_offload": True, "offload_dir": "x"},
             "--optimizer-cpu-offload and --offload-dir exclude each other; give one",

@@ -2,11 +2,12 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, knob
 from megatron.core.datasets.blend import Blend, parse_blend
 from megatron.core.datasets.index_map import parse_split
 
@@ -16,7 +17,7 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(FlagConfig):
     """Training data."""
 
     data_path: list[str] | None = knob(
@@ -40,13 +41,13 @@ class DataConfig:
         f"shares of train, validation and test; unset: {DEFAULT_SPLIT}; without effect on mock data",
         metavar="X,X,X",
     )
-    seq_length: int | None = knob(
+    seq_length: Count | None = knob(
         None, "tokens in one sample", flags=("--seq-length", "--encoder-seq-length"), required=True
     )
     data_cache_path: str | None = knob(
         None, "folder for index files; unset: PREFIX/cache/GPTDataset_indices", metavar="DIR"
     )
-    mid_level_dataset_surplus: float = knob(
+    mid_level_dataset_surplus: NotNegative = knob(
         0.005, "share of samples that each data set of a blend holds in reserve", metavar="X"
     )
     mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of mapping them into memory")
@@ -58,7 +59,7 @@ class DataConfig:
         "single",
         "read the training set once; or again and again, each epoch in another order; or as the script's own loader does",
     )
-    num_workers: int = knob(
+    num_workers: WholeNumber = knob(
         1, "threads of each rank that read samples ahead; 1 reads them in order, 0 when they are needed"
     )
     mock_data: bool = knob(False, "train on made-up, learnable token sequences instead of files")
@@ -68,26 +69,17 @@ class DataConfig:
         False, "attend only within a document: nobody looks past an end-of-document token"
     )
 
-    def __post_init__(self) -> None:
-        problems = []
+    def problems(self) -> Iterator[str]:
         for flag, words in self._lists().items():
             if words is not None:
-                problems += [f"{flag}: {problem}" for problem in _blend_problems(words)]
+                yield from (f"{flag}: {problem}" for problem in _blend_problems(words))
         if self._uses_splits and self.split is not None:
-            problems.append(f"--split {self.split} has no meaning with data of each split's own; leave it out")
-        if not self.mid_level_dataset_surplus >= 0:
-            problems.append(f"--mid-level-dataset-surplus ({self.mid_level_dataset_surplus}) must not be negative")
-        if self.seq_length is not None and self.seq_length < 1:
-            problems.append(f"--seq-length ({self.seq_length}) must be at least 1")
-        if self.num_workers < 0:
-            problems.append(f"--num-workers ({self.num_workers}) must not be negative")
+            yield f"--split {self.split} has no meaning with data of each split's own; leave it out"
         if self.split is not None:
             try:
                 parse_split(self.split)
             except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ConfigError(problems)
+                yield str(error)
 
     @property
     def split_shares(self) -> str:

@@ -9,27 +9,28 @@ Megatron-LM's. The choices for sample i come from a generator seeded by (seed, i
 samples were read before, by how many workers, or in which layout.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import ConfigError, FlagConfig, Share, flag_of, knob
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are read as
 
 
 @dataclass(frozen=True)
-class FimConfig:
+class FimConfig(FlagConfig):
     """Fill in the middle."""
 
     fim_data: bool = knob(False, "rearrange documents so that a model learns to fill in their middle")
-    fim_rate: float = knob(0.5, "share of documents (of each sample's part of them) that are rearranged")
-    fim_spm_rate: float = knob(0.5, "share of those in which the suffix comes before the prefix")
+    fim_rate: Share = knob(0.5, "share of documents (of each sample's part of them) that are rearranged")
+    fim_spm_rate: Share = knob(0.5, "share of those in which the suffix comes before the prefix")
     fim_split_sample: str | None = knob(
         None, "token that divides a document into fragments, such as the files of a repository", metavar="TOKEN"
     )
-    fim_fragment_rate: float | None = knob(
+    fim_fragment_rate: Share | None = knob(
         None, "share of the fragments that are rearranged, in a document that is; with --fim-split-sample"
     )
     fim_no_prefix: str | None = knob(None, "leave documents and fragments alone that begin with this", metavar="TEXT")
@@ -43,19 +44,12 @@ class FimConfig:
         None, "token between documents; unset: the tokenizer's own end of a document", metavar="TOKEN"
     )
 
-    def __post_init__(self) -> None:
-        problems = []
-        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                problems.append(f"--{name.replace('_', '-')} ({value}) must lie between 0 and 1")
+    def problems(self) -> Iterator[str]:
         if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
-            problems.append("--fim-split-sample and --fim-fragment-rate need each other; give both or none")
+            yield "--fim-split-sample and --fim-fragment-rate need each other; give both or none"
         if not self.fim_data:
-            alone = [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
-            problems += [f"{flag} is about documents that --fim-data rearranges; give it too" for flag in alone]
-        if problems:
-            raise ConfigError(problems)
+            alone = [flag_of(f.name) for f in fields(self) if getattr(self, f.name) != f.default]
+            yield from (f"{flag} is about documents that --fim-data rearranges; give it too" for flag in alone)
 
 
 def token_id(tokenizer: Any, token: str) -> int | None:

@@ -15,10 +15,11 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import FlagConfig, Share, knob
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import joined
 
@@ -27,11 +28,11 @@ _UINT32 = 1 << 32
 
 
 @dataclass(frozen=True)
-class MaskedDataConfig:
+class MaskedDataConfig(FlagConfig):
     """Masked words, for pretrain_bert.py."""
 
-    mask_prob: float = knob(0.15, "share of a sample's words that the model restores")
-    short_seq_prob: float = knob(
+    mask_prob: Annotated[float, "(0, 1)"] = knob(0.15, "share of a sample's words that the model restores")
+    short_seq_prob: Share = knob(
         0.1, "share of samples that are shorter than --seq-length asks: of any length from 2 on"
     )
     bert_binary_head: bool = knob(
@@ -39,15 +40,6 @@ class MaskedDataConfig:
         "restore words only: a sample may then be one sentence, and nothing is asked about the order of two",
         flags=("--bert-no-binary-head",),
     )
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 < self.mask_prob < 1:
-            problems.append(f"--mask-prob is {self.mask_prob}; it must lie between 0 and 1")
-        if not 0 <= self.short_seq_prob <= 1:
-            problems.append(f"--short-seq-prob is {self.short_seq_prob}; it must be from 0 to 1")
-        if problems:
-            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
 """The settings of data parallelism: what is in shards over the ranks, and how gradients and parameters travel. Pure."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import Count, FlagConfig, knob
 
 
 @dataclass(frozen=True)
-class DataParallelConfig:
+class DataParallelConfig(FlagConfig):
     """Data parallelism."""
 
     overlap_grad_reduce: bool = knob(False, "reduce a bucket of gradients as soon as the last backward has filled it")
-    ddp_bucket_size: int | None = knob(
+    ddp_bucket_size: Count | None = knob(
         None, "elements in a bucket; the larger of 40,000,000 and 1,000,000 per rank when unset"
     )
     use_distributed_optimizer: bool = knob(
@@ -25,7 +26,7 @@ class DataParallelConfig:
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
         None, "the same in Megatron-FSDP's words"
     )
-    num_distributed_optimizer_instances: int = knob(
+    num_distributed_optimizer_instances: Count = knob(
         1, "groups of data-parallel ranks that each hold all shards (hybrid sharding); must divide their number"
     )
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = knob(
@@ -61,56 +62,45 @@ class DataParallelConfig:
         "are away shows in the loss; and compare before each call of stages 2 and 3 that all ranks come to it; for debugging",
     )
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.ddp_bucket_size is not None and self.ddp_bucket_size < 1:
-            problems.append(f"--ddp-bucket-size is {self.ddp_bucket_size}; it must be at least 1")
+    def problems(self) -> Iterator[str]:
         asked = self._stages_asked()
         if len(set(asked.values())) > 1:
-            problems.append(
-                f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
-            )
+            yield f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
         elif self.use_distributed_optimizer and 0 in asked.values():
-            problems.append(
-                f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
-            )
+            yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
         if self.stage > 1 and self.fixed_order_grad_reduce:
-            problems.append(
+            yield (
                 f"--fixed-order-grad-reduce keeps the gradients of every microbatch, but ZeRO stage {self.stage} none of them; use "
                 "stage 0 or 1"
             )
         instances = self.num_distributed_optimizer_instances
-        if instances < 1:
-            problems.append(f"--num-distributed-optimizer-instances is {instances}; it must be at least 1")
         for flag, given in (
             (f"--num-distributed-optimizer-instances {instances}", instances > 1),
             ("--overlap-param-gather", self.overlap_param_gather),
         ):
             if given and self.stage == 0:
-                problems.append(f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too")
+                yield f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too"
         bf16 = "--main-grads-dtype bf16" if self.main_grads_dtype == "bf16" else None
         sent = bf16 or ("--grad-reduce-in-bf16" if self.grad_reduce_in_bf16 else None)
         if self.reduce_scatter_with_fp32_accumulation and (sent is None or self.stage == 0):
-            problems.append(
+            yield (
                 "--reduce-scatter-with-fp32-accumulation sums what travels in bfloat16 to shards of a gradient; give "
                 "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
         if bf16 and (self.stage == 0 or self.fixed_order_grad_reduce):
-            problems.append(
+            yield (
                 f"{bf16} keeps float32 sums of a rank's shard only; give --use-distributed-optimizer (or --zero-stage 1 to 3), and leave "
                 "out --fixed-order-grad-reduce, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (self.stage < 3 or instances < 2):
-            problems.append(
+            yield (
                 "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in shards; give "
                 "--zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
             )
         if self.overlap_grad_reduce and self.fixed_order_grad_reduce:
-            problems.append("--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce")
+            yield "--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce"
         if self.grad_reduce_in_bf16 and self.fixed_order_grad_reduce:
-            problems.append("--fixed-order-grad-reduce sums exactly what was computed; leave out --grad-reduce-in-bf16")
-        if problems:
-            raise ConfigError(problems)
+            yield "--fixed-order-grad-reduce sums exactly what was computed; leave out --grad-reduce-in-bf16"
 
     def _stages_asked(self) -> dict[str, int]:
         strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")

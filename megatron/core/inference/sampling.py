@@ -12,41 +12,33 @@ float64 on the CPU, so that a seed means the same draw on every device; beside t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import Count, FlagConfig, Positive, knob
 
 Choose = Callable[[Tensor], int]  # scores [v] -> id
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(FlagConfig):
     """Choice of the next token."""
 
     greedy: bool = knob(False, "always take the likeliest token")
-    temperature: float = knob(1.0, "divides the scores: below 1 the text is more predictable, above 1 less")
-    top_k: int | None = knob(None, "draw from the k likeliest tokens only", flags=("--top-k", "--top_k"))
-    top_p: float | None = knob(
+    temperature: Positive = knob(1.0, "divides the scores: below 1 the text is more predictable, above 1 less")
+    top_k: Count | None = knob(None, "draw from the k likeliest tokens only", flags=("--top-k", "--top_k"))
+    top_p: Annotated[float, "(0, 1]"] | None = knob(
         None, "draw from the fewest tokens that have at least this probability together", flags=("--top-p", "--top_p")
     )
 
-    def __post_init__(self) -> None:
-        problems = []
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            problems.append(f"--temperature is {self.temperature}; it must be above 0 and finite (for 0: --greedy)")
-        if self.top_k is not None and self.top_k < 1:
-            problems.append(f"--top-k is {self.top_k}; it must be at least 1, or left out to keep all")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            problems.append(f"--top-p is {self.top_p}; it must be above 0 and at most 1, or left out to keep all")
+    def problems(self) -> Iterator[str]:
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            problems.append("--greedy draws nothing; leave out --temperature, --top-k and --top-p, or --greedy")
-        if problems:
-            raise ConfigError(problems)
+            yield "--greedy draws nothing; leave out --temperature, --top-k and --top-p, or --greedy"
 
 
 def chooser(config: SamplingConfig, generator: torch.Generator) -> Choose:

@@ -1,22 +1,23 @@
 """The settings of offloading, and the tier that they ask for."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import FlagConfig, Share, knob
 from megatron.core.offload.block_file import BLOCK
 from megatron.core.offload.tier import FileTier, HostTier, Tier
 
 
 @dataclass(frozen=True)
-class OffloadConfig:
+class OffloadConfig(FlagConfig):
     """Offload."""
 
     optimizer_cpu_offload: bool = knob(
         False, "keep masters and moments in host memory, and update them there, slice by slice"
     )
-    optimizer_offload_fraction: float = knob(
+    optimizer_offload_fraction: Share = knob(
         1.0,
         "share of masters and moments that --optimizer-cpu-offload or --offload-dir keeps away from the device, rounded up to "
         "whole parameters",
@@ -32,25 +33,19 @@ class OffloadConfig:
         "with --zero-stage 3 and one of these two, keep the shards of the parameters there too; each is read before it is used",
     )
 
-    def __post_init__(self) -> None:
-        problems, fraction = [], self.optimizer_offload_fraction
-        if not 0 <= fraction <= 1:
-            problems.append(f"--optimizer-offload-fraction is {fraction}; it must be between 0 and 1")
+    def problems(self) -> Iterator[str]:
+        fraction = self.optimizer_offload_fraction
         if self.optimizer_cpu_offload and self.offload_dir is not None:
-            problems.append("--optimizer-cpu-offload and --offload-dir exclude each other; give one")
+            yield "--optimizer-cpu-offload and --offload-dir exclude each other; give one"
         if fraction != 1 and self.tier == "device":
-            problems.append(
-                "--optimizer-offload-fraction needs --offload-dir DIR or --optimizer-cpu-offload, of which it is a part"
-            )
+            yield "--optimizer-offload-fraction needs --offload-dir DIR or --optimizer-cpu-offload, of which it is a part"
         if self.offload_params and self.tier == "device":
-            problems.append("--offload-params needs --offload-dir DIR or --optimizer-cpu-offload, which say where to")
+            yield "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload, which say where to"
         elif self.offload_params and 0 <= fraction < 1:
-            problems.append(
+            yield (
                 f"--offload-params leaves no parameters on the device for the rest of --optimizer-offload-fraction {fraction}; leave "
                 "one of them out"
             )
-        if problems:
-            raise ConfigError(problems)
 
     @property
     def tier(self) -> str:

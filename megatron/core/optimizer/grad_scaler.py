@@ -6,45 +6,33 @@ bad                              no patience left: scale x 1/2, and again at eve
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import Count, FlagConfig, NotNegative, Positive, flag_of, knob
 
 GROWTH, BACKOFF = 2.0, 0.5  # powers of two, so that scaling rounds nothing
 
 
 @dataclass(frozen=True)
-class LossScaleConfig:
+class LossScaleConfig(FlagConfig):
     """Loss scaling."""
 
-    loss_scale: float | None = knob(None, "a fixed loss scale; with --fp16 it adapts itself when this is unset or 0")
+    loss_scale: NotNegative | None = knob(
+        None, "a fixed loss scale; with --fp16 it adapts itself when this is unset or 0"
+    )
     initial_loss_scale: float = knob(2.0**32, "the adapting scale at the start")
-    min_loss_scale: float = knob(1.0, "the adapting scale never falls below this")
-    loss_scale_window: int = knob(1000, "steps in a row without overflow after which the scale doubles")
-    hysteresis: int = knob(2, "overflows since the last growth after which the scale is halved")
+    min_loss_scale: Positive = knob(1.0, "the adapting scale never falls below this")
+    loss_scale_window: Count = knob(1000, "steps in a row without overflow after which the scale doubles")
+    hysteresis: Count = knob(2, "overflows since the last growth after which the scale is halved")
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.loss_scale is not None and not 0 <= self.loss_scale < math.inf:
-            problems.append(f"--loss-scale is {self.loss_scale}; it must be positive, or 0 to adapt itself")
+    def problems(self) -> Iterator[str]:
         for name in ("initial_loss_scale", "min_loss_scale"):
-            if not is_power_of_two(getattr(self, name)):
-                problems.append(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be a power of two, so that scaling rounds "
-                    "nothing, such as 65536"
-                )
-        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
-            problems.append(
-                f"--min-loss-scale is {self.min_loss_scale}; it must be positive and at most --initial-loss-scale "
-                f"({self.initial_loss_scale})"
-            )
-        for name in ("loss_scale_window", "hysteresis"):
-            if getattr(self, name) < 1:
-                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        if problems:
-            raise ConfigError(problems)
+            if not is_power_of_two(value := getattr(self, name)):
+                yield f"{flag_of(name)} is {value}; it must be a power of two, so that scaling rounds nothing, such as 65536"
+        if self.min_loss_scale > self.initial_loss_scale:
+            yield f"--min-loss-scale is {self.min_loss_scale}; it must be at most --initial-loss-scale ({self.initial_loss_scale})"
 
 
 def is_power_of_two(number: float) -> bool:

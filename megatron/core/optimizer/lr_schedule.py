@@ -9,11 +9,11 @@ its numbers and nothing else, so that a checkpoint can hold it and a resumed run
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import ConfigError, Count, FlagConfig, Positive, flag_of, knob
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -21,10 +21,10 @@ IncreaseStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
-class LearningRateConfig:
+class LearningRateConfig(FlagConfig):
     """Learning rate."""
 
-    lr: float | None = knob(None, "peak learning rate", required=True)
+    lr: Positive | None = knob(None, "peak learning rate", required=True)
     min_lr: float = knob(0.0, "lowest learning rate, reached at the end of the decay")
     decoupled_lr: float | None = knob(None, "highest rate of the word table and the output layer; --lr when unset")
     decoupled_min_lr: float | None = knob(
@@ -34,11 +34,11 @@ class LearningRateConfig:
         "linear",
         "how the rate falls after the warm-up; WSD: it stays, and falls at the end, as --lr-wsd-decay-style says",
     )
-    lr_decay_iters: int | None = knob(None, "iterations until --min-lr; all training iterations when unset")
-    lr_decay_samples: int | None = knob(None, "samples until --min-lr, with --train-samples; all of them when unset")
+    lr_decay_iters: Count | None = knob(None, "iterations until --min-lr; all training iterations when unset")
+    lr_decay_samples: Count | None = knob(None, "samples until --min-lr, with --train-samples; all of them when unset")
     lr_wsd_decay_style: WsdStyle = knob("exponential", "how the rate falls at the end of WSD")
-    lr_wsd_decay_iters: int | None = knob(None, "the last iterations of the decay, in which the rate of WSD falls")
-    lr_wsd_decay_samples: int | None = knob(None, "the same in samples, with --train-samples")
+    lr_wsd_decay_iters: Count | None = knob(None, "the last iterations of the decay, in which the rate of WSD falls")
+    lr_wsd_decay_samples: Count | None = knob(None, "the same in samples, with --train-samples")
     lr_warmup_iters: int = knob(0, "iterations over which the rate rises linearly")
     lr_warmup_samples: int = knob(0, "samples over which the rate rises linearly, with --train-samples")
     lr_warmup_fraction: float | None = knob(None, "the same as a share of the decay iterations or samples")
@@ -58,30 +58,18 @@ class LearningRateConfig:
         ),
     )
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            problems.append(f"--lr is {self.lr}; it must be positive" + (" and finite" if self.lr > 0 else ""))
+    def problems(self) -> Iterator[str]:
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
-            problems.append(f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})")
-        problems += self._decoupled_problems()
-        problems += self._warmup_problems()
-        for name in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+            yield f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})"
+        yield from self._decoupled_problems()
+        yield from self._warmup_problems()
         given = [n for n in ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if getattr(self, n) is not None]
         if self.lr_decay_style == "WSD" and not given:
-            problems.append(
-                "--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples"
-            )
+            yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples"
         if self.lr_decay_style != "WSD" and given:
-            problems.append(f"--{given[0].replace('_', '-')} needs --lr-decay-style WSD, not {self.lr_decay_style}")
+            yield f"{flag_of(given[0])} needs --lr-decay-style WSD, not {self.lr_decay_style}"
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            problems.append(
-                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
-            )
-        if problems:
-            raise ConfigError(problems)
+            yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
 
     def _warmup_problems(self) -> list[str]:
         problems = []

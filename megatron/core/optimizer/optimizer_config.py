@@ -4,16 +4,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import BelowOne, FlagConfig, NotNegative, Positive, knob
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(FlagConfig):
     """Optimizer."""
 
     optimizer: Literal["adam", "sgd"] = knob("adam", "AdamW, or gradient descent with momentum")
-    weight_decay: float = knob(
+    weight_decay: NotNegative = knob(
         0.01,
         "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
         "norms have none",
@@ -25,31 +25,19 @@ class OptimizerConfig:
     weight_decay_incr_style: IncreaseStyle = knob(
         "constant", "how the weight decay grows from start to end over the run"
     )
-    adam_beta1: float = knob(0.9, "decay of the first moment")
-    adam_beta2: float = knob(0.999, "decay of the second moment")
-    adam_eps: float = knob(1e-8, "added to the root of the second moment")
-    sgd_momentum: float = knob(0.9, "share of the last update that sgd repeats")
-    clip_grad: float = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
+    adam_beta1: BelowOne = knob(0.9, "decay of the first moment")
+    adam_beta2: BelowOne = knob(0.999, "decay of the second moment")
+    adam_eps: Positive = knob(1e-8, "added to the root of the second moment")
+    sgd_momentum: BelowOne = knob(0.9, "share of the last update that sgd repeats")
+    clip_grad: NotNegative = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
     reuse_fp32_param: bool = knob(
         False,
         "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights are "
         "the masters rounded to nearest even, as without it; one master in 131,072 is kept one unit in the last place nearer to zero",
     )
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)"
-            for name in ("adam_beta1", "adam_beta2", "sgd_momentum")
-            if not 0 <= getattr(self, name) < 1
-        ]
-        for name in ("weight_decay", "clip_grad"):
-            if not 0 <= getattr(self, name) < math.inf:
-                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
-        if not 0 < self.adam_eps < math.inf:  # 0 / 0 for elements that never had a gradient, as of words not seen yet
-            problems.append(f"--adam-eps is {self.adam_eps}; it must be positive")
-        problems += self._weight_decay_problems()
-        if problems:
-            raise ConfigError(problems)
+    def problems(self) -> list[str]:
+        return self._weight_decay_problems()
 
     def _weight_decay_problems(self) -> list[str]:
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style

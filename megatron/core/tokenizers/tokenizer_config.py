@@ -1,9 +1,10 @@
 """The knobs of the tokenizer."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import Count, FlagConfig, knob
 
 # The flags that each type cannot do without, as field names.
 NEEDED = {
@@ -26,7 +27,7 @@ EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokeni
 
 
 @dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(FlagConfig):
     """Tokenizer."""
 
     tokenizer_type: (
@@ -56,7 +57,7 @@ class TokenizerConfig:
         "of TikTokenizer",
         metavar="FILE",
     )
-    vocab_size: int | None = knob(
+    vocab_size: Count | None = knob(
         None,
         "NullTokenizer: number of ids, to which end-of-document is added; TikTokenizer: number of ids, special tokens included; "
         "without a tokenizer: number of words of the model",
@@ -69,21 +70,14 @@ class TokenizerConfig:
         None, "names of the first special tokens of TikTokenizer; unset: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
 
-    def __post_init__(self) -> None:
-        problems = []
+    def problems(self) -> Iterator[str]:
         for name in NEEDED.get(self.tokenizer_type, ()):
             if getattr(self, name) is None:
-                problems.append(f"--tokenizer-type {self.tokenizer_type} needs --{name.replace('_', '-')}")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            problems.append(f"--vocab-size ({self.vocab_size}) must be at least 1")
-        elif self.null_tokenizer_eod_id is not None and not 0 <= self.null_tokenizer_eod_id <= (self.vocab_size or 0):
-            problems.append(
-                f"--null-tokenizer-eod-id ({self.null_tokenizer_eod_id}) must lie between 0 and --vocab-size "
-                f"({self.vocab_size})"
-            )
-        problems += self._extra_problems()
-        if problems:
-            raise ConfigError(problems)
+                yield f"--tokenizer-type {self.tokenizer_type} needs --{name.replace('_', '-')}"
+        words, end = self.vocab_size or 0, self.null_tokenizer_eod_id
+        if words >= 0 and end is not None and not 0 <= end <= words:
+            yield f"--null-tokenizer-eod-id ({end}) must lie between 0 and --vocab-size ({self.vocab_size})"
+        yield from self._extra_problems()
 
     @property
     def without_effect(self) -> dict[str, str]:

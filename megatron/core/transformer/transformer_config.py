@@ -1,12 +1,12 @@
 """The shape and the numbers of a transformer."""
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, Positive, knob, out_of_range
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")
 _EXPERTS = "mixture of experts (--num-experts)"
@@ -14,39 +14,41 @@ _NOT_HERE = {"moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(FlagConfig):
     """Model."""
 
-    num_layers: int = knob(12, "transformer layers in the whole model", flags=("--num-layers", "--encoder-num-layers"))
-    hidden_size: int = knob(768, "width of the residual stream")
-    num_attention_heads: int = knob(12, "query heads of each layer")
-    ffn_hidden_size: int | None = knob(
+    num_layers: Count = knob(
+        12, "transformer layers in the whole model", flags=("--num-layers", "--encoder-num-layers")
+    )
+    hidden_size: Count = knob(768, "width of the residual stream")
+    num_attention_heads: Count = knob(12, "query heads of each layer")
+    ffn_hidden_size: Count | None = knob(
         None, "width inside the MLP; 4 x hidden, or 8/3 x hidden with --swiglu, when unset"
     )
-    kv_channels: int | None = knob(None, "width of one head; hidden size / heads when unset")
+    kv_channels: Count | None = knob(None, "width of one head; hidden size / heads when unset")
     group_query_attention: bool = knob(False, "let several query heads share one key and value head")
-    num_query_groups: int = knob(1, "key/value heads, with --group-query-attention")
-    max_position_embeddings: int | None = knob(
+    num_query_groups: Count = knob(1, "key/value heads, with --group-query-attention")
+    max_position_embeddings: Count | None = knob(
         None, "rows of the learned position table; the sequence length when unset"
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = knob(
         "learned_absolute", "how positions enter"
     )
-    rotary_base: float = knob(10000.0, "base of the rotary wavelengths")
-    rotary_percent: float = knob(1.0, "share of each head that is rotated")
+    rotary_base: Positive = knob(10000.0, "base of the rotary wavelengths")
+    rotary_percent: Annotated[float, "(0, 1]"] = knob(1.0, "share of each head that is rotated")
     normalization: Literal["LayerNorm", "RMSNorm"] = knob("LayerNorm", "normalization before each block")
-    norm_epsilon: float = knob(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
+    norm_epsilon: NotNegative = knob(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
     swiglu: bool = knob(False, "gated MLP with SiLU instead of GELU")
     add_bias_linear: bool = knob(True, "leave out the biases of linear layers", flags=("--disable-bias-linear",))
     add_qkv_bias: bool = knob(False, "keep the bias of the query/key/value layer, even with --disable-bias-linear")
     qk_layernorm: bool = knob(False, "normalize each query and key head over its width, as --normalization does")
     untie_embeddings_and_output_weights: bool = knob(False, "give the output layer its own weight")
-    make_vocab_size_divisible_by: int = knob(
+    make_vocab_size_divisible_by: Count = knob(
         128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
     )
-    hidden_dropout: float = knob(0.1, "dropout after the embedding and after each block")
-    attention_dropout: float = knob(0.1, "dropout of attention probabilities")
-    init_method_std: float = knob(0.02, "standard deviation of initial weights")
+    hidden_dropout: BelowOne = knob(0.1, "dropout after the embedding and after each block")
+    attention_dropout: BelowOne = knob(0.1, "dropout of attention probabilities")
+    init_method_std: NotNegative = knob(0.02, "standard deviation of initial weights")
     attention_backend: Literal["auto", "fused", "flash", "unfused", "local"] = knob(
         "auto",
         "auto, fused or flash: torch's fused kernel wherever it can do the work; unfused or local: the plain one",
@@ -86,10 +88,10 @@ class TransformerConfig:
         2**20,
         "elements of the smallest tensor that --cpu-offloading-num-layers moves, of a layer that is not recomputed",
     )
-    label_smoothing: float = knob(
+    label_smoothing: BelowOne = knob(
         0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
     )
-    z_loss_coeff: float = knob(0.0, "times the squared log-sum-exp of a token's scores is added to its loss")
+    z_loss_coeff: NotNegative = knob(0.0, "times the squared log-sum-exp of a token's scores is added to its loss")
     fp32_residual_connection: bool = knob(False, "keep the residual stream in float32, with --bf16 or --fp16")
     bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
     fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and loss scaling")
@@ -101,36 +103,14 @@ class TransformerConfig:
     )
     fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
-            if getattr(self, name) < 1
-        ]
-        for name in ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "make_vocab_size_divisible_by"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        for name in ("norm_epsilon", "init_method_std", "z_loss_coeff"):
-            if not 0 <= getattr(self, name) < math.inf:
-                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
-        if not 0 < self.rotary_base < math.inf:
-            problems.append(f"--rotary-base is {self.rotary_base}; it must be positive")
-        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be in [0, 1)")
-        if not 0 < self.rotary_percent <= 1:
-            problems.append(f"--rotary-percent is {self.rotary_percent}; it must be in (0, 1]")
-        if not problems:
-            problems = self._shape_problems()
-        problems += self._recompute_problems()
+    def problems(self) -> Iterator[str]:
+        if not any(out_of_range(self)):
+            yield from self._shape_problems()
+        yield from self._recompute_problems()
         if len(given := [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(self, name)]) > 1:
-            problems.append(f"{' and '.join(given)} exclude each other; give one")
+            yield f"{' and '.join(given)} exclude each other; give one"
         if self.fp32_residual_connection and not (self.bf16 or self.fp16):
-            problems.append(
-                "--fp32-residual-connection needs --bf16 or --fp16; without them the residual is not rounded"
-            )
-        if problems:
-            raise ConfigError(problems)
+            yield "--fp32-residual-connection needs --bf16 or --fp16; without them the residual is not rounded"
 
     def _shape_problems(self) -> list[str]:
         problems = []

@@ -1,10 +1,21 @@
 """The configuration of a run: every component's own, side by side. `rules` says what cannot stand together."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
-from megatron.core.config import ConfigError, changes, knob, knobs, title_of
+from megatron.core.config import (
+    ConfigError,
+    Count,
+    FlagConfig,
+    NotNegative,
+    WholeNumber,
+    changes,
+    knob,
+    knobs,
+    title_of,
+)
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FimConfig
 from megatron.core.datasets.masked import MaskedDataConfig
@@ -23,11 +34,11 @@ from megatron.training.watch.watch_config import LogConfig, ProfileConfig, Tenso
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(FlagConfig):
     """Training."""
 
-    micro_batch_size: int | None = knob(None, "samples in one forward of one rank", required=True)
-    global_batch_size: int | None = knob(
+    micro_batch_size: Count | None = knob(None, "samples in one forward of one rank", required=True)
+    global_batch_size: Count | None = knob(
         None, "samples in one step of all ranks; micro batch x data-parallel size when unset"
     )
     rampup_batch_size: list[int] | None = knob(
@@ -45,47 +56,33 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = knob(
         False, "round step sizes down to a multiple of micro batch x data-parallel size instead of refusing them"
     )
-    train_iters: int | None = knob(None, "steps in the whole run; this or --train-samples is required")
-    train_samples: int | None = knob(
+    train_iters: Count | None = knob(None, "steps in the whole run; this or --train-samples is required")
+    train_samples: Count | None = knob(
         None, "samples in the whole run, instead of --train-iters; an incomplete last step is left out"
     )
-    eval_interval: int = knob(1000, "steps between validations; 0 for one at the end only")
-    eval_iters: int = knob(
+    eval_interval: WholeNumber = knob(1000, "steps between validations; 0 for one at the end only")
+    eval_iters: WholeNumber = knob(
         100, "global batches in one validation, or all of a smaller set; 0 for no validation and no test"
     )
     skip_train: bool = knob(False, "do not train: validate and test the loaded weights")
-    exit_interval: int | None = knob(None, "save and stop after the first step that is a multiple of this")
-    exit_duration_in_mins: float | None = knob(
+    exit_interval: Count | None = knob(None, "save and stop after the first step that is a multiple of this")
+    exit_duration_in_mins: NotNegative | None = knob(
         None, "save and stop after the first step that ends so many minutes after the start"
     )
     exit_signal_handler: bool = knob(
         False, "on SIGTERM finish the step on all ranks, save, and end with exit code 0, as a cluster's time limit asks"
     )
-    seed: int = knob(1234, "of the initial weights, the data order and the dropout")
+    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "of the initial weights, the data order and the dropout")
     check_for_nan_in_loss_and_grad: bool = knob(True, "go on when a loss or a gradient is not a finite number")
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval")
-            if getattr(self, name) is not None and getattr(self, name) < 1
-        ]
-        problems += [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative"
-            for name in ("eval_interval", "eval_iters", "exit_duration_in_mins")
-            if getattr(self, name) is not None and not getattr(self, name) >= 0
-        ]
+    def problems(self) -> Iterator[str]:
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
             given = " ".join(map(str, self.rampup_batch_size))
-            problems.append(f"--rampup-batch-size {given}: it takes three numbers, START INCREMENT SAMPLES")
-        if self.seed < 0 or self.seed >= 2**32:
-            problems.append(f"--seed is {self.seed}; it must be in [0, 2^32)")
-        if problems:
-            raise ConfigError(problems)
+            yield f"--rampup-batch-size {given}: it takes three numbers, START INCREMENT SAMPLES"
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(FlagConfig):
     """Checkpoints."""
 
     save: str | None = knob(None, "folder to write checkpoints to", metavar="DIR")
@@ -94,7 +91,7 @@ class CheckpointConfig:
         "folder to go on from; the run starts anew if it is empty, or if it is that of --save and has no checkpoint yet",
         metavar="DIR",
     )
-    save_interval: int | None = knob(
+    save_interval: Count | None = knob(
         None,
         "steps between checkpoints; the last step is always saved",
         flags=("--save-interval", "--persistent-save-interval"),
@@ -116,13 +113,6 @@ class CheckpointConfig:
     allow_tokenizer_change: bool = knob(
         False, "take the weights of a checkpoint although its tokenizer, of the same size, was another one"
     )
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.save_interval is not None and self.save_interval < 1:
-            problems.append(f"--save-interval is {self.save_interval}; it must be at least 1")
-        if problems:
-            raise ConfigError(problems)
 
     @property
     def without_effect(self) -> dict[str, str]:

@@ -1,19 +1,20 @@
 """The settings of everything that watches a run: the log, TensorBoard and wandb, timers, profiles, statistics. Pure."""
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.config import Count, FlagConfig, flag_of, knob
 
 _LOG_INTERVAL = 100  # Megatron's default
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(FlagConfig):
     """Logging."""
 
-    log_interval: int | None = knob(
+    log_interval: Count | None = knob(
         None,
         "steps between log lines; when unset 100, and a run whose lines are further apart than a few seconds prints progress lines "
         "between them",
@@ -33,13 +34,13 @@ class LogConfig:
         "does again is cut first",
         metavar="FILE",
     )
-    inspect: int | None = knob(
+    inspect: Count | None = knob(
         None,
         "steps between statistics (mean, standard deviation, largest, zeros, not finite) of each parameter, its gradient "
         "and each layer's output, for --metrics-file, --tensorboard-dir or --wandb-project",
         metavar="STEPS",
     )
-    log_memory_interval: int | None = knob(
+    log_memory_interval: Count | None = knob(
         None,
         "steps between lines on the memory that was taken beside what was predicted; an accelerator says so after the second "
         "step in any case, on a CPU every tensor of such a step is counted, which takes long",
@@ -57,27 +58,18 @@ class LogConfig:
         flags=("--barrier-with-level-1-timing",),
     )
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("log_interval", "inspect", "log_memory_interval")
-            if getattr(self, name) is not None and getattr(self, name) < 1
-        ]
-        if problems:
-            raise ConfigError(problems)
-
     @property
     def steps_between_lines(self) -> int:
         return _LOG_INTERVAL if self.log_interval is None else self.log_interval
 
 
 @dataclass(frozen=True)
-class TensorBoardConfig:
+class TensorBoardConfig(FlagConfig):
     """TensorBoard and wandb."""
 
     tensorboard_dir: str | None = knob(None, "folder for TensorBoard's files", metavar="DIR")
-    tensorboard_log_interval: int = knob(1, "steps between the points of a curve")
-    tensorboard_queue_size: int = knob(1000, "points that are held back before they are written to disk")
+    tensorboard_log_interval: Count = knob(1, "steps between the points of a curve")
+    tensorboard_queue_size: Count = knob(1000, "points that are held back before they are written to disk")
     log_timers_to_tensorboard: bool = knob(False, "also the timers, with --timing-log-level 1 or 2")
     log_batch_size_to_tensorboard: bool = knob(False, "also the global batch size")
     log_learning_rate_to_tensorboard: bool = knob(
@@ -96,20 +88,10 @@ class TensorBoardConfig:
         None, "folder for wandb's own files; the working folder when unset", metavar="DIR"
     )
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in ("tensorboard_log_interval", "tensorboard_queue_size")
-            if getattr(self, name) < 1
-        ]
-        if self.wandb_project is None:
-            problems += [
-                f"--{name.replace('_', '-')} needs --wandb-project"
-                for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
-                if getattr(self, name) is not None
-            ]
-        if problems:
-            raise ConfigError(problems)
+    def problems(self) -> Iterator[str]:
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
+            if self.wandb_project is None and getattr(self, name) is not None:
+                yield f"{flag_of(name)} needs --wandb-project"
 
     @property
     def is_on(self) -> bool:
@@ -118,7 +100,7 @@ class TensorBoardConfig:
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(FlagConfig):
     """Profiling."""
 
     profile: bool = knob(False, "write a Chrome trace of some steps, under --tensorboard-dir or --save")
@@ -135,9 +117,9 @@ class ProfileConfig:
         metavar="FILE",
     )
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if self.profile_step_start < 0 or self.profile_step_end <= self.profile_step_start:
-            raise ConfigError(
+            yield (
                 f"--profile-step-start {self.profile_step_start} and --profile-step-end {self.profile_step_end} leave no step "
                 "to profile; the end must be the larger one"
             )
