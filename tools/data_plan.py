@@ -8,6 +8,7 @@ training, the others too. Nothing is built or written.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_plan import table
-from megatron.core.datasets.gpt_files import plan_reading
+from megatron.core.datasets.data_plan import Reading, total
+from megatron.core.datasets.gpt import plan_reading
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
 from tools.errors import say_what_is_wrong
 
@@ -65,6 +66,17 @@ def plan(config: PlanConfig, data: DataConfig) -> str:
     if not any(plans[1:]):
         return table(plans[0])
     return "\n\n".join(f"{split}\n{table(readings)}" for split, readings in zip(SPLIT_NAMES, plans) if readings)
+
+
+def table(readings: Sequence[Reading]) -> str:
+    """One line a data set, and one for all of them."""
+    whole = total(readings)
+    rows = [("share", "documents", "tokens there", "bytes", "samples read", "tokens read", "repeats", "data set")]
+    for r in [*readings, whole]:
+        numbers = (f"{r.documents:,}", f"{r.tokens:,}", f"{r.bytes:,}", f"{r.samples:,}", f"{r.drawn:,}")
+        rows.append((f"{100 * r.samples / max(whole.samples, 1):.2f}%", *numbers, f"{r.passes:.2f}", r.prefix))
+    widths = [max(len(row[column]) for row in rows) for column in range(7)]
+    return "\n".join("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:

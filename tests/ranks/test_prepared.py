@@ -67,7 +67,7 @@ def test_a_prepared_bert_builds_nothing(tmp_path, capsys, blended, head):
     ) + ["--vocab-file", str(tmp_path / "vocab.txt"), "--data-cache-path", str(cache)]
     flags += ["--data-path", *(["0.7", prefix, "0.3", prefix] if blended else [prefix])]
     assert prepare_cache.main(["--prepare-cache-model", "bert", *flags]) == 0
-    assert "building the sample map of" in capsys.readouterr().out
+    assert "building the index of" in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     pretrain(
         pretrain_bert.train_valid_test_datasets_provider,
@@ -78,5 +78,5 @@ def test_a_prepared_bert_builds_nothing(tmp_path, capsys, blended, head):
         argv=flags,
     )
     printed = capsys.readouterr().out
-    assert "building the sample map" not in printed and len(LOG_LINE.findall(printed)) == 2 + 2
+    assert "building the index" not in printed and len(LOG_LINE.findall(printed)) == 2 + 2
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files

@@ -1,7 +1,5 @@
 """BERT's training samples: from a file of sentences through a cached sample map, or made up for --mock-data."""
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +7,48 @@ import numpy as np
 from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import name_of
-from megatron.core.datasets.masked import BertDataset, MaskedDataConfig, MaskingRules, SampleRequest, WordPieces
-from megatron.core.datasets.masked_files import MaskedKind, build_masked_datasets
+from megatron.core.datasets.masked import (
+    BertDataset,
+    MaskedDataConfig,
+    MaskingRules,
+    SampleRequest,
+    WordPieces,
+    build_sample_map,
+)
+from megatron.core.datasets.split_plan import Building, Part, SampleKind, Say, build_datasets, size_problems
 
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part
+
+
+class BertSamples(SampleKind):
+    """Runs of sentences of one document, from files whose sequences are sentences. --split divides documents."""
+
+    name, arrays = "BertDataset", ("sample_index",)
+
+    def __init__(self, config: DataConfig, masking: MaskedDataConfig, pieces: WordPieces, seed: int):
+        self.seq_length, self.masking = config.seq_length, masking
+        self.pieces, self.seed = pieces, seed
+
+    def elements(self, indexed: IndexedDataset) -> int:
+        return indexed.document_count
+
+    def request(self, ids: tuple[int, int], num_samples: int | None) -> SampleRequest:
+        short, sentences = self.masking.short_seq_prob, 1 + self.masking.bert_binary_head
+        return SampleRequest(ids, num_samples, self.seq_length - _SPECIAL, sentences, short, self.seed)
+
+    def build(self, part: Part, say: Say) -> tuple[np.ndarray]:
+        indexed = part.indexed
+        try:
+            return (build_sample_map(indexed.sequence_lengths, indexed.document_indices, part.request),)
+        except ValueError as error:
+            raise ValueError(f"{indexed.prefix}, {part.split} split: {error}") from None
+
+    def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> BertDataset:
+        rules, binary_head = MaskingRules(self.masking.mask_prob), self.masking.bert_binary_head
+        reading = (self.seq_length, self.seed, self.pieces, rules)
+        return BertDataset(part.indexed, *arrays, *reading, binary_head=binary_head)
 
 
 def build_bert_datasets(
@@ -22,37 +57,22 @@ def build_bert_datasets(
     tokenizer: Any,
     num_samples: list[int | None],
     seed: int,
-    *,
-    is_builder: bool = True,
-    wait: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = lambda message: warnings.warn(message, stacklevel=3),
-    progress: Callable[[str], None] = lambda message: None,
+    **building: Any,
 ) -> tuple[BertDataset | BlendedDataset | None, ...]:
-    """(train, valid, test); None for a split that has no share, no documents, or no samples requested.
+    """(train, valid, test), as `build_datasets` says; mock data need no builder and no wait.
 
-    tokenizer: one of the BertWordPiece types, or with mock data any. The other arguments, who calls, and what is raised are those
-    of `build_gpt_datasets`.
+    tokenizer: one of the BertWordPiece types, or with mock data any. building: the fields of `Building`.
     """
-    problems = bert_problems(config, masking, tokenizer)
-    if num_samples[0] is not None and num_samples[0] < 1:
-        problems.append(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
+    problems = bert_problems(config, masking, tokenizer) + size_problems(num_samples, made_up=config.mock_data)
     if problems:
         raise ConfigError(problems)
     pieces = _pieces_of(tokenizer, made_up=config.mock_data)
-    rules, binary_head = MaskingRules(masking.mask_prob), masking.bert_binary_head
-    if config.mock_data:
-        return _mock_datasets(config, pieces, rules, binary_head, num_samples, seed)
-    kind = MaskedKind(
-        "BertDataset",
-        lambda documents, count: SampleRequest(
-            documents, count, config.seq_length - _SPECIAL, 1 + binary_head, masking.short_seq_prob, seed
-        ),
-        lambda indexed, rows: BertDataset(
-            indexed, rows, config.seq_length, seed, pieces, rules, binary_head=binary_head
-        ),
-    )
-    return build_masked_datasets(
-        config, kind, num_samples, is_builder=is_builder, wait=wait, say=say, progress=progress
+    if not config.mock_data:
+        return build_datasets(config, BertSamples(config, masking, pieces, seed), num_samples, Building(**building))
+    given = (pieces, MaskingRules(masking.mask_prob), masking.bert_binary_head)
+    return tuple(
+        MockBertDataset(count, config.seq_length, (seed, split), *given) if count else None
+        for split, count in enumerate(num_samples)
     )
 
 
@@ -110,17 +130,6 @@ def made_up_pieces(tokenizer: Any) -> WordPieces:
         raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for made-up data; give at least 16")
     own = [getattr(tokenizer, name, None) for name in ("cls", "sep", "mask", "pad")]
     return WordPieces(("",) * tokenizer.vocab_size, *((1, 2, 3, 0) if None in own else own))
-
-
-def _mock_datasets(
-    config: DataConfig, pieces: WordPieces, rules: MaskingRules, binary_head: bool, num_samples: list, seed: int
-) -> tuple:
-    if None in num_samples:
-        raise ValueError("mock data have no end, so one epoch cannot be requested; give a number of samples")
-    return tuple(
-        MockBertDataset(count, config.seq_length, (seed, split), pieces, rules, binary_head) if count else None
-        for split, count in enumerate(num_samples)
-    )
 
 
 class MockBertDataset(BertDataset):

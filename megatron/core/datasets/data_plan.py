@@ -49,7 +49,7 @@ def total(readings: Sequence[Reading]) -> Reading:
 
 def lines(split: str, readings: Sequence[Reading]) -> list[str]:
     """One line a data set, of not too many, for the start of a run."""
-    whole = total(readings).samples
+    whole = sum(r.samples for r in readings)
     shown = [
         f"{split} data: {100 * r.samples / max(whole, 1):.2f}% {r.prefix}: {r.documents:,} documents, {r.tokens:,} tokens, "
         f"{r.bytes:,} bytes; {r.samples:,} samples of {r.seq_length} are read, each token {r.passes:.2f} times"
@@ -58,14 +58,3 @@ def lines(split: str, readings: Sequence[Reading]) -> list[str]:
     if len(readings) > _LINES:
         shown.append(f"{split} data: and {len(readings) - _LINES} more data sets; tools/data_plan.py lists all")
     return shown
-
-
-def table(readings: Sequence[Reading]) -> str:
-    """One line a data set, and one for all of them."""
-    whole = total(readings)
-    rows = [("share", "documents", "tokens there", "bytes", "samples read", "tokens read", "repeats", "data set")]
-    for r in [*readings, whole]:
-        numbers = (f"{r.documents:,}", f"{r.tokens:,}", f"{r.bytes:,}", f"{r.samples:,}", f"{r.drawn:,}")
-        rows.append((f"{100 * r.samples / max(whole.samples, 1):.2f}%", *numbers, f"{r.passes:.2f}", r.prefix))
-    widths = [max(len(row[column]) for row in rows) for column in range(7)]
-    return "\n".join("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows)

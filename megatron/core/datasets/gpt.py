@@ -1,27 +1,33 @@
-"""GPT training samples: from a token file through cached index arrays (`gpt_files`), or made up for --mock-data.
+"""GPT training samples: from a token file through cached index arrays (`index_map`), or made up for --mock-data.
 
 A sample is a pure function of (data, request, number): any process can read any of them, and a resumed run needs only
 the number of samples consumed.
 """
 
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_plan import Reading, reading
+from megatron.core.datasets.document_ends import note_without_ends
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
-from megatron.core.datasets.gpt_files import build_gpt_plans
-from megatron.core.datasets.index_map import Indices
+from megatron.core.datasets.found_cache import FoundCaches, shape_problem
+from megatron.core.datasets.index_map import IndexRequest, Indices, build_indices, number_of_samples, split_tokens
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import joined, name_of
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+from megatron.core.datasets.split_plan import (
+    Building,
+    Part,
+    SampleKind,
+    Say,
+    build_datasets,
+    plan_splits,
+    size_problems,
+)
 
 
 @dataclass(frozen=True)
@@ -150,32 +156,83 @@ class MockGPTDataset:
         return training_item(values * self.rules.vocab_size // self.distinct, self.rules)
 
 
+class GPTSamples(SampleKind):
+    """Samples of `seq_length` tokens, from files whose sequences are documents. rules None: only to plan."""
+
+    name, arrays = "GPTDataset", Indices._fields
+
+    def __init__(
+        self, config: DataConfig, seed: int, rules: TokenRules | None = None, fim: FillInTheMiddle | None = None
+    ):
+        self.config, self.seed = config, seed
+        self.rules, self.fim = rules, fim
+
+    def request(self, ids: tuple[int, int], num_samples: int | None) -> IndexRequest:
+        stable = self.config.epoch_stable_order
+        return IndexRequest(ids, num_samples, self.config.seq_length, self.seed, epoch_stable=stable)
+
+    def count_samples(self, indexed: IndexedDataset, request: IndexRequest) -> int:
+        return number_of_samples(indexed.sequence_lengths, request)
+
+    def build(self, part: Part, say: Say) -> Indices:
+        lengths, request = part.indexed.sequence_lengths, part.request
+        tokens, need = split_tokens(lengths, request), request.seq_length + request.extra_token
+        if tokens < need:
+            where = f"the {part.split} split of {part.indexed.prefix} has {tokens} tokens"
+            say(f"{where} and a sample {need}: documents repeat within a sample; use more data or another --split")
+        return build_indices(lengths, request)
+
+    def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> GPTDataset:
+        indices, indexed = Indices(*arrays), part.indexed
+        if problem := shape_problem(indices, indexed.sequence_lengths, part.request):
+            raise ValueError(
+                f"index cache {part.cache.path('*')} is not that of {indexed.prefix}: {problem}; delete it"
+            )
+        return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
+
+    def look_at(self, indexed: IndexedDataset, say: Say) -> None:
+        """A file of ids too small for the whole vocabulary: preprocessing with this tokenizer would have made larger ones."""
+        vocab_size = 0 if self.rules is None else self.rules.vocab_size
+        if indexed.dtype.kind in "iu" and vocab_size - 1 > np.iinfo(indexed.dtype).max:
+            say(
+                f"{indexed.data_path} holds ids up to {np.iinfo(indexed.dtype).max} ({indexed.dtype}), the tokenizer's vocabulary "
+                f"has {vocab_size}: were the data made with another tokenizer?"
+            )
+
+    def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
+        """Documents without an end: strange where a flag looks for the ends, else said in passing."""
+        note = note_without_ends(files, self.rules.eod_id)
+        flags = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        if note and (given := [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self.config, flag)]):
+            building.say(f"{note}; there {' and '.join(given)} will find nothing to act on")
+        elif note:
+            building.progress(note)
+
+    def reading(self, part: Part, samples: int) -> Reading:
+        return reading(part.indexed, part.request, samples)
+
+    def find(self, part: Part, found: FoundCaches) -> tuple[Indices, str] | None:
+        lengths = part.indexed.sequence_lengths
+        return found.indices(part.cache.folder, part.indexed.prefix, part.split, part.request, lengths)
+
+
 def build_gpt_datasets(
     config: DataConfig,
     tokenizer: Any,
     num_samples: list[int | None],
     seed: int,
     *,
-    is_builder: bool = True,
-    wait: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = _warn,
-    progress: Callable[[str], None] = lambda message: None,
     fim: FimConfig | None = None,
+    **building: Any,
 ) -> tuple[GPTDataset | BlendedDataset | MockGPTDataset | None, ...]:
-    """(train, valid, test); None for a split that has no share, no documents, or no samples requested.
+    """(train, valid, test), as `build_datasets` says; mock data need no builder and no wait.
 
-    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. num_samples: for each split; None is one
-    epoch. Every process calls; one on each file system that holds the cache is the builder. `wait` returns when all
-    have called it, and all call it exactly once, also a process that fails; mock data need no builder and no wait. `say`
-    hears of what is strange but can be; every process says it, so let one of them print. `progress` hears what each split
-    reads of each data set and, from the builder, what it does. fim: fill in the middle, where its `fim_data` says so.
-    Raises ValueError on every process for data or settings that cannot work; if the cache cannot be written, with the
-    reason on the builder and with a pointer to it on the others.
+    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, where its `fim_data` says
+    so. building: the fields of `Building`.
     """
-    if config.seq_length is None:
-        raise ValueError("no sequence length; set --seq-length")
-    if num_samples[0] is not None and num_samples[0] < 1:
-        raise ValueError(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
+    problems = [] if config.seq_length else ["no sequence length; set --seq-length"]
+    if problems := problems + size_problems(num_samples, made_up=config.mock_data):
+        raise ConfigError(problems)
     rules = TokenRules(
         tokenizer.vocab_size,
         tokenizer.eod,
@@ -186,32 +243,15 @@ def build_gpt_datasets(
         name_of(tokenizer),
     )
     if config.mock_data:
-        return _mock_datasets(config, rules, num_samples, seed)
-    if not any(blends := config.blends()):
-        raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
-    plans = build_gpt_plans(
-        config,
-        blends,
-        tokenizer.vocab_size,
-        tokenizer.eod,
-        num_samples,
-        seed,
-        is_builder=is_builder,
-        wait=wait,
-        say=say,
-        progress=progress,
-    )
+        return tuple(
+            MockGPTDataset(count, config.seq_length, (seed, split), rules) if count else None
+            for split, count in enumerate(num_samples)
+        )
     rearrange = FillInTheMiddle(fim, tokenizer, seed) if fim is not None and fim.fim_data else None
-    return tuple(
-        plan and plan.load(lambda part: GPTDataset(part.indexed, part.indices(), config.seq_length, rules, rearrange))
-        for plan in plans
-    )
+    return build_datasets(config, GPTSamples(config, seed, rules, rearrange), num_samples, Building(**building))
 
 
-def _mock_datasets(config: DataConfig, rules: TokenRules, num_samples: list[int | None], seed: int) -> tuple:
-    if None in num_samples:
-        raise ValueError("mock data have no end, so one epoch cannot be requested; give a number of samples")
-    return tuple(
-        MockGPTDataset(count, config.seq_length, (seed, split), rules) if count else None
-        for split, count in enumerate(num_samples)
-    )
+def plan_reading(config: DataConfig, num_samples: list[int | None], seed: int = 0) -> list[list[Reading]]:
+    """What `build_gpt_datasets` would have a run read, for train, valid and test; nothing is built. Raises as it does."""
+    plans = plan_splits(config, GPTSamples(config, seed), num_samples, Building().say)
+    return [plan.readings() if plan else [] for plan in plans]

@@ -33,23 +33,6 @@ _HASH_BLOCK = 16 << 20  # bytes that one thread reads and hashes at a time
 _HASH_THREADS = 8
 
 
-class DataFiles:
-    """The token files of a run, each opened once, and what tells each from others."""
-
-    def __init__(self, mmap: bool, look_at: Callable[[IndexedDataset], None] = lambda indexed: None):
-        """look_at is called with each file when it is opened."""
-        self._mmap, self._look_at = mmap, look_at
-        self._opened: dict[str, tuple[IndexedDataset, dict[str, Any]]] = {}
-
-    def open(self, prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
-        """(the file, its `content_fingerprint`)"""
-        if prefix not in self._opened:
-            indexed = IndexedDataset(prefix, mmap=self._mmap)
-            self._look_at(indexed)
-            self._opened[prefix] = (indexed, content_fingerprint(indexed))
-        return self._opened[prefix]
-
-
 def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
     """What tells one token file from another: its size, and a hash of the index.
 

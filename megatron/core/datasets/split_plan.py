@@ -1,15 +1,20 @@
-"""What a split of a run reads: one token file, or several in the order of a blend. The same for every kind of samples.
+"""Data sets from token files: what each split reads, with index arrays that one process builds and all read from a cache.
 
-    builder:  plan, build the parts' arrays, then the order of their blend ---- wait() ---- load
-    others:   plan                                                              wait() ---- load
+    builder:  plan, build the arrays of each file, then the order of a blend ---- wait() ---- load
+    others:   plan                                                           ---- wait() ---- load
 
-All that is built goes into the caches of `index_cache`, so that a later run with the same data and settings builds nothing.
+A `SampleKind` says how samples are made from one file: GPT, BERT and a fork's own data set are one each. All that is built
+goes into the caches of `index_cache`, so that a later run with the same data and settings builds nothing.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
+
+import numpy as np
 
 from megatron.core.datasets.blend import (
     Blend,
@@ -21,48 +26,126 @@ from megatron.core.datasets.blend import (
     weighted_indices,
 )
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
+from megatron.core.datasets.data_plan import Reading, lines
+from megatron.core.datasets.found_cache import FoundCaches
+from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
+from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.storage.atomic import remove_abandoned
 
 Say = Callable[[str], None]
 
 
-class Part(Protocol):
-    """One token file's share in one split."""
+@dataclass(frozen=True)
+class Building:
+    """How the processes of a run build their data sets together.
 
-    indexed: IndexedDataset
-    cache: IndexCache
+    is_builder: this process builds, which one on each file system that holds the cache does. wait() returns when all have called
+    it; each calls it exactly once, also a process that fails. `say` hears of what is strange but can be; every process says
+    it, so let one of them print. `progress` hears what each split reads and, from the builder, what it does.
+    """
 
-    @property
-    def num_samples(self) -> int:
-        """That it has; some kinds know it when their arrays are built."""
+    is_builder: bool = True
+    wait: Callable[[], None] = lambda: None
+    say: Say = lambda message: warnings.warn(message, stacklevel=4)
+    progress: Say = lambda message: None
 
 
-P = TypeVar("P", bound=Part)
+class SampleKind:
+    """How samples of one kind are made from a token file. Subclasses, also a fork's own, are given to `build_datasets`."""
+
+    name: str  # of their files in the cache
+    arrays: tuple[str, ...]  # the names of the index arrays
+
+    def elements(self, indexed: IndexedDataset) -> int:
+        """How many elements --split divides: the sequences, unless a subclass counts documents."""
+        return len(indexed)
+
+    def request(self, ids: tuple[int, int], num_samples: int | None) -> Any:
+        """All that the arrays depend on besides the file, as a dataclass of JSON values.
+
+        ids: the elements [first, past) of the split. num_samples: at least so many; None asks for one epoch.
+        """
+        raise NotImplementedError
+
+    def build(self, part: "Part", say: Say) -> tuple[np.ndarray, ...]:
+        """The index arrays of `part.request`. Raises ValueError for a file that cannot give them."""
+        raise NotImplementedError
+
+    def dataset(self, part: "Part", arrays: tuple[np.ndarray, ...]) -> Any:
+        """The samples, as `batches` reads them. arrays: what `build` made, memory-mapped."""
+        raise NotImplementedError
+
+    def count_samples(self, indexed: IndexedDataset, request: Any) -> int | None:
+        """How many samples there will be; None where that is known when the arrays are built: then the last is as long."""
+        return None
+
+    def look_at(self, indexed: IndexedDataset, say: Say) -> None:
+        """Say what is strange of a file that is opened."""
+
+    def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
+        """Likewise of all files of the run; the builder alone calls."""
+
+    def reading(self, part: "Part", samples: int) -> Reading | None:
+        """What a run reads of `part` when it takes so many samples, for a line at its start."""
+        return None
+
+    def find(self, part: "Part", found: FoundCaches) -> tuple[tuple[np.ndarray, ...], str] | None:
+        """Arrays that Megatron has left, and where."""
+        return None
 
 
 @dataclass(frozen=True)
-class SplitPlan(Generic[P]):
+class Part:
+    """One token file's share in one split. known_samples: None before the arrays are built, where only they tell."""
+
+    kind: SampleKind
+    indexed: IndexedDataset
+    split: str
+    request: Any
+    cache: IndexCache
+    known_samples: int | None
+
+    @cached_property
+    def num_samples(self) -> int:
+        return len(self.cache.load()[-1]) if self.known_samples is None else self.known_samples
+
+    def build(self, where: str, found: FoundCaches, building: Building) -> None:
+        if self.cache.is_complete(building.say):
+            return
+        prefix, known = self.indexed.prefix, self.known_samples
+        if there := self.kind.find(self, found):
+            building.progress(f"taking the index of {prefix} from Megatron's cache {there[1]} ({where})")
+            self.cache.write(there[0])
+            return
+        samples = "" if known is None else f"{known:,} samples of "
+        building.progress(f"building the index of {samples}{prefix} ({where})")
+        self.cache.write(self.kind.build(self, building.say))
+
+
+@dataclass(frozen=True)
+class SplitPlan:
     """What train, valid or test is made of. count: its samples, None for one epoch; blend None: of one file, without blending."""
 
     split: str
-    parts: list[P]
+    parts: list[Part]
     count: int | None
-    blend: Blend | None = None
-    order_folder: Path | None = None  # of the blend's cache
+    blend: Blend | None
+    order_folder: Path  # of the blend's cache
 
     @property
     def folders(self) -> list[Path]:
         """Those of its caches."""
-        return [*(part.cache.folder for part in self.parts), *filter(None, [self.order_folder])]
+        return [*(part.cache.folder for part in self.parts), *([self.order_folder] if self.blend else [])]
 
-    def samples_of_parts(self) -> list[int]:
-        """How many samples of each part the run reads."""
-        if self.blend is None:
-            return [self.parts[0].num_samples if self.count is None else self.count]
-        return self._order()[1]
+    def readings(self) -> list[Reading]:
+        """What the run reads of each part; empty for a kind that does not say."""
+        if any(part.known_samples is None for part in self.parts):
+            return []
+        alone = [self.parts[0].num_samples if self.count is None else self.count]
+        taken = alone if self.blend is None else self._order()[1]
+        readings = (part.kind.reading(part, count) for part, count in zip(self.parts, taken))
+        return [reading for reading in readings if reading is not None]
 
     def order_cache(self) -> IndexCache:
         """Where the order of the blend is kept."""
@@ -80,68 +163,106 @@ class SplitPlan(Generic[P]):
             shares, size = normalized(once), sum(taken)
         return {"shares": shares, "size": size, "sizes": sizes if size is None else None}, taken
 
-    def build_order(
-        self,
-        progress: Say,
-        say: Say,
-        find: Callable[[IndexCache], tuple[BlendIndices, str] | None] = lambda cache: None,
-    ) -> None:
-        """Write the order of the blend into its cache, once the parts are built. find(cache) -> an order that is there, and where."""
-        if self.blend is None or (cache := self.order_cache()).is_complete(say):
+    def build(self, found: FoundCaches, building: Building) -> None:
+        """Write the arrays of each part into its cache, then the order of the blend."""
+        for number, part in enumerate(self.parts, start=1):
+            part.build(f"{self.split}, {number} of {len(self.parts)}", found, building)
+        if self.blend is None or (order := self.order_cache()).is_complete(building.say):
             return
-        if there := find(cache):
-            progress(f"taking the order of a blend from Megatron's cache {there[1]}")
-            cache.write(there[0])
+        fields = order.fields
+        if there := found.blend(order.folder, self.split, fields, len(self.parts)):
+            building.progress(f"taking the order of a blend from Megatron's cache {there[1]}")
+            order.write(there[0])
             return
-        progress(f"building the order of a blend of {len(self.parts)} data sets")
-        order = cache.fields
-        indices = exhaustive_indices(order["sizes"]) if order["size"] is None else None
-        cache.write(indices or weighted_indices(order["shares"], order["size"]))
+        building.progress(f"building the order of a blend of {len(self.parts)} data sets")
+        whole = fields["size"] is None
+        order.write(
+            exhaustive_indices(fields["sizes"]) if whole else weighted_indices(fields["shares"], fields["size"])
+        )
 
-    def load(self, make_dataset: Callable[[P], Any]) -> Any:
+    def load(self) -> Any:
         """The data set of its one part, or the blend of all."""
-        datasets = [make_dataset(part) for part in self.parts]
+        datasets = [part.kind.dataset(part, part.cache.load()) for part in self.parts]
         if self.blend is None:
             return datasets[0]
         indices = BlendIndices(*self.order_cache().load())
         return BlendedDataset(datasets, indices, [part.indexed.prefix for part in self.parts])
 
 
-PlanPart = Callable[[str, int, int | None], P | None]
+def build_datasets(config: DataConfig, kind: SampleKind, num_samples: list[int | None], building: Building) -> tuple:
+    """(train, valid, test) of the files that `config` names; None for a split without a share, documents, or samples asked for.
+
+    num_samples: of each split, None for one epoch. Every process calls. Raises ValueError on every process for data or settings
+    that cannot work; if the cache cannot be written, with the reason on the builder and a pointer to it on the others.
+    """
+    try:
+        plans = plan_splits(config, kind, num_samples, building.say)
+        for split in filter(None, plans):
+            for line in lines(split.split, split.readings()):
+                building.progress(line)
+        if building.is_builder:
+            _build(list(filter(None, plans)), kind, building)
+    finally:
+        building.wait()  # also after an error: nobody may wait for a process that is gone
+    return tuple(plan and plan.load() for plan in plans)
+
+
+def _build(plans: list[SplitPlan], kind: SampleKind, building: Building) -> None:
+    files = {part.indexed.prefix: part.indexed for plan in plans for part in plan.parts}
+    kind.look_at_all(list(files.values()), building)
+    for folder in {folder for plan in plans for folder in plan.folders}:
+        remove_abandoned(folder)
+    found = FoundCaches(building.say)
+    for plan in plans:
+        plan.build(found, building)
 
 
 def plan_splits(
-    config: DataConfig, blends: Iterable[Blend | None], num_samples: list[int | None], plan_part: PlanPart
+    config: DataConfig, kind: SampleKind, num_samples: list[int | None], say: Say
 ) -> list[SplitPlan | None]:
-    """What to build for train, valid and test; None for one that is left out.
+    """What to build for train, valid and test; None for one that is left out. Raises ValueError for one that cannot give its samples."""
 
-    plan_part(prefix, number of the split, samples asked for or None) -> the share of one file; None where it has no document of the
-    split, which is then left out. Raises ValueError for a split that cannot give its samples.
-    """
-    return [
-        _plan_split(config, blend, split, count, plan_part)
-        for split, (blend, count) in enumerate(zip(blends, num_samples))
-    ]
+    @cache
+    def opened(prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
+        indexed = IndexedDataset(prefix, mmap=config.mmap_bin_files)
+        kind.look_at(indexed, say)
+        return indexed, content_fingerprint(indexed)
 
+    def plan_part(prefix: str, name: str, count: int | None) -> Part | str:
+        """The share of one file; a string that says why it has none."""
+        indexed, fingerprint = opened(prefix)
+        total, share = kind.elements(indexed), "the file"
+        ids = (0, total)
+        if not config.has_own_splits:
+            share = f"--split {config.split_shares}"
+            ids = split_ranges(parse_split(config.split_shares), total)[SPLIT_NAMES.index(name)]
+        if ids[0] == ids[1]:
+            return f"{prefix}: {share} leaves no document of {total} to the {name} split"
+        request = kind.request(ids, count)
+        folder = Path(config.data_cache_path or f"{prefix}/cache/{kind.name}_indices")
+        cache = IndexCache(folder, kind.name, name, {**asdict(request), **fingerprint}, kind.arrays)
+        return Part(kind, indexed, name, request, cache, kind.count_samples(indexed, request))
 
-def _plan_split(
-    config: DataConfig, blend: Blend | None, split: int, count: int | None, plan_part: PlanPart
-) -> SplitPlan | None:
-    name = SPLIT_NAMES[split]
-    has_share = config.has_own_splits or parse_split(config.split_shares)[split] > 0
-    if blend is None or count == 0 or not has_share:
-        return None
-    # Files of a split's own are not blended when there is one, whatever its weight.
-    if blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1):
-        part = plan_part(blend.prefixes[0], split, count)
-        return part and SplitPlan(name, [part], count)
-    counts = _samples_of_files(blend, count, config.mid_level_dataset_surplus)
-    parts = [plan_part(prefix, split, of_file) for prefix, of_file in zip(blend.prefixes, counts)]
-    if None in parts:
-        missing = blend.prefixes[parts.index(None)]
-        raise ValueError(f"{missing} has no document for the {name} split; change --split or leave it out")
-    folder = Path(config.data_cache_path or f"{blend.prefixes[0]}/cache/BlendedDataset_indices")
-    return SplitPlan(name, parts, count, blend, folder)
+    def plan_split(name: str, blend: Blend, count: int | None) -> SplitPlan | None:
+        # Files of a split's own are not blended when there is one, whatever its weight.
+        alone = blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1)
+        counts = [count] if alone else _samples_of_files(blend, count, config.mid_level_dataset_surplus)
+        parts = [plan_part(prefix, name, of_file) for prefix, of_file in zip(blend.prefixes, counts)]
+        missing = [part for part in parts if isinstance(part, str)]
+        if missing and (name == "train" or not alone):
+            raise ValueError(f"{missing[0]}; use more data or a larger share")
+        if missing:
+            say(f"{missing[0]}: it is left out")
+            return None
+        folder = Path(config.data_cache_path or f"{blend.prefixes[0]}/cache/BlendedDataset_indices")
+        return SplitPlan(name, parts, count, None if alone else blend, folder)
+
+    blends = config.blends()
+    if not any(blends):
+        raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
+    shares = (1.0, 1.0, 1.0) if config.has_own_splits else parse_split(config.split_shares)
+    asked = zip(SPLIT_NAMES, blends, num_samples, shares)
+    return [plan_split(name, blend, n) if blend and n != 0 and share > 0 else None for name, blend, n, share in asked]
 
 
 def _samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[int | None]:
@@ -153,21 +274,11 @@ def _samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[i
     return samples_of_each(count, normalized(blend.weights), surplus)
 
 
-def plan_and_build(
-    plan: Callable[[], list[SplitPlan | None]],
-    build: Callable[[SplitPlan], None],
-    *,
-    is_builder: bool,
-    wait: Callable[[], None],
-) -> list[SplitPlan | None]:
-    """The plans of the splits, with their caches built by the one process that is the builder. All processes call, and `wait`."""
-    try:
-        plans = plan()
-        if is_builder:
-            for folder in {folder for plan in filter(None, plans) for folder in plan.folders}:
-                remove_abandoned(folder)
-            for split in filter(None, plans):
-                build(split)
-    finally:
-        wait()  # also after an error: nobody may wait for a process that is gone
-    return plans
+def size_problems(num_samples: list[int | None], *, made_up: bool) -> list[str]:
+    """Why so many samples of each split cannot be made."""
+    problems = []
+    if num_samples[0] is not None and num_samples[0] < 1:
+        problems.append(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
+    if made_up and None in num_samples:
+        problems.append("mock data have no end, so one epoch cannot be requested; give a number of samples")
+    return problems
