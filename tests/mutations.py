@@ -130,8 +130,8 @@ MUTATIONS = [
     Mutation(
         "the sum over groups of shards",
         "distributed/bucket.py",
-        "            comm.all_reduce(self.sum, self.buffer.replica_axis)\n",
-        "            comm.start_all_reduce(self.sum, self.buffer.replica_axis)\n",
+        "            comm.all_reduce(self.sum, self.buffer.axes.replica)\n",
+        "            comm.start_all_reduce(self.sum, self.buffer.axes.replica)\n",
         HYBRID,
     ),
     Mutation(

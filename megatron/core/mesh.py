@@ -20,14 +20,27 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
-from megatron.core.grid import Axis, Grid
+from megatron.core.grid import ALONE, Axis, Grid
+from megatron.core.placement import DATA_PARALLEL
 from megatron.core.products import NATIVE
+
+
+@dataclass(frozen=True)
+class GradAxes:
+    """Where the gradients of one kind of parameter are summed, and how their optimizer state is divided among those ranks."""
+
+    reduce: Axis  # the ranks that hold copies of a parameter, over which its gradient is summed
+    shard: Axis  # those of them that divide a copy, each owning its shard (ALONE: nothing is divided)
+    replica: Axis  # the others, which hold equal shards
+    outer: Axis  # or the others, where they divide a shard further (ALONE: they do not)
+    model: Axis  # the ranks over which one copy of all such parameters is spread
 
 
 class Mesh(Mapping[str, Axis]):
@@ -65,9 +78,29 @@ class Mesh(Mapping[str, Axis]):
         finally:
             self.fills_by_name = False
 
-    def over(self, names: tuple[str, ...]) -> Axis:
-        """The one axis that spans several: ("dp_outer", "dp_inner") is "dp"."""
-        return self._axes[_SPANS[names]]
+    @property
+    def samples(self) -> Axis:
+        """The ranks that are given different samples: for data loading and batch sizes."""
+        return self["dp"]
+
+    @property
+    def tokens(self) -> Axis:
+        """The ranks that are given different tokens: for sums of losses and of token counts."""
+        return self["dp"]
+
+    def grad_axes(
+        self, reduce_over: tuple[str, ...] = DATA_PARALLEL, *, shards: bool = False, divides_outer: bool = False
+    ) -> GradAxes:
+        """Those of placements with this `reduce_over`. shards: whether state is divided among the ranks of the inner axis;
+        divides_outer: over the outer one too."""
+        reduce, outer, inner, model = (self[name] for name in _GRADS[reduce_over])
+        if not shards or (inner.size == 1 and not divides_outer):
+            return GradAxes(reduce, ALONE, reduce, ALONE, model)
+        return GradAxes(reduce, inner, *((ALONE, outer) if divides_outer else (outer, ALONE)), model)
+
+    def all_grad_axes(self) -> list[GradAxes]:
+        """One for each kind of parameter that a model may have, the same on all ranks."""
+        return [self.grad_axes(reduce_over) for reduce_over in _GRADS]
 
 
 # What each axis of the mesh varies in, and which communicator it has: axes with equal ranks share one, except that
@@ -85,7 +118,8 @@ _AXES: dict[str, tuple[str, ...]] = {
     "pp_backward": ("pp",),
 }
 _OWN_COMMUNICATOR = ("pp_forward", "pp_backward")
-_SPANS = {("dp_outer", "dp_inner"): "dp", ("dp_inner",): "dp_inner", ("dp_outer",): "dp_outer"}
+# A placement's `reduce_over` -> the axes that span it, its outer part, its inner part, and one copy of such parameters.
+_GRADS = {DATA_PARALLEL: ("dp", *DATA_PARALLEL, "mp")}
 
 MakeGroup = Callable[[str, tuple[int, ...]], Group]
 StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # some of the ranks of one pipeline

@@ -209,11 +209,11 @@ def build_train_valid_test_data_iterators(
     None for a data set that is not there, and, for all, on ranks that read nothing: those inside a tensor-parallel group.
     """
     runtime = get_runtime()
-    dp, micro_batch_size = runtime.mesh["dp"], runtime.config.training.micro_batch_size
+    samples, micro_batch_size = runtime.mesh.samples, runtime.config.training.micro_batch_size
     datasets = build_datasets(provider, runtime)
     reads = runtime.mesh["tp"].is_first
     return tuple(
-        batches(dataset, 0, micro_batch_size, dp.rank, dp.size) if reads and dataset is not None else None
+        batches(dataset, 0, micro_batch_size, samples.rank, samples.size) if reads and dataset is not None else None
         for dataset in datasets
     )
 

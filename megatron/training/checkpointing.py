@@ -49,7 +49,7 @@ def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict
     return {
         f"model/{name}": _local(parameter, parameter.data, mesh)
         if name not in shards
-        else _run(parameter, *shards[name], mesh)
+        else _run(parameter, *shards[name], mesh, mesh.grad_axes(parameter.placement.reduce_over, shards=True).replica)
         for chunk in chunks
         for shards in [chunk.param_shards()]
         for name, parameter in chunk.module.named_parameters()
@@ -59,10 +59,10 @@ def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict
 def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
     """This rank's part of the optimizer's state, by its name in the checkpoint."""
     parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
+    replicas = {name: buffer.axes.replica for buffer in optimizer.buffers for name in buffer.parameters}
     kept = optimizer.kept_of()
-    divided = {name for buffer in optimizer.buffers if buffer.outer_axis.size > 1 for name in buffer.parameters}
     return {
-        f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh, is_copied=name not in divided)
+        f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh, replicas[name])
         if name in kept
         else _local(parameters[name], tensor, mesh)
         for kind, tensors in optimizer.tensors().items()
@@ -85,20 +85,15 @@ def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
     placement, shape = parameter.placement, tuple(tensor.shape)
     owned = owned_pieces(placement, shape, mesh)
     copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
-    speaks = bool(owned) and all(mesh[name].is_first for name in placement.reduce_over)
+    speaks = bool(owned) and mesh.grad_axes(placement.reduce_over).reduce.is_first
     return LocalTensor(tensor, placement.shape, owned, speaks, copies)
 
 
-def _run(
-    parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh, *, is_copied: bool = True
-) -> LocalTensor:
-    """The same of a parameter in shards over dp_inner, of which `values` are the elements `kept`. is_copied: whether the ranks of
-    dp_outer hold the same ones."""
+def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis) -> LocalTensor:
+    """The same of a parameter in shards, of which `values` are the elements `kept`, on every rank of `replicas`."""
     whole = _local(parameter, parameter, mesh)
     owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
-    others = [name for name in parameter.placement.reduce_over if name != "dp_inner" and is_copied]
-    speaks = bool(owned) and all(mesh[name].is_first for name in others)
-    return LocalTensor(values, whole.shape, list(owned), speaks, copies)
+    return LocalTensor(values, whole.shape, list(owned), bool(owned) and replicas.is_first, copies)
 
 
 def save(

@@ -350,7 +350,7 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
     return {
         "rank": parallel_state.launched_rank(),
         "world_size": mesh["world"].size,
-        "data_parallel_size": mesh["dp"].size,
+        "data_parallel_size": mesh.samples.size,
         "params_dtype": config.transformer.params_dtype,
         "padded_vocab_size": None if words is None else config.transformer.padded_vocab_size(words, tensor),
         "virtual_pipeline_model_parallel_size": mesh.virtual_size,

@@ -44,9 +44,9 @@ class BatchShape:
         """Tokens in one rank's microbatch when none is masked."""
         return self.micro_batch_size * self.tokens_per_sample
 
-    def samples_of(self, first_sample: int, microbatch: int, dp: Axis) -> tuple[int, ...]:
-        """The numbers, within the run, of the samples in the rows of one rank's microbatch."""
-        first = first_sample + (microbatch * dp.size + dp.rank) * self.micro_batch_size
+    def samples_of(self, first_sample: int, microbatch: int, samples: Axis) -> tuple[int, ...]:
+        """The numbers, within the run, of the samples in the rows of one rank's microbatch. samples: `Mesh.samples`."""
+        first = first_sample + (microbatch * samples.size + samples.rank) * self.micro_batch_size
         return tuple(range(first, first + self.micro_batch_size))
 
 
@@ -105,10 +105,10 @@ class Pipeline:
         loss_scale: float = 1.0,
         forward_step: ForwardStep | None = None,
     ) -> LossTotals:
-        pp, dp = self.mesh["pp"], self.mesh["dp"]
+        pp = self.mesh["pp"]
 
         def begin(action: Action) -> None:
-            self.keys.samples = self.batch.samples_of(first_sample, action.microbatch, dp)
+            self.keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
             self.mesh.virtual_rank = action.stage // pp.size
             self.chunks[action.stage].begin_microbatch(action.microbatch, backward=action.op is not Op.F)
 
@@ -199,7 +199,7 @@ def train_step(
     num_microbatches: of one rank in this step, where steps differ; weight_decay: where it changes. empty: called with 1 after the
     backwards and 2 after the update, to give back memory that tensors no longer need.
 
-    Scalars that travel: token count and loss over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
+    Scalars that travel: token count and loss over the tokens axis and pp, with the loss report on the last stage, and the gradient norm over mp.
     """
     chunks = list(pipeline.chunks.values())
     for chunk in chunks:
@@ -207,7 +207,7 @@ def train_step(
         chunk.zero_grad_buffer(num_microbatches or pipeline.batch.num_microbatches)
     scaler, batch = optimizer.scaler, pipeline.batch
     num_microbatches = num_microbatches or batch.num_microbatches
-    step_tokens = batch.nominal_tokens * num_microbatches * pipeline.mesh["dp"].size
+    step_tokens = batch.nominal_tokens * num_microbatches * pipeline.mesh.tokens.size
     loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
     with timers("forward-backward"):
         totals = pipeline.train(data_iterators, first_sample, loss_scale, num_microbatches)
@@ -254,7 +254,7 @@ def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> 
     """(tokens of the whole step, sum of its losses as they were returned, on every rank; mean of each report entry, on the last stage).
     Every rank must call.
 
-    One all-reduce over dp within the last stage carries everything; tokens and losses then go over pp.
+    One all-reduce over `Mesh.tokens` within the last stage carries everything; tokens and losses then go over pp.
     """
     names = sorted(totals.report)
     packed = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device)
@@ -262,7 +262,7 @@ def share_totals(totals: LossTotals, mesh: Mesh, device: torch.device | str) -> 
     for i, name in enumerate(names):
         packed[2 + 2 * i : 4 + 2 * i] = totals.report[name]
     if mesh["pp"].is_last:
-        comm.all_reduce(packed, mesh["dp"])
+        comm.all_reduce(packed, mesh.tokens)
     shared = comm.all_reduce(packed[:2].clone(), mesh["pp"])
     tokens, loss, *values = (
         torch.cat((shared, packed[2:])).cpu().tolist()

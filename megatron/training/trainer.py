@@ -348,12 +348,12 @@ class Trainer:
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
         """Batches for each chunk, on the ranks that may read: the first of each tensor-parallel group. A stage between the ends
         has them too, for scripts that ask before they look where they are; nothing is read before it is asked for."""
-        dp, kind = self.mesh["dp"], self.config.data.dataloader_type
+        samples, kind = self.mesh.samples, self.config.data.dataloader_type
         where = {
             "consumed_samples": first_sample,
             "micro_batch_size": self.config.training.micro_batch_size,
-            "data_parallel_rank": dp.rank,
-            "data_parallel_size": dp.size,
+            "data_parallel_rank": samples.rank,
+            "data_parallel_size": samples.size,
             "num_workers": self.config.data.num_workers,
         }
         return {
@@ -365,11 +365,11 @@ class Trainer:
         """Count the model's parameters over all its ranks, and say what is to be done with them. Every rank must call."""
         total = checkpointing.count_parameters(self.model, self.mesh, self.device)
         print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
-        chosen, dp = self.config.data_parallel, self.mesh["dp"]
-        if dp.size > 1:
+        chosen, axes = self.config.data_parallel, self.mesh.grad_axes(shards=True)
+        if axes.reduce.size > 1:
             flats = [flat for chunk in self.model for flat in chunk.flats()]
-            inner, m = self.mesh["dp_inner"].size, self.pipeline.batch.num_microbatches
-            sizes = {"inner": inner, "outer": dp.size // inner, "microbatches": m}
+            inner, m = axes.shard.size, self.pipeline.batch.num_microbatches
+            sizes = {"inner": inner, "outer": axes.reduce.size // inner, "microbatches": m}
             print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
         interval = self.config.log.steps_between_lines
         if self._steps_left and self.state.iteration // interval == self.train_iters // interval:

@@ -21,9 +21,9 @@ __all__ = [
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """The mean of each loss over the data-parallel ranks, [len(losses)], detached. Every rank of the stage must call."""
-    dp = parallel_state.get_mesh()["dp"]
+    tokens = parallel_state.get_mesh().tokens
     mine = torch.cat([loss.detach().clone().view(1) for loss in losses])
-    return comm.all_reduce(mine, dp) / dp.size
+    return comm.all_reduce(mine, tokens) / tokens.size
 
 
 def get_ltor_masks_and_position_ids(

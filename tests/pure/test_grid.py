@@ -128,7 +128,7 @@ def test_axes_of_equal_ranks_share_a_communicator_but_the_pipeline_directions_ha
     made.clear()
     mesh = build_mesh(grid_for(2, tensor=1, pipeline=1), 0, make_group)
     assert made == ["dp"]
-    assert mesh.over(("dp_outer", "dp_inner")) is mesh["dp"]
+    assert mesh.grad_axes().reduce is mesh["dp"]
 
 
 # ---------------------------------------------------------------- what cannot be

@@ -33,10 +33,10 @@ class Bucket:
         start, stop = self.plan.start, self.plan.stop
         self.missing = set(self.plan.names)  # parameters whose gradient is still to come in this step
         self.is_written = False  # whether gradients were added since the last sum
-        part = comm.my_part(stop - start, buffer.shard_axis)
+        part = comm.my_part(stop - start, buffer.axes.shard)
         mine = (start + part.start, start + part.stop)
         self.sum, self.held_params = buffer.held_sums.at(*mine), buffer.held_params.at(*mine)
-        self._part, self._rounds, self._sums_wide = part, rounds and buffer.reduce_axis.size > 1, sums_wide
+        self._part, self._rounds, self._sums_wide = part, rounds and buffer.axes.reduce.size > 1, sums_wide
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
         self._holders = [buffer.parameters[name] for name in self.plan.names]
@@ -116,14 +116,14 @@ class Bucket:
             self.open_grad(name)
         gradients = self.gradients.bfloat16() if self._rounds else self.gradients
         if self.buffer.stage == 0:
-            self._reducing = comm.start_all_reduce(gradients, self.buffer.reduce_axis)
+            self._reducing = comm.start_all_reduce(gradients, self.buffer.axes.reduce)
         elif self._sums_wide:
-            self._reducing = comm.start_reduce_scatter_in(self.sum.dtype, gradients, self.buffer.shard_axis)
+            self._reducing = comm.start_reduce_scatter_in(self.sum.dtype, gradients, self.buffer.axes.shard)
         else:
-            self._reducing = comm.start_reduce_scatter(gradients, self.buffer.shard_axis)
+            self._reducing = comm.start_reduce_scatter(gradients, self.buffer.axes.shard)
 
     def finish_reduce(self) -> None:
-        """`sum`, the rank's part, is summed over all ranks when this returns; in stages 2 and 3 over those of shard_axis, and
+        """`sum`, the rank's part, is summed over all ranks when this returns; in stages 2 and 3 over those of `axes.shard`, and
         added to what earlier microbatches gave."""
         if self._reducing is None:
             return
@@ -135,18 +135,17 @@ class Bucket:
             self._release_grads()
             return
         if self.buffer.stage == 1:
-            comm.all_reduce(total, self.buffer.replica_axis)
+            comm.all_reduce(total, self.buffer.axes.replica)
         if self._rounds or self.buffer.stage == 1:
             self.sum.copy_(total)
 
     def sum_over_replicas(self) -> None:
-        """The end of a step in stages 2 and 3: what the ranks of shard_axis have summed, over the others; of what is divided over them
-        too, each gets its part."""
-        outer = self.buffer.outer_axis
+        """Stages 2 and 3, end of step: reduce the shard over the other ranks (reduce-scatter if it is divided among them too)."""
+        outer = self.buffer.axes.outer
         if outer.size > 1:
             self.sum[comm.my_part(self.sum.numel(), outer)].copy_(comm.reduce_scatter(self.sum, outer))
         else:
-            comm.all_reduce(self.sum, self.buffer.replica_axis)
+            comm.all_reduce(self.sum, self.buffer.axes.replica)
 
     def _comes(self, verb: str) -> None:
         """Before a call that a branch on data could keep the other ranks from."""
@@ -162,8 +161,8 @@ class Bucket:
             self._reading = start_reading(self.held_params)
 
     def gather_updated(self) -> None:
-        """After an update: fetch what the other ranks of outer_axis have updated of what this rank holds."""
-        outer = self.buffer.outer_axis
+        """After an update: fetch what the other ranks of `axes.outer` have updated of what this rank holds."""
+        outer = self.buffer.axes.outer
         mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)])()
         mine = to_device(mine, self.buffer.device)
         if isinstance(self.held_params, Tensor) and self.held_params.device == self.buffer.device:
@@ -179,13 +178,13 @@ class Bucket:
             self._comes("gathers the parameters")
             reading, self._reading = self._reading or start_reading(self.held_params), None
             mine, out = to_device(reading(), self.buffer.device), self._params.open()
-            if self.buffer.shard_axis.size == 1:
+            if self.buffer.axes.shard.size == 1:
                 out.copy_(mine)
-            self._gathering = comm.start_all_gather(mine, self.buffer.shard_axis, out=out)
-        elif self.buffer.shard_axis.size > 1:
+            self._gathering = comm.start_all_gather(mine, self.buffer.axes.shard, out=out)
+        elif self.buffer.axes.shard.size > 1:
             mine = self.held_params.clone()  # which may not lie where the result goes
             self._gathering = comm.start_all_gather(
-                mine, self.buffer.shard_axis, out=self.buffer.params.data[self._span]
+                mine, self.buffer.axes.shard, out=self.buffer.params.data[self._span]
             )
             released.expect(self._holders, self.finish_gather)
 

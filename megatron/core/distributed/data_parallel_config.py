@@ -118,7 +118,7 @@ class DataParallelConfig(FlagConfig):
 
     @property
     def divides_over_outer(self) -> bool:
-        """Whether optimizer state is in shards over dp_outer too (ZeRO stage 3 inside, stage 1 outside)."""
+        """Whether optimizer state is in shards over the outer axis too (ZeRO stage 3 inside, stage 1 outside)."""
         return self.outer_dp_sharding_strategy == "optim"
 
     def bucket_numel(self, ranks: int) -> int | None:

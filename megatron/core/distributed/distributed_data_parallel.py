@@ -18,8 +18,8 @@ of m microbatches (ZeRO, arXiv:1910.02054, section 5):
     2       whole        passing     shard                    m reduce-scatters, all-gather
     3       passing      passing     shard                    m reduce-scatters, 2 m all-gathers (`fetch.py`)
 
-With shards over dp_inner and copies of them over dp_outer (hybrid sharding, arXiv:2304.11277), an all-reduce of the summed shard too.
-With masters and moments divided over dp_outer as well (--outer-dp-sharding-strategy optim), a reduce-scatter and an all-gather instead.
+With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the summed shard too. With masters
+and moments divided over those ranks as well (--outer-dp-sharding-strategy optim), a reduce-scatter and an all-gather instead.
 """
 
 from collections import Counter
@@ -43,9 +43,8 @@ from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import BufferPlan, Cut, Item, lay_out, overlaps
 from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
-from megatron.core.grid import ALONE
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import GradAxes, Mesh
 from megatron.core.offload.tier import Stored, Tier
 from megatron.core.placement import Placement, partial_grads
 
@@ -89,12 +88,16 @@ class DistributedDataParallel(nn.Module):
         self._num_microbatches: int | None = None  # of this step
         self._reduce_begun = False  # whether no backward of it is to follow
         self.is_complete = True  # whether its gradients are summed
-        self._order = self._use_order()
+        # In stages 2 and 3 ranks that divide a buffer must make its calls in one order.
+        self._orders = {
+            buffer.axes.shard: UseOrder(buffer.axes.shard, buffer.device, at_once=self.config.poison_released_buffers)
+            for buffer in (self.buffers if self.config.stage > 1 else ())
+        }
         self._buckets = [
             Bucket(
                 buffer,
                 number,
-                order=self._order,
+                order=self._orders.get(buffer.axes.shard),
                 rounds=self.config.grad_reduce_in_bf16,
                 sums_wide=self.config.reduce_scatter_with_fp32_accumulation,
             )
@@ -121,34 +124,27 @@ class DistributedDataParallel(nn.Module):
         self._addresses = {name: p.data_ptr() for name, p in trained.items()} if self.config.stage < 3 else {}
         self.zero_grad_buffer()
 
+    def _axes(self, key: tuple) -> GradAxes:
+        config = self.config
+        return self.mesh.grad_axes(key[0], shards=config.stage > 0, divides_outer=config.divides_over_outer)
+
     def _cut(self, key: tuple) -> Cut:
         """How the buffer of these parameters is divided."""
-        reduce_over, _, _ = key
-        shards = self.mesh["dp_inner"].size if self.config.stage > 0 else 1
-        shards *= self.mesh["dp_outer"].size if self.config.divides_over_outer else 1
-        return Cut(self.config.bucket_numel(self.mesh.over(reduce_over).size), shards, by_unit=self.config.stage == 3)
+        axes = self._axes(key)
+        shards = axes.shard.size * axes.outer.size
+        return Cut(self.config.bucket_numel(axes.reduce.size), shards, by_unit=self.config.stage == 3)
 
     def _buffer(self, plan: BufferPlan, parameters: dict[str, nn.Parameter]) -> ParamAndGradBuffer:
-        reduce_axis, sharded, divides = self.mesh.over(plan.key[0]), plan.shards > 1, self.config.divides_over_outer
-        outer = self.mesh["dp_outer"] if sharded else reduce_axis
         return ParamAndGradBuffer(
             plan,
             parameters,
-            reduce_axis,
-            self.mesh["dp_inner"] if sharded else ALONE,
-            ALONE if divides else outer,
-            outer_axis=outer if divides else ALONE,
+            self._axes(plan.key),
             stage=self.config.stage,
             summed_in_shards=not self.config.fixed_order_grad_reduce,
             poison=self.config.poison_released_buffers,
             grad_dtype=torch.bfloat16 if self.config.main_grads_dtype == "bf16" else None,
             tier=self._tier,
         )
-
-    def _use_order(self) -> UseOrder | None:
-        if self.config.stage < 2 or not self.buffers:
-            return None
-        return UseOrder(self.mesh["dp_inner"], self.buffers[0].device, at_once=self.config.poison_released_buffers)
 
     def _count_uses(self) -> Uses:
         """Gradients of one backward by bucket, as the model says it, and in which buckets it says nothing."""
@@ -187,8 +183,8 @@ class DistributedDataParallel(nn.Module):
         self._reduce_begun = self.is_complete = False
         self._check_parameters()
         self._uses.forget()
-        if self._order is not None:
-            self._order.forget()
+        for order in self._orders.values():
+            order.forget()
         if self._fetcher is not None:
             self._fetcher.release()
         for grads in self._microbatches:
@@ -227,8 +223,8 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._buckets if not self._microbatches else ():
             if self.config.stage < 2 or bucket.is_written:
                 bucket.start_reduce()
-        if self._order is not None:
-            self._order.end()
+        for order in self._orders.values():
+            order.end()
 
     def finish_grad_reduce(self) -> None:
         """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns. A step is summed
@@ -437,8 +433,8 @@ def finalize_model_grads(
     mesh = chunks[0].mesh
     counted = num_tokens if mesh["pp"].is_last else 0.0
     total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(mesh.device)
-    for axis in ("dp", "pp"):
-        comm.all_reduce(total, mesh[axis])
+    for axis in (mesh.tokens, mesh["pp"]):
+        comm.all_reduce(total, axis)
     for chunk in chunks:
         chunk.scale_gradients(1.0 / (total.item() or 1.0))
 

@@ -29,7 +29,7 @@ class MicrobatchGrads:
 
         ends: first and last stage, if both hold this tensor; their parts of a microbatch are added first.
         """
-        total, axis = self.buffer.grads.data, self.buffer.reduce_axis
+        total, axis = self.buffer.grads.data, self.buffer.axes.reduce
         for microbatch in sorted(self._kept):
             mine = self._kept[microbatch].data
             if ends is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
-from megatron.core.grid import ALONE, Axis
+from megatron.core.mesh import GradAxes
 from megatron.core.offload.tier import Stored, Tier, start_writing
 
 
@@ -94,11 +94,10 @@ class ParamAndGradBuffer:
         2       whole    passing  a part of params own memory
         3       passing  passing  own memory       own memory
 
-    Passing tensors are `Transient`, one a bucket: `params_of`, `grads_of`. reduce_axis: the ranks over which gradients are summed.
-    shard_axis: those of them among which owned things are divided, each owning its part of every bucket (ALONE: nothing is
-    divided). replica_axis: the others. outer_axis: in stage 3, the others, if what is owned is divided further over them: a rank then
-    holds a shard of parameters and gradients (`held_params`, `held_sums`) and owns, that is updates, a part of that. Else a rank owns
-    what it holds. `summed_in_shards`: whether a rank gets the sums that it owns only. poison: for `Transient`.
+    Passing tensors are `Transient`, one a bucket: `params_of`, `grads_of`. axes: where gradients are summed; each rank of `axes.shard`
+    owns its part of every bucket. With an `axes.outer`, in stage 3, a rank holds a shard of parameters and gradients (`held_params`,
+    `held_sums`) and owns, that is updates, a part of that. Else a rank owns what it holds.
+    `summed_in_shards`: whether a rank gets the sums that it owns only. poison: for `Transient`.
     tier: where the held parameters of stage 3 are kept; with the others when None.
     """
 
@@ -106,11 +105,8 @@ class ParamAndGradBuffer:
         self,
         plan: BufferPlan,
         parameters: Mapping[str, nn.Parameter],
-        reduce_axis: Axis,
-        shard_axis: Axis,
-        replica_axis: Axis,
+        axes: GradAxes,
         *,
-        outer_axis: Axis = ALONE,
         stage: int = 0,
         summed_in_shards: bool = True,
         poison: bool = False,
@@ -118,14 +114,14 @@ class ParamAndGradBuffer:
         tier: Tier | None = None,
     ):
         first = parameters[plan.slots[0].name]
-        self.plan, self.reduce_axis, self.shard_axis, self.replica_axis = plan, reduce_axis, shard_axis, replica_axis
-        self.outer_axis, self.stage, self.poison = outer_axis, stage, poison
+        self.plan, self.axes = plan, axes
+        self.stage, self.poison = stage, poison
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         self.dtype, self.master_dtype = first.dtype, torch.promote_types(first.dtype, torch.float32)
         self.grad_dtype = grad_dtype or self.master_dtype
         self.device = first.device
-        self.held = plan.owned(shard_axis.rank, shard_axis.size)
-        self.owned = plan.owned(shard_axis.rank * outer_axis.size + outer_axis.rank)
+        self.held = plan.owned(axes.shard.rank, axes.shard.size)
+        self.owned = plan.owned(axes.shard.rank * axes.outer.size + axes.outer.rank)
         self.params = self.grads = None
         self.params_of = self.grads_of = ()
         if stage < 3:
@@ -145,7 +141,7 @@ class ParamAndGradBuffer:
         else:
             self.held_sums = self._shard_of_zeros(self.master_dtype)
         self.owned_params = self.held_params.within(self.owned)
-        self.sums = self.held_sums.within(self.owned) if outer_axis.size > 1 else self.held_sums
+        self.sums = self.held_sums.within(self.owned) if axes.outer.size > 1 else self.held_sums
         self._take_in_parameters()
 
     @property

@@ -16,6 +16,7 @@ from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
+from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.offload.plan import cut_by_fraction
 from megatron.core.offload.tier import Stored, Tier, copy_stored
@@ -51,7 +52,6 @@ class FlatOptimizer:
     ):
         self.buffers, self.config, self.mesh, self.scaler = list(buffers), config, mesh, scaler
         self.fixed_order = fixed_order
-        self.shard_axes = [self.buffers[0].shard_axis, self.buffers[0].outer_axis] if self.buffers else []
         self.device = self.buffers[0].device if self.buffers else device
         self._kept = kept = [
             _Kept(buffer, tier, offload_fraction, splits=config.reuse_fp32_param) for buffer in self.buffers
@@ -102,38 +102,43 @@ class FlatOptimizer:
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def grad_norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each parameter counted once. One all-reduce of a number over mp, and one over
-        the ranks that share the gradient in shards; in fixed order, where every rank has the whole sum, an all-reduce of a count
-        and an all-gather of all parameters' sums of squares over mp.
+        """The L2 norm of the whole model's gradient, each parameter counted once. For each kind of parameter, one all-reduce of a number
+        over the ranks that hold shards of the gradient, and one over those of a copy of the model; in fixed order, where every rank
+        has the whole sum, an all-reduce of a count and an all-gather of all parameters' sums of squares over mp.
 
         It is not finite if any gradient on any rank is not, counted or not: a copy that overflowed alone, by a kernel whose
         order of summation varies, would else be the only one that is updated.
         """
         if self.fixed_order:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for weight, part in self._weighted_gradients():
-            total += weight * _sum_of_squares(part)  # 0 x infinity is NaN
-        for axis in self.shard_axes:
+        squares = [self._sum_of_squares(axes.reduce, axes.model) for axes in self.mesh.all_grad_axes()]
+        return torch.stack(squares).sum().sqrt().item()
+
+    def _sum_of_squares(self, reduce: Axis, model: Axis) -> Tensor:
+        """Of the gradients that are summed over `reduce`. `model`: the ranks of one copy of them, all of which must call."""
+        total, shard_axes = torch.zeros((), dtype=torch.float64, device=self.device), ()
+        for buffer, counted in zip(self.buffers, self._counted):
+            if buffer.axes.reduce is reduce:
+                shard_axes = (buffer.axes.shard, buffer.axes.outer)
+                for weight, part in _weighted_gradients(buffer, counted):
+                    total += weight * _sum_of_squares(part)  # 0 x infinity is NaN
+        for axis in shard_axes:
             comm.all_reduce(total, axis)
-        return comm.all_reduce(total, self.mesh["mp"]).sqrt().item()
+        return comm.all_reduce(total, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
         """The sum of squares of each piece of a parameter, from all ranks of mp, with some zeros; in no certain order, so add
         them up exactly. Each is summed as a tensor of its own, for a sum's bits depend on where it begins."""
-        mine = [weight * part.double().square().sum() for weight, part in self._weighted_gradients()]
+        mine = [
+            weight * part.double().square().sum()
+            for buffer, counted in zip(self.buffers, self._counted)
+            for weight, part in _weighted_gradients(buffer, counted)
+        ]
         length = comm.all_reduce(torch.tensor([len(mine)], device=self.device), self.mesh["mp"], "max").item()
         padded = torch.zeros(int(length), dtype=torch.float64, device=self.device)
         if mine:
             padded[: len(mine)] = torch.stack(mine)
         return comm.all_gather(padded, self.mesh["mp"]).tolist()
-
-    def _weighted_gradients(self) -> Iterator[tuple[float, Tensor]]:
-        """All sums of gradients that this rank has, in parts: weight 1 where it speaks for them, else 0."""
-        for buffer, counted in zip(self.buffers, self._counted):
-            for weight, first, last in _weighted(counted, buffer.plan.numel):
-                for start, stop in overlaps(buffer.sums.held, first, last):
-                    yield weight, buffer.sums.at(start, stop)
 
     def clip_factor(self, divisor: float = 1.0) -> tuple[float, float]:
         """The norm of gradient / `divisor`, and by what `step` must multiply the gradient so that this, and no longer than `clip_grad`, is
@@ -287,6 +292,13 @@ def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list
                     start = counted.pop()[0]
             counted.append((start, stop))
     return counted
+
+
+def _weighted_gradients(buffer: ParamAndGradBuffer, counted: list[tuple[int, int]]) -> Iterator[tuple[float, Tensor]]:
+    """All sums of gradients that this rank has of the buffer, in parts: weight 1 where it speaks for them, else 0."""
+    for weight, first, last in _weighted(counted, buffer.plan.numel):
+        for start, stop in overlaps(buffer.sums.held, first, last):
+            yield weight, buffer.sums.at(start, stop)
 
 
 def _weighted(counted: list[tuple[int, int]], numel: int) -> list[tuple[float, int, int]]:

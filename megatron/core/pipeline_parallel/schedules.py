@@ -78,7 +78,7 @@ def forward_backward(
     pp, training = mesh["pp"], not (forward_only or collect_non_loss_data)
     by_stage = {i * pp.size + pp.rank: chunk for i, chunk in enumerate(chunks)}
     scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"), mesh) if training else None
-    step_tokens = micro_batch_size * seq_length * num_microbatches * mesh["dp"].size
+    step_tokens = micro_batch_size * seq_length * num_microbatches * mesh.tokens.size
     executor = Executor(
         by_stage,
         len(chunks) * pp.size,
@@ -95,7 +95,7 @@ def forward_backward(
     totals = executor.run(actions, pp.rank, training=training, loss_scale=1.0 if scale is None else scale / step_tokens)
     if training:
         _finish(chunks, mesh, totals.tokens, scaled_by=1.0 if scale is None else 1 / step_tokens)
-        mesh.kept[_SAMPLES] = mesh.kept.get(_SAMPLES, 0) + num_microbatches * micro_batch_size * mesh["dp"].size
+        mesh.kept[_SAMPLES] = mesh.kept.get(_SAMPLES, 0) + num_microbatches * micro_batch_size * mesh.samples.size
     return reports
 
 
@@ -155,11 +155,11 @@ def _beginner(by_stage: Mapping[int, nn.Module], mesh: Mesh, micro_batch_size: i
     """What precedes each compute action: the running chunk, the samples that dropout is keyed by, whose gradients are written."""
     found = (getattr(m, "keys", None) for chunk in by_stage.values() for m in chunk.modules())
     keys = {id(one): one for one in found if isinstance(one, DropoutKeys)}.values()
-    pp, dp, first_sample = mesh["pp"], mesh["dp"], mesh.kept.get(_SAMPLES, 0)
+    pp, samples, first_sample = mesh["pp"], mesh.samples, mesh.kept.get(_SAMPLES, 0)
 
     def begin(action: Action) -> None:
         mesh.virtual_rank = action.stage // pp.size
-        first = first_sample + (action.microbatch * dp.size + dp.rank) * micro_batch_size
+        first = first_sample + (action.microbatch * samples.size + samples.rank) * micro_batch_size
         for one in keys:
             one.samples = tuple(range(first, first + micro_batch_size))
         _call(by_stage[action.stage], "begin_microbatch", action.microbatch, backward=action.op is not Op.F)
@@ -170,8 +170,8 @@ def _beginner(by_stage: Mapping[int, nn.Module], mesh: Mesh, micro_batch_size: i
 def _finish(chunks: Sequence[nn.Module], mesh: Mesh, tokens: torch.Tensor | float, *, scaled_by: float) -> None:
     """Make the gradients whole, and those of the mean over all tokens of the step. scaled_by: what the sum of losses was."""
     total = torch.as_tensor(tokens, dtype=torch.float64).reshape(1).to(mesh.device)
-    for axis in ("dp", "pp"):
-        total = comm.all_reduce(total.clone(), mesh[axis])
+    for axis in (mesh.tokens, mesh["pp"]):
+        total = comm.all_reduce(total.clone(), axis)
     share = 1.0 / (max(total.item(), 1.0) * scaled_by)
     if (finalize := _config_of(chunks[0], "finalize_model_grads_func")) is not None:
         finalize(chunks, None)  # no tokens: the gradients are divided here

@@ -1,12 +1,12 @@
 """The sizes of a run that has begun: of its settings, of the model that its script makes, of one of its ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from megatron.core.grid import Axis
+from megatron.core.mesh import Mesh
 from megatron.core.models.bert import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
@@ -39,12 +39,12 @@ def sizes_of(runtime: Runtime, model: str) -> RunSizes:
     )
 
 
-def of_rank(run: RunSizes, mesh: Mapping[str, Axis]) -> RunSizes:
+def of_rank(run: RunSizes, mesh: Mesh) -> RunSizes:
     """The same with the few numbers in which ranks of one stage differ: the part of each bucket that a rank updates, where a share of
     that is offloaded, and the real words of a padded table."""
-    layer, outer = run.layer, mesh["dp_outer"]
-    part = 0
+    layer, part = run.layer, 0
     if run.zero_stage > 0 and 0 < run.offload_fraction < 1:
-        part = mesh["dp_inner"].rank * (outer.size if run.divides_outer else 1) + run.divides_outer * outer.rank
+        axes = mesh.grad_axes(shards=True, divides_outer=run.divides_outer)
+        part = axes.shard.rank * axes.outer.size + axes.outer.rank
     rank = mesh["tp"].rank if replace(layer, tensor_rank=mesh["tp"].rank).real_words < layer.real_words else 0
     return replace(run, part=part, layer=replace(layer, tensor_rank=rank))

@@ -33,10 +33,10 @@ _ADVICE = "more data-parallel ranks with a higher --zero-stage, or a lower --opt
 
 def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
     """What lasts of this rank's state in each tier, once these model chunks are trained."""
-    config, shards = runtime.config, runtime.mesh["dp_inner"].size
-    outer = runtime.mesh["dp_outer"].size if config.data_parallel.outer_dp_sharding_strategy == "optim" else 1
-    total: Bytes = {}
+    config, total = runtime.config, {}
+    divides_outer = config.data_parallel.divides_over_outer
     for parameter in (p for module in modules for p in module.parameters() if p.requires_grad):
+        axes = runtime.mesh.grad_axes(parameter.placement.reduce_over, shards=True, divides_outer=divides_outer)
         found = bytes_by_tier(
             parameter.numel(),
             Element.of(
@@ -46,8 +46,8 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
                 gradient=2 if config.data_parallel.main_grads_dtype == "bf16" else None,
             ),
             stage=config.data_parallel.stage,
-            shards=shards,
-            outer=outer,
+            shards=axes.shard.size,
+            outer=axes.outer.size,
             tier=config.offload.tier,
             fraction=config.offload.optimizer_offload_fraction,
             offload_params=config.offload.offload_params,

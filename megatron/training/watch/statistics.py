@@ -88,7 +88,7 @@ def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads:
     may be under way.
     """
     for chunk in chunks:
-        for buffer in (b for b in chunk.buffers if b.replica_axis.is_first):
+        for buffer in (b for b in chunk.buffers if b.axes.replica.is_first):
             values = buffer.sums if grads else buffer.owned_params
             for slot in buffer.plan.slots:
                 parameter = buffer.parameters[slot.name]
@@ -97,9 +97,10 @@ def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads:
                     first, last = (slot.start + at for at in flat_run(local, shape))
                     for start, stop in overlaps(buffer.owned, first, last):
                         yield from ((slot.name, part) for part in loaded(values.at(start, stop)))
-        if not grads and mesh["dp"].is_first:
+        if not grads:
             for name, parameter in chunk.module.named_parameters():
-                if not parameter.requires_grad:  # it has no place in a buffer
+                reduce_over = parameter.placement.reduce_over
+                if not parameter.requires_grad and mesh.grad_axes(reduce_over).reduce.is_first:  # not in a buffer
                     for _, local in owned_pieces(parameter.placement, tuple(parameter.shape), mesh):
                         yield name, parameter.data[slices(local)]
 
