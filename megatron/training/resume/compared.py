@@ -1,6 +1,6 @@
 """Which settings a run shares with the checkpoint that it goes on from: all of them, but for those listed here. Pure.
 
-    NOT_COMPARED                 changes nothing that is computed, or is compared in another way
+    NOT_COMPARED (and _PARTS)    changes nothing that is computed, or is compared in another way
     PRECISION                    refused, unless --allow-precision-change
     the rest of the model        refused: the parameters would mean something else
     the rest                     said, and allowed
@@ -22,128 +22,32 @@ from megatron.training.settings.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
 
-# Why they are not compared -> settings.
-NOT_COMPARED: dict[str, tuple[str, ...]] = {
+# Whole components that are not compared, and why; and single settings of the others.
+NOT_COMPARED_PARTS = {
+    "parallel": "layout: any gives the numbers of one process",
+    "offload": "memory: what is moved",
+    "device": "device and processes",
+    "log": "logs",
+    "tensorboard": "curves",
+    "profile": "profiles",
+    "checkpoint": "where checkpoints are",
+    "learning_rate": "compared as the schedule that follows from it",
+}
+NOT_COMPARED = {
     "layout: any gives the numbers of one process": (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "sequence_parallel",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "pipeline_schedule",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "scatter_gather_tensors_in_pipeline",
-        "use_tp_pp_dp_mapping",
-        "overlap_grad_reduce",
-        "ddp_bucket_size",
-        "use_distributed_optimizer",
-        "zero_stage",
-        "data_parallel_sharding_strategy",
-        "num_distributed_optimizer_instances",
-        "outer_dp_sharding_strategy",
-        "overlap_param_gather",
-        "make_vocab_size_divisible_by",
+        *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "make_vocab_size_divisible_by"),
+        *("use_distributed_optimizer", "zero_stage", "data_parallel_sharding_strategy"),
+        *("num_distributed_optimizer_instances", "outer_dp_sharding_strategy"),
     ),
     "the global batch size in force is compared": ("micro_batch_size", "global_batch_size"),
     "memory: what is kept, computed again or moved": (
-        "recompute_granularity",
-        "recompute_modules",
-        "recompute_method",
-        "recompute_num_layers",
-        "distribute_saved_activations",
-        "contiguous_checkpointing",
-        "cpu_offloading_num_layers",
-        "min_offloaded_tensor_size",
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-        "offload_dir",
-        "offload_params",
-        "empty_unused_memory_level",
-        "poison_released_buffers",
+        *("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
+        *("distribute_saved_activations", "contiguous_checkpointing", "poison_released_buffers"),
+        *("cpu_offloading_num_layers", "min_offloaded_tensor_size"),
     ),
-    "device and processes": (
-        "device",
-        "distributed_backend",
-        "distributed_timeout_minutes",
-        "local_rank",
-        "check_memory",
-    ),
-    "logs, curves and profiles": (
-        "log_interval",
-        "log_throughput",
-        "log_params_norm",
-        "log_num_zeros_in_grad",
-        "log_progress",
-        "metrics_file",
-        "inspect",
-        "log_memory_interval",
-        "timing_log_level",
-        "timing_log_option",
-        "barrier_with_L1_time",
-        "tensorboard_dir",
-        "tensorboard_log_interval",
-        "tensorboard_queue_size",
-        "log_timers_to_tensorboard",
-        "log_batch_size_to_tensorboard",
-        "log_learning_rate_to_tensorboard",
-        "log_loss_scale_to_tensorboard",
-        "log_validation_ppl_to_tensorboard",
-        "log_memory_to_tensorboard",
-        "log_world_size_to_tensorboard",
-        "wandb_project",
-        "wandb_exp_name",
-        "wandb_entity",
-        "wandb_save_dir",
-        "profile",
-        "profile_step_start",
-        "profile_step_end",
-        "profile_ranks",
-        "use_pytorch_profiler",
-        "record_memory_history",
-        "memory_snapshot_path",
-    ),
-    "where checkpoints are, and how this run starts and stops": (
-        "save",
-        "load",
-        "save_interval",
-        "save_optim",
-        "pretrained_checkpoint",
-        "finetune",
-        "load_optim",
-        "exit_on_missing_checkpoint",
-        "allow_precision_change",
-        "allow_tokenizer_change",
-        "skip_train",
-        "exit_interval",
-        "exit_duration_in_mins",
-        "exit_signal_handler",
-    ),
-    "compared as the schedules that follow from them": (
-        "lr",
-        "min_lr",
-        "decoupled_lr",
-        "decoupled_min_lr",
-        "lr_decay_style",
-        "lr_decay_iters",
-        "lr_decay_samples",
-        "lr_wsd_decay_style",
-        "lr_wsd_decay_iters",
-        "lr_wsd_decay_samples",
-        "lr_warmup_iters",
-        "lr_warmup_samples",
-        "lr_warmup_fraction",
-        "lr_warmup_init",
-        "override_opt_param_scheduler",
-        "use_checkpoint_opt_param_scheduler",
-        "weight_decay",
-        "start_weight_decay",
-        "end_weight_decay",
-        "weight_decay_incr_style",
+    "how this run starts and stops": ("skip_train", "exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
+    "compared as the schedule that follows from them": (
+        *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     ),
     "compared as the rows of the position table": ("max_position_embeddings",),
     "how samples are read, not which": ("data_cache_path", "mmap_bin_files", "num_workers"),
@@ -151,23 +55,14 @@ NOT_COMPARED: dict[str, tuple[str, ...]] = {
 PRECISION = ("bf16", "fp16", "fp64", "fp32_residual_connection")
 # Of the model's settings those that change its course, and not what its parameters mean.
 COURSE_OF_MODEL = (
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "attention_backend",
-    "label_smoothing",
-    "z_loss_coeff",
-    "cpu_half_products",
+    *("hidden_dropout", "attention_dropout", "init_method_std", "label_smoothing", "z_loss_coeff"),
+    *("attention_backend", "cpu_half_products"),
 )
 # Compared by what the files hold, where both sides say that.
 BY_TOKENIZER = tuple(f.name for f in knobs(TokenizerConfig))
 BY_DATA = (
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    *("data_args_path", "per_split_data_args_path"),
 )
 
 
@@ -200,7 +95,7 @@ def compare(
     now_of, before_of = _in_force(mine), _in_force(saved)
     if "own" not in before_of:
         now_of.pop("own", None)
-    for part in dict.fromkeys([*now_of, *before_of]):
+    for part in (part for part in dict.fromkeys([*now_of, *before_of]) if part not in NOT_COMPARED_PARTS):
         now, before = now_of.get(part, {}), before_of.get(part, {})
         defaults = {f.name: default_of(f) for f in knobs(COMPONENTS[part])} if part in COMPONENTS else own_defaults
         for name in dict.fromkeys([*now, *before]):

@@ -1,70 +1,60 @@
 """The rules between the components of a configuration: everything that is wrong, found before a process group exists."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.config import ConfigError, flags_of, knobs
+from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.parallel_config import grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.transformer.transformer_config import tensor_parallel_problems
-from megatron.training.settings.config import COMPONENTS, CheckpointConfig, Config
+from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.watch.watch_config import watch_problems
 
 
 def check(config: Config, world_size: int) -> None:
     """Rules across components; all problems at once. Every rank calls, before anything communicates."""
-    problems = _missing(config)
-    problems += _data_problems(config)
-    problems += _model_problems(config)
-    problems += _batch_problems(config, world_size)
-    problems += _unit_problems(config)
-    problems += _schedule_problems(config)
-    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
-        problems.append("--save-interval needs --save, the folder to write to")
-    problems += _load_problems(config.checkpoint)
-    if config.training.skip_train and config.training.eval_iters == 0 and config.checkpoint.load is None:
-        problems.append(
-            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or leave out "
-            "--skip-train to train"
-        )
-    if config.offload.offload_params and config.data_parallel.stage < 3:
-        problems.append(
-            f"--offload-params keeps shards of parameters, and in ZeRO stage {config.data_parallel.stage} there are none; give "
-            "--zero-stage 3, or leave it out"
-        )
-    problems += watch_problems(
-        config.log, config.tensorboard, config.profile, save=config.checkpoint.save, world_size=world_size
-    )
-    if problems:
+    groups = (_missing, _data_problems, _model_problems, _batch_problems, _unit_problems, _schedule_problems)
+    rules = (*groups, _checkpoint_problems, _watch_problems)
+    if problems := [problem for rule in rules for problem in rule(config, world_size)]:
         raise ConfigError(problems)
 
 
-def _load_problems(config: CheckpointConfig) -> list[str]:
+def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
     """Flags about a checkpoint, without one: a run that starts anew by mistake costs more than one that does not start."""
-    if config.load is not None:
-        return []
-    problems = []
-    if config.finetune and config.pretrained_checkpoint is None:
-        problems.append(
-            "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
+    checkpoint, stage = config.checkpoint, config.data_parallel.stage
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield "--save-interval needs --save, the folder to write to"
+    if checkpoint.load is None and checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
+        yield "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
+    if checkpoint.load is None and checkpoint.exit_on_missing_checkpoint:
+        yield "--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing"
+    if checkpoint.load is None and config.training.skip_train and config.training.eval_iters == 0:
+        yield (
+            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or leave out "
+            "--skip-train to train"
         )
-    if config.exit_on_missing_checkpoint:
-        problems.append("--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing")
-    return problems
+    if config.offload.offload_params and stage < 3:
+        yield (
+            f"--offload-params keeps shards of parameters, and in ZeRO stage {stage} there are none; give --zero-stage 3, or leave it out"
+        )
 
 
-def _missing(config: Config) -> list[str]:
+def _watch_problems(config: Config, world_size: int) -> list[str]:
+    parts = (config.log, config.tensorboard, config.profile)
+    return watch_problems(*parts, save=config.checkpoint.save, world_size=world_size)
+
+
+def _missing(config: Config, _: int) -> Iterator[str]:
     """The settings that no run can do without, and this one lacks."""
-    parts = [getattr(config, part.name) for part in fields(config)]
-    lacks = [f for part in parts for f in knobs(type(part)) if f.metadata["required"] and getattr(part, f.name) is None]
-    problems = [f"{flags_of(f)[0]} is required" for f in lacks]
+    for part in (getattr(config, part.name) for part in fields(config)):
+        lacks = (f for f in knobs(type(part)) if f.metadata["required"] and getattr(part, f.name) is None)
+        yield from (f"{flags_of(f)[0]} is required" for f in lacks)
     if config.training.train_iters is None and config.training.train_samples is None:
-        problems.append("--train-iters (or --train-samples) is required")
-    return problems
+        yield "--train-iters (or --train-samples) is required"
 
 
 def flags_in(problems: Iterable[str]) -> set[str]:
@@ -88,67 +78,63 @@ def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[s
     return [problem for problem in found if not flags_in([problem]) & doubtful and not any(w in problem for w in words)]
 
 
-def _data_problems(config: Config) -> list[str]:
-    problems = config.data.source_problems(needed=False)
+def _data_problems(config: Config, _: int) -> Iterator[str]:
+    yield from config.data.source_problems(needed=False)
     if config.fim.fim_data and config.data.mock_data:
-        problems.append("--fim-data rearranges text, which --mock-data has none of; leave one of them out")
-    return problems
+        yield "--fim-data rearranges text, which --mock-data has none of; leave one of them out"
 
 
-def _model_problems(config: Config) -> list[str]:
+def _model_problems(config: Config, _: int) -> Iterator[str]:
     model, tensor = config.transformer, config.parallel.tensor_model_parallel_size
-    problems = tensor_parallel_problems(model, tensor)
-    if config.parallel.sequence_parallel_on and (config.data.seq_length or 0) % tensor:
-        problems.append(
-            f"--sequence-parallel divides --seq-length ({config.data.seq_length}) over --tensor-model-parallel-size ({tensor}), "
+    length, is_divided = config.data.seq_length, config.parallel.sequence_parallel_on
+    yield from tensor_parallel_problems(model, tensor)
+    if is_divided and (length or 0) % tensor:
+        yield (
+            f"--sequence-parallel divides --seq-length ({length}) over --tensor-model-parallel-size ({tensor}), "
             "which does not divide it; change one"
         )
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
-        problems.append("--main-grads-dtype bf16 is for models of --bf16; give that too, or leave it out")
+        yield "--main-grads-dtype bf16 is for models of --bf16; give that too, or leave it out"
     if config.optimizer.reuse_fp32_param and not model.bf16:
         given = (
             "--fp16, whose weights are no half of a float32" if model.fp16 else "float32, whose weights are the masters"
         )
-        problems.append(f"--reuse-fp32-param is for models of --bf16, and this one is of {given}; leave it out")
-    if model.distribute_saved_activations and (tensor == 1 or config.parallel.sequence_parallel_on):
-        problems.append(
-            "--distribute-saved-activations divides what tensor-parallel ranks hold copies of; leave it out "
-            + (
-                "with --sequence-parallel, where they hold parts"
-                if tensor > 1
-                else "or use --tensor-model-parallel-size"
-            )
+        yield f"--reuse-fp32-param is for models of --bf16, and this one is of {given}; leave it out"
+    if model.distribute_saved_activations and (tensor == 1 or is_divided):
+        instead = (
+            "with --sequence-parallel, where they hold parts" if tensor > 1 else "or use --tensor-model-parallel-size"
         )
-    problems += _layer_problems(config)
+        yield f"--distribute-saved-activations divides what tensor-parallel ranks hold copies of; leave it out {instead}"
+    yield from _layer_problems(config)
     limit = model.max_position_embeddings
-    if limit is not None and config.data.seq_length is not None and limit < config.data.seq_length:
-        problems.append(f"--max-position-embeddings ({limit}) must be at least --seq-length ({config.data.seq_length})")
-    return problems
+    if limit is not None and length is not None and limit < length:
+        yield f"--max-position-embeddings ({limit}) must be at least --seq-length ({length})"
 
 
 _MOST_ACTIONS = 1_000_000  # of a schedule, which every rank holds whole: some 300 MB once its transfers are added
 
 
-def _layer_problems(config: Config) -> list[str]:
+def _layer_problems(config: Config) -> Iterator[str]:
     """Layers that cannot be dealt out to the stages, or computed again in the groups asked for."""
     try:
         largest = max(map(len, config.layer_split))
     except ValueError as error:
-        return str(error).split("\n")
-    model, problems = config.transformer, []
+        yield from str(error).split("\n")
+        return
+    model = config.transformer
+    offloaded = model.cpu_offloading_num_layers
     for name, layers in (
         ("--recompute-num-layers", model.recompute_num_layers),
-        ("--cpu-offloading-num-layers", model.cpu_offloading_num_layers),
+        ("--cpu-offloading-num-layers", offloaded),
     ):
         if layers is not None and layers > largest:
-            problems.append(f"{name} is {layers}; it must be at most {largest}, the layers of the largest stage")
+            yield f"{name} is {layers}; it must be at most {largest}, the layers of the largest stage"
     recomputed = (model.recompute_num_layers or 1) if model.recompute_method == "block" else largest
-    if model.contiguous_checkpointing and model.cpu_offloading_num_layers >= recomputed:
-        problems.append(
-            f"--contiguous-checkpointing is left with nothing by --cpu-offloading-num-layers {model.cpu_offloading_num_layers}: every "
-            "input that recomputed layers keep is offloaded; leave one of them out, or offload fewer layers"
+    if model.contiguous_checkpointing and offloaded >= recomputed:
+        yield (
+            f"--contiguous-checkpointing is left with nothing by --cpu-offloading-num-layers {offloaded}: every input that "
+            "recomputed layers keep is offloaded; leave one of them out, or offload fewer layers"
         )
-    return problems
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:
@@ -227,48 +213,29 @@ def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | No
     )
 
 
-def _unit_problems(config: Config) -> list[str]:
+def _unit_problems(config: Config, _: int) -> Iterator[str]:
     """A run counts in iterations or in samples, and so do all its settings."""
-    training, rate, problems = config.training, config.learning_rate, []
-    pairs = {  # what counts iterations, and what counts samples
-        "--lr-decay": (rate.lr_decay_iters, rate.lr_decay_samples),
-        "--lr-warmup": (rate.lr_warmup_iters, rate.lr_warmup_samples),
-        "--lr-wsd-decay": (rate.lr_wsd_decay_iters, rate.lr_wsd_decay_samples),
-    }
+    training, rate = config.training, config.learning_rate
     if training.train_iters is not None and training.train_samples is not None:
-        return ["--train-iters and --train-samples exclude each other; give one"]
-    if training.train_iters is not None:
-        given = [flag for flag, (_, samples) in pairs.items() if samples]
-        problems += [f"{flag}-samples needs --train-samples; with --train-iters give {flag}-iters" for flag in given]
-        ramps = {
-            "--rampup-batch-size": training.rampup_batch_size,
-            "--step-batch-size-schedule": training.step_batch_size_schedule,
-        }
-        problems += [
-            f"{flag} needs --train-samples instead of --train-iters"
-            for flag, value in ramps.items()
-            if value is not None
-        ]
-    if training.train_samples is not None:
-        given = [flag for flag, (iters, _) in pairs.items() if iters]
-        problems += [f"{flag}-iters needs --train-iters; with --train-samples give {flag}-samples" for flag in given]
-    if training.step_batch_size_schedule is not None:
-        others = {
-            "--global-batch-size": training.global_batch_size,
-            "--rampup-batch-size": training.rampup_batch_size,
-            "--decrease-batch-size-if-needed": training.decrease_batch_size_if_needed or None,
-        }
-        problems += [
-            f"--step-batch-size-schedule and {flag} exclude each other; give one"
-            for flag, value in others.items()
-            if value is not None
-        ]
+        yield "--train-iters and --train-samples exclude each other; give one"
+        return
+    unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
+    if training.train_iters is not None or training.train_samples is not None:
+        for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            if getattr(rate, f"{name}_{other}"):
+                flag = flag_of(name)
+                yield f"{flag}-{other} needs --train-{other}; with --train-{unit} give {flag}-{unit}"
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if training.train_iters is not None and getattr(training, name) is not None:
+            yield f"{flag_of(name)} needs --train-samples instead of --train-iters"
+    for name in ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed"):
+        if training.step_batch_size_schedule is not None and getattr(training, name):
+            yield f"--step-batch-size-schedule and {flag_of(name)} exclude each other; give one"
     if training.rampup_batch_size is not None and training.global_batch_size is None:
-        problems.append("--rampup-batch-size needs --global-batch-size, the size it ends with")
-    return problems
+        yield "--rampup-batch-size needs --global-batch-size, the size it ends with"
 
 
-def _schedule_problems(config: Config) -> list[str]:
+def _schedule_problems(config: Config, _: int) -> list[str]:
     """A learning rate that could not be followed, whatever the batch."""
     training = config.training
     if config.learning_rate.lr is None or not (training.train_iters or training.train_samples):
