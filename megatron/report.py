@@ -48,22 +48,22 @@ VARIABLES = """
 _GIB = 2**30
 _PACKAGE = Path(__file__).resolve().parent
 
-Part = dict[str, Any]
+Facts = dict[str, Any]
 
 
-def collect() -> dict[str, Part]:
+def collect() -> dict[str, Facts]:
     """All parts by name. A part that fails is {"unknown": why}."""
     return {name: _guarded(part) for name, part in _PARTS.items()}
 
 
-def _guarded(part: Callable[[], Part]) -> Part:
+def _guarded(part: Callable[[], Facts]) -> Facts:
     try:
         return part()
     except Exception as error:  # whatever is broken here is what the report is about
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 
-def _system() -> Part:
+def _system() -> Facts:
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -97,8 +97,8 @@ def _commit() -> str:
         return "not a git checkout"
 
 
-def _packages() -> Part:
-    found: Part = {}
+def _packages() -> Facts:
+    found: Facts = {}
     for name, purpose in PACKAGES.items():
         try:
             found[name] = importlib.metadata.version(name)
@@ -107,10 +107,10 @@ def _packages() -> Part:
     return found
 
 
-def _devices() -> Part:
+def _devices() -> Facts:
     torch = importlib.import_module("torch")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    part: Part = {"accelerator": accelerator.type if accelerator else "none, the CPU computes"}
+    part: Facts = {"accelerator": accelerator.type if accelerator else "none, the CPU computes"}
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         for i in range(torch.accelerator.device_count()):
@@ -122,8 +122,8 @@ def _devices() -> Part:
     return part
 
 
-def _launcher() -> Part:
-    part: Part = {}
+def _launcher() -> Facts:
+    part: Facts = {}
     try:
         launch = discover(os.environ)
         part["launcher"] = launch.launcher
@@ -135,9 +135,9 @@ def _launcher() -> Part:
     return part | {name: os.environ[name] for name in VARIABLES.split() if name in os.environ}
 
 
-def _threads() -> Part:
+def _threads() -> Facts:
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    part: Part = {"cores": os.cpu_count(), "cores this process may use": mine}
+    part: Facts = {"cores": os.cpu_count(), "cores this process may use": mine}
     part["threads of torch"] = _guarded(lambda: {"": importlib.import_module("torch").get_num_threads()})
     part["threads of torch"] = next(iter(part["threads of torch"].values()))
     try:
@@ -147,14 +147,14 @@ def _threads() -> Part:
     return part
 
 
-def _memory() -> Part:
+def _memory() -> Facts:
     with open("/proc/meminfo") as file:
         sizes = {name: int(rest.split()[0]) / 2**20 for name, _, rest in (line.partition(":") for line in file)}
     return {"total GiB": round(sizes["MemTotal"], 1), "available GiB": round(sizes["MemAvailable"], 1)}
 
 
-def _disk() -> Part:
-    part: Part = {}
+def _disk() -> Facts:
+    part: Facts = {}
     for name, folder in (("here", os.getcwd()), ("temporary", tempfile.gettempdir())):
         part[name] = f"{folder}, {shutil.disk_usage(folder).free / _GIB:.1f} GiB free, {_writable(folder)}"
     return part
@@ -170,7 +170,7 @@ def _writable(folder: str) -> str:
         return f"not writable ({error.strerror})"
 
 
-_PARTS: dict[str, Callable[[], Part]] = {
+_PARTS: dict[str, Callable[[], Facts]] = {
     "system": _system,
     "packages": _packages,
     "devices": _devices,
@@ -181,7 +181,7 @@ _PARTS: dict[str, Callable[[], Part]] = {
 }
 
 
-def as_text(parts: dict[str, Part]) -> str:
+def as_text(parts: dict[str, Facts]) -> str:
     lines = []
     for name, part in parts.items():
         width = max(map(len, part))

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -76,6 +77,7 @@ PURE = [
     "megatron.training.memory.report",
     "megatron.training.memory.room",
 ]
+TO_BE_RENAMED = {"Away", "Bucket", "KINDS", "MODELS", "ORDER", "Placement", "Segment", "Work", "peak_of_rank"}
 MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 560  # code lines; code_lines.py has those of megatron/ and tools/
 
 
@@ -150,6 +152,28 @@ def test_no_imports_in_a_circle():
 
     for name in graph:
         visit(name, ())
+
+
+def public_names(path: Path) -> Iterator[str]:
+    """The names that a module defines at its top level, for others to use."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found = [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+        else:
+            continue
+        yield from (name for name in found if not name.startswith("_") and name != "main")
+
+
+def test_a_public_name_means_one_thing():
+    """Outside of `core/classic`, whose names are Megatron's."""
+    home: dict[str, Path] = {}
+    for path in sorted((ROOT / "megatron").rglob("*.py")):
+        for name in public_names(path) if CORE / "classic" not in path.parents else ():
+            other = home.setdefault(name, path)
+            assert other == path or name in TO_BE_RENAMED, f"{name} is defined in {path} and in {other}"
 
 
 MEETING = [CORE / "job.py", CORE / "model_parallel.py"]  # where processes meet and groups are made

@@ -64,7 +64,7 @@ class NoLineError(ConnectionError):
     """This rank is not let into the job, or the job cannot come together; the message says why."""
 
 
-def name_of(rank: int) -> str:
+def connection_name(rank: int) -> str:
     """How others speak of this process: "rank 3 (on gpu07, process 4711)"."""
     return f"rank {rank} (on {socket.gethostname()}, process {os.getpid()})"
 
@@ -196,7 +196,7 @@ class Exchange:
             return
         peer.rank, peer.name = rank, name
         self._came[rank] = peer
-        _send(peer.socket, {"welcome": name_of(0)})
+        _send(peer.socket, {"welcome": connection_name(0)})
         if self._lost:
             _send(peer.socket, {"lost": self._lost})
         elif self._complete:
@@ -265,7 +265,7 @@ class Line:
         self._began = time.monotonic()
         self._socket = _connect(["127.0.0.1", "::1"] if rank == 0 else [*near, *told["hosts"]], told["port"])
         self._messages = self._socket.makefile("rb")
-        _send(self._socket, {"token": told["token"], "rank": rank, "ranks": ranks, "name": name_of(rank)})
+        _send(self._socket, {"token": told["token"], "rank": rank, "ranks": ranks, "name": connection_name(rank)})
         self._socket.settimeout(_ANSWERS_WITHIN * 10)  # the first rank may be busy
         greeting = json.loads(self._messages.readline() or "{}")
         if "welcome" not in greeting:

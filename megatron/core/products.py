@@ -97,7 +97,7 @@ def settle(
 ) -> tuple[Products, str | None]:
     """(how every rank of `world` multiplies, a line about it). Every rank must call.
 
-    asked: a way, or "measure", or "auto", which takes what was `kept` (`as_json`) for this dtype and measures without.
+    asked: a way, or "measure", or "auto", which takes what was `kept` (`ways_as_json`) for this dtype and measures without.
     """
     name = str(dtype).removeprefix("torch.")
     if not has_two_ways(dtype, device):
@@ -121,12 +121,12 @@ def settle(
     return chosen, f"products in {name} as timed on this CPU (processor time): {_listed(times)}"
 
 
-def as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:
+def ways_as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:
     return {"dtype": str(dtype), **asdict(products)}
 
 
 def from_json(kept: Mapping[str, Any] | None, dtype: torch.dtype) -> Products | None:
-    """What `as_json` gave; None for another dtype, or for nothing that it gives."""
+    """What `ways_as_json` gave; None for another dtype, or for nothing that it gives."""
     known = (
         isinstance(kept, Mapping) and kept.get("dtype") == str(dtype) and all(kept.get(kind) in WAYS for kind in _KINDS)
     )

@@ -210,7 +210,7 @@ def build_train_valid_test_data_iterators(
     """
     runtime = get_runtime()
     samples, micro_batch_size = runtime.mesh.samples, runtime.config.training.micro_batch_size
-    datasets = build_datasets(provider, runtime)
+    datasets = build_run_datasets(provider, runtime)
     reads = runtime.mesh["tp"].is_first
     return tuple(
         batches(dataset, 0, micro_batch_size, samples.rank, samples.size) if reads and dataset is not None else None
@@ -218,7 +218,7 @@ def build_train_valid_test_data_iterators(
     )
 
 
-def build_datasets(provider: DatasetsProvider, runtime: Runtime) -> tuple[Any, Any, Any]:
+def build_run_datasets(provider: DatasetsProvider, runtime: Runtime) -> tuple[Any, Any, Any]:
     """The provider's data sets, of as many samples as the settings ask for. Every rank must call."""
     training = runtime.config.training
     # By the settings alone, whatever the run goes on from: what a data set holds may depend on how much is asked for.

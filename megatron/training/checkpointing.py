@@ -138,7 +138,7 @@ def save(
 def _products_of(runtime: Runtime) -> dict[str, Any]:
     dtype = runtime.config.transformer.params_dtype
     has_two = products.has_two_ways(dtype, runtime.device.torch_device)
-    return {"products": products.as_json(runtime.products, dtype)} if has_two else {}
+    return {"products": products.ways_as_json(runtime.products, dtype)} if has_two else {}
 
 
 def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:

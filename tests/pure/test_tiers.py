@@ -21,7 +21,7 @@ from megatron.core.offload.block_file import BlockFile, OffloadError
 from megatron.core.offload.folder import RankFolder, folder_problems, remove_left_behind
 from megatron.core.offload.host_memory import free_on_machine, free_to_process
 from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, cut_by_fraction, show_bytes, slices
+from megatron.core.offload.plan import Element, bytes_by_tier, bytes_line, cut_by_fraction, cut_in_slices, show_bytes
 from megatron.core.offload.tier import FileTensor, FileTier, HostTier, copy_stored, loaded, start_reading, start_writing
 from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
@@ -331,8 +331,8 @@ def test_a_share_is_cut_where_a_parameter_starts():
 
 
 def test_slices_cover_a_run_once():
-    assert slices(5, 30, 10) == [(5, 15), (15, 25), (25, 30)]
-    assert slices(5, 5, 10) == []
+    assert cut_in_slices(5, 30, 10) == [(5, 15), (15, 25), (25, 30)]
+    assert cut_in_slices(5, 5, 10) == []
 
 
 @pytest.mark.parametrize("length", [0, 4, 1001])

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron.core.boxes import Box, intersect, size_of
 
-FORMAT, VERSION = "megatron-boxes", 1
+FORMAT, FORMAT_VERSION = "megatron-boxes", 1
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 PARTIAL, REPLACED = ".partial", ".replaced"
@@ -118,7 +118,7 @@ def to_json(manifest: Manifest) -> str:
     """The text of a manifest, one tensor a line."""
     fields = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": FORMAT_VERSION,
         "byte_order": sys.byteorder,
         "iteration": manifest.iteration,
         "state": manifest.state,
@@ -164,9 +164,9 @@ def _check_header(raw: Any, file: Path | str) -> None:
         raise CheckpointError(
             file, f"has format {header.get('format')!r}, not {FORMAT!r}", "convert it, or give another folder"
         )
-    if header.get("version") != VERSION:
+    if header.get("version") != FORMAT_VERSION:
         advice = "load it with the release that wrote it, or update this one"
-        raise CheckpointError(file, f"has version {header.get('version')!r}; this code reads {VERSION}", advice)
+        raise CheckpointError(file, f"has version {header.get('version')!r}; this code reads {FORMAT_VERSION}", advice)
     if header.get("byte_order") != sys.byteorder:
         wrong = f"holds {header.get('byte_order')!r}-endian numbers, this machine's are {sys.byteorder}-endian"
         raise CheckpointError(file, wrong, "load it on a machine like the one that wrote it")
@@ -248,7 +248,7 @@ def _problems_of_places(manifest: Manifest) -> list[str]:
     problems = []
     for name, record in manifest.tensors.items():
         for piece in record.pieces:
-            at = f"tensor {name!r}, box {show(piece.box)}"
+            at = f"tensor {name!r}, box {show_box(piece.box)}"
             if not _is_box_within(piece.box, record.shape):
                 problems.append(f"{at} is not a box within shape {record.shape}")
             elif piece.nbytes != item_bytes_of(size_of(piece.box), record.dtype):
@@ -305,7 +305,7 @@ def _problem_of_cover(name: str, record: TensorRecord) -> str:
     if len(cut := _divided(record)) > _MOST_CUT:
         return f"tensor {name!r} is divided along {len(cut)} dimensions; allowed are {_MOST_CUT}"
     if pair := _first_overlap(record.pieces):
-        boxes = " and ".join(f"{show(piece.box)} in {piece.file}" for piece in pair)
+        boxes = " and ".join(f"{show_box(piece.box)} in {piece.file}" for piece in pair)
         return f"tensor {name!r} has pieces that overlap: {boxes}"
     total = math.prod(record.shape)
     held = sum(math.prod(size_of(piece.box)) for piece in record.pieces)
@@ -313,7 +313,7 @@ def _problem_of_cover(name: str, record: TensorRecord) -> str:
         return (
             f"tensor {name!r} of shape {record.shape} has pieces that overlap: they hold {held} elements, not {total}"
         )
-    boxes = ", ".join(show(piece.box) for piece in record.pieces[:4]) or "none"
+    boxes = ", ".join(show_box(piece.box) for piece in record.pieces[:4]) or "none"
     return f"tensor {name!r} of shape {record.shape} has gaps: its boxes ({boxes}) hold {held} of {total} elements"
 
 
@@ -370,6 +370,6 @@ def state_problems(value: Any, at: str = "state") -> list[str]:
     return [f"{at} is {value!r:.40} ({type(value).__name__}), which plain JSON cannot hold"]
 
 
-def show(box: Box) -> str:
+def show_box(box: Box) -> str:
     """`[0:4, 8:16]`"""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

@@ -21,7 +21,7 @@ from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
-from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
+from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensor
 from megatron.core.grid import ALONE, Axis
 from megatron.core.offload.tier import Stored, StoredTensor
 
@@ -71,7 +71,7 @@ class Checkpoint:
 
     def _check(self, tensors: dict[str, LocalTensor], convert: bool) -> None:
         """All that is missing or does not fit, in one error, before anything is read."""
-        problems = [problem for name, local in tensors.items() for problem in problems_of(name, local)]
+        problems = [problem for name, local in tensors.items() for problem in problems_of_tensor(name, local)]
         for name, local in tensors.items():
             record = self.manifest.tensors.get(name)
             if record is None:
@@ -110,7 +110,7 @@ class Checkpoint:
     def _read(self, piece: Piece, name: str, data: Tensor) -> None:
         """Fill `data` with the bytes of `piece`; raises if they, or those that align it, are not the ones that were saved."""
         path, gap = self.folder / piece.file, self._gaps[piece.file, piece.offset]
-        what = f"tensor {name!r}, box {format.show(piece.box)}"
+        what = f"tensor {name!r}, box {format.show_box(piece.box)}"
         buffer, at, digest = memoryview(data.numpy()), 0, hashlib.sha256()
         try:
             with open(path, "rb", buffering=0) as file:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.boxes import Box, size_of
-from megatron.core.checkpoint.format import ITEM_BYTES, show
+from megatron.core.checkpoint.format import ITEM_BYTES, show_box
 from megatron.core.offload.tier import Stored, StoredTensor
 
 
@@ -40,7 +40,7 @@ class LocalTensor:
         return view.view(size_of(global_box))
 
 
-def problems_of(name: str, local: LocalTensor) -> list[str]:
+def problems_of_tensor(name: str, local: LocalTensor) -> list[str]:
     """Why this tensor can be neither saved nor loaded; the names of dtypes and all boxes are checked."""
     if local.dtype not in ITEM_BYTES:
         return [f"tensor {name!r} has dtype {local.dtype}; a checkpoint holds {', '.join(ITEM_BYTES)}"]
@@ -50,11 +50,13 @@ def problems_of(name: str, local: LocalTensor) -> list[str]:
     for global_box, local_box in (*local.pieces, *local.copies):
         if not (_is_within(global_box, local.shape) and _is_within(local_box, local.tensor.shape)):
             problems.append(
-                f"tensor {name!r}: the boxes {show(global_box)} <- {show(local_box)} do not lie within the whole "
+                f"tensor {name!r}: the boxes {show_box(global_box)} <- {show_box(local_box)} do not lie within the whole "
                 f"shape {tuple(local.shape)} and the local shape {tuple(local.tensor.shape)}"
             )
         elif not _match(size_of(global_box), size_of(local_box), local.tensor.is_contiguous()):
-            problems.append(f"tensor {name!r}: box {show(global_box)} cannot be taken from box {show(local_box)}")
+            problems.append(
+                f"tensor {name!r}: box {show_box(global_box)} cannot be taken from box {show_box(local_box)}"
+            )
     return problems
 
 

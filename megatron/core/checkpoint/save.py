@@ -26,7 +26,7 @@ from megatron.core import comm
 from megatron.core.boxes import Box
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
-from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of
+from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensor
 from megatron.core.grid import Axis
 from megatron.core.offload.tier import Stored, StoredTensor
 from megatron.core.storage.atomic import sync_file, sync_folder, write_synced
@@ -105,7 +105,7 @@ def _left(root: Path) -> str:
 
 
 def _check(root: Path, iteration: int, tensors: dict[str, LocalTensor], state: dict[str, Any]) -> None:
-    problems = [problem for name, local in tensors.items() for problem in problems_of(name, local)]
+    problems = [problem for name, local in tensors.items() for problem in problems_of_tensor(name, local)]
     problems += [f"a tensor is named {name!r}; names are text" for name in tensors if not isinstance(name, str)]
     problems += format.state_problems(state)
     if not isinstance(state, dict):

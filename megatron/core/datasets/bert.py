@@ -8,7 +8,7 @@ from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.known_ids import name_of
+from megatron.core.datasets.known_ids import tokenizer_name
 from megatron.core.datasets.masked import (
     BertDataset,
     MaskedDataConfig,
@@ -118,7 +118,7 @@ def word_pieces(tokenizer: Any) -> WordPieces:
             "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
-    return WordPieces(words, *ids, tokenizer=name_of(tokenizer))
+    return WordPieces(words, *ids, tokenizer=tokenizer_name(tokenizer))
 
 
 # -------------------------------------------------------------------- made-up samples

@@ -18,7 +18,7 @@ from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.found_cache import FoundCaches, shape_problem
 from megatron.core.datasets.index_map import IndexRequest, Indices, build_indices, number_of_samples, split_tokens
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.known_ids import joined, name_of
+from megatron.core.datasets.known_ids import joined, tokenizer_name
 from megatron.core.datasets.split_plan import (
     Building,
     Part,
@@ -240,7 +240,7 @@ def build_gpt_datasets(
         config.eod_mask_loss,
         config.reset_position_ids,
         config.reset_attention_mask,
-        name_of(tokenizer),
+        tokenizer_name(tokenizer),
     )
     if config.mock_data:
         return tuple(

@@ -8,7 +8,7 @@ from megatron.core.config import ConfigError
 from megatron.core.datasets.indexed import IndexedDataset
 
 
-def name_of(tokenizer: Any) -> str:
+def tokenizer_name(tokenizer: Any) -> str:
     """What a message calls a tokenizer: its type, and the file that it was read from."""
     name, path = getattr(tokenizer, "name", type(tokenizer).__name__), getattr(tokenizer, "path", None)
     return f"{name} {path}" if path else name

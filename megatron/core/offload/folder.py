@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.core.config import ConfigError
 from megatron.core.storage.locks import locked
 
-LOCK, STATE = "lock", "state"
+LOCK_FILE, STATE_FILE = "lock", "state"
 
 
 def folder_of(root: Path | str, rank: int) -> Path:
@@ -40,12 +40,12 @@ def folder_problems(root: Path | str, rank: int) -> list[str]:
 
 
 def _problems_inside(root: Path | str, folder: Path) -> list[str]:
-    if strange := sorted({path.name for path in folder.iterdir()} - {LOCK, STATE}):
+    if strange := sorted({path.name for path in folder.iterdir()} - {LOCK_FILE, STATE_FILE}):
         return [
             f"--offload-dir {root}: {folder} holds {', '.join(strange[:5])}, which no run of ours wrote there; move that away or "
             "choose another folder"
         ]
-    lock = folder / LOCK
+    lock = folder / LOCK_FILE
     if not lock.exists():
         return []
     with open(lock, "r+") as file:
@@ -61,10 +61,10 @@ class RankFolder:
             raise ConfigError(problems)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if not locked(self._lock) or not self._is_there():
                 os.close(self._lock)
-                raise ConfigError(_living(root, self.path, self.path / LOCK))
+                raise ConfigError(_living(root, self.path, self.path / LOCK_FILE))
         except OSError as error:
             raise ConfigError(
                 f"--offload-dir {root} cannot be written: {error.strerror}; choose another folder"
@@ -72,12 +72,12 @@ class RankFolder:
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         with contextlib.suppress(FileNotFoundError):
-            (self.path / STATE).unlink()
+            (self.path / STATE_FILE).unlink()
 
     def _is_there(self) -> bool:
         """Whether the file that we locked is the one in the folder: a process that ended in between may have removed it."""
         with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK))
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK_FILE))
         return False
 
     @property
@@ -93,7 +93,7 @@ class RankFolder:
         """Give it back."""
         if self._lock < 0:
             return
-        for name in (STATE, LOCK):
+        for name in (STATE_FILE, LOCK_FILE):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
         os.close(self._lock)
@@ -107,7 +107,7 @@ def remove_left_behind(root: Path | str, ranks: int) -> list[str]:
     removed = []
     for folder in sorted(Path(root).glob("rank_*")):
         number = folder.name.removeprefix("rank_")
-        if number.isdecimal() and int(number) >= ranks and (folder / LOCK).exists():
+        if number.isdecimal() and int(number) >= ranks and (folder / LOCK_FILE).exists():
             with contextlib.suppress(ConfigError):  # it belongs to a run that lives, or to somebody else
                 RankFolder(root, int(number)).remove()
                 removed.append(folder.name)

@@ -30,7 +30,7 @@ def cut_by_fraction(
     return list(held), []
 
 
-def slices(start: int, stop: int, length: int = SLICE) -> list[tuple[int, int]]:
+def cut_in_slices(start: int, stop: int, length: int = SLICE) -> list[tuple[int, int]]:
     """start .. stop in parts of `length` elements, the last perhaps shorter."""
     return [(at, min(at + length, stop)) for at in range(start, stop, length)]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.core.boxes import Box, flat_run, size_of, slices, whole
 from megatron.core.device import start_to_host
 from megatron.core.offload.block_file import BLOCK, BlockFile, OffloadError
-from megatron.core.offload.folder import STATE, RankFolder
+from megatron.core.offload.folder import STATE_FILE, RankFolder
 
 _CHUNK = 4 << 20  # bytes that go through memory at a time when whole tensors are copied
 
@@ -154,7 +154,7 @@ class FileTier:
         """pinned: read into memory that an accelerator can read itself."""
         self._pinned = pinned
         self.folder = RankFolder(root, rank)
-        self._file = BlockFile(self.folder.path / STATE, block)
+        self._file = BlockFile(self.folder.path / STATE_FILE, block)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
         self._finalizer = weakref.finalize(self, _close, self._worker, self._file, self.folder)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.device import start_to_host
 from megatron.core.distributed.plan import ALIGN
-from megatron.core.offload.plan import SLICE, slices
+from megatron.core.offload.plan import SLICE, cut_in_slices
 from megatron.core.offload.tier import Stored, start_reading, start_writing
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
@@ -66,7 +66,7 @@ class SlicedUpdater:
         self._slices = [
             segment.part(start, stop)
             for segment in segments
-            for start, stop in slices(
+            for start, stop in cut_in_slices(
                 0, segment.gradients.numel(), length * (1 if _on_host(segment) else _LONGER_ON_DEVICE)
             )
         ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config import changes
-from megatron.core.tokenizers.tokenizer_config import NEEDED, SIZED, TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config import NEEDED_BY_TYPE, SIZED, TokenizerConfig
 
 _FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _READ_BY = {"null_": "NullTokenizer", "tiktoken_": "TikTokenizer"}  # how settings of one type begin
@@ -35,7 +35,7 @@ def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
 def _is_read(name: str, tokenizer_type: str | None) -> bool:
     """Whether a tokenizer of this type reads the setting."""
     if name in _FILES:
-        return name in NEEDED.get(tokenizer_type, ())
+        return name in NEEDED_BY_TYPE.get(tokenizer_type, ())
     if name == "vocab_size":
         return tokenizer_type in SIZED
     return next((kind == tokenizer_type for start, kind in _READ_BY.items() if name.startswith(start)), True)

@@ -7,7 +7,7 @@ from typing import Literal
 from megatron.core.config import Count, FlagConfig, knob
 
 # The flags that each type cannot do without, as field names.
-NEEDED = {
+NEEDED_BY_TYPE = {
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -71,7 +71,7 @@ class TokenizerConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        for name in NEEDED.get(self.tokenizer_type, ()):
+        for name in NEEDED_BY_TYPE.get(self.tokenizer_type, ()):
             if getattr(self, name) is None:
                 yield f"--tokenizer-type {self.tokenizer_type} needs --{name.replace('_', '-')}"
         words, end = self.vocab_size or 0, self.null_tokenizer_eod_id
@@ -82,7 +82,7 @@ class TokenizerConfig(FlagConfig):
     @property
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""
-        has_its_own = self.tokenizer_type in NEEDED and self.tokenizer_type not in SIZED
+        has_its_own = self.tokenizer_type in NEEDED_BY_TYPE and self.tokenizer_type not in SIZED
         if self.vocab_size is None or not has_its_own:
             return {}
         return {"--vocab-size": f"--tokenizer-type {self.tokenizer_type} has a vocabulary of its own, whose size holds"}

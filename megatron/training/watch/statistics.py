@@ -129,7 +129,7 @@ def num_zeros_in_grad(chunks: Sequence[DistributedDataParallel], mesh: Mesh, dev
 
 # ---------------------------------------------------------------- what --inspect writes
 
-Key = tuple[str, str]  # ("parameter" | "gradient" | "activation", name in the model)
+TensorKey = tuple[str, str]  # ("parameter" | "gradient" | "activation", name in the model)
 
 
 class Inspector:
@@ -140,7 +140,7 @@ class Inspector:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, sequence_parallel: bool):
         self._chunks, self._mesh = chunks, mesh
-        self._found: dict[Key, Statistics] = {}
+        self._found: dict[TensorKey, Statistics] = {}
         self._handles: list[RemovableHandle] = []
         if sequence_parallel or mesh["tp"].is_first:  # else another rank has the same
             for chunk in chunks:
@@ -156,10 +156,10 @@ class Inspector:
 
                 self._handles.append(module.register_forward_hook(note))
 
-    def _add(self, key: Key, x: Tensor) -> None:
+    def _add(self, key: TensorKey, x: Tensor) -> None:
         self._found[key] = self._found.get(key, Statistics()) + statistics_of(x)
 
-    def finish(self, device: torch.device | str) -> dict[Key, Statistics]:
+    def finish(self, device: torch.device | str) -> dict[TensorKey, Statistics]:
         """The statistics by (what, name). Gradients are those that the optimizer was given: clipped. Every rank must call."""
         for handle in self._handles:
             handle.remove()
@@ -167,7 +167,7 @@ class Inspector:
             for name, part in my_elements(self._chunks, self._mesh, grads=grads):
                 self._add((what, name), part)
         mine = [[*key, asdict(statistics)] for key, statistics in self._found.items()]
-        whole: dict[Key, Statistics] = {}
+        whole: dict[TensorKey, Statistics] = {}
         for text in comm.all_gather_texts(json.dumps(mine), self._mesh["world"], device):
             for what, name, numbers in json.loads(text):
                 whole[what, name] = whole.get((what, name), Statistics()) + Statistics(**numbers)

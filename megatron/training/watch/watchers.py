@@ -25,7 +25,7 @@ from megatron.training.train_step import Pipeline, StepResult
 from megatron.training.watch.log import Interval, has_perplexity, perplexity, progress_line
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
 from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
-from megatron.training.watch.statistics import Inspector, Key, Statistics, num_zeros_in_grad, params_norm
+from megatron.training.watch.statistics import Inspector, Statistics, TensorKey, num_zeros_in_grad, params_norm
 from megatron.training.watch.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that an action counts for.
@@ -51,7 +51,7 @@ class Measured:
 
     num_zeros: int | None = None
     params_norm: float | None = None
-    tensors: dict[Key, Statistics] = field(default_factory=dict)  # where --inspect is due
+    tensors: dict[TensorKey, Statistics] = field(default_factory=dict)  # where --inspect is due
 
 
 class Watch:
