@@ -177,7 +177,8 @@ def test_what_other_groups_have_updated_is_in_the_file_when_the_call_is_over(tie
         raise OffloadError("this write")
 
     bucket = SimpleNamespace(
-        held_params=tier.zeros(32, torch.float32), buffer=SimpleNamespace(axes=SimpleNamespace(outer=ALONE), device=torch.device("cpu"))
+        held_params=tier.zeros(32, torch.float32),
+        buffer=SimpleNamespace(axes=SimpleNamespace(outer=ALONE), device=torch.device("cpu")),
     )
     monkeypatch.setattr(BlockFile, "write", fail)
     with pytest.raises(OffloadError, match="this write"):

@@ -65,134 +65,106 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "kernels are chosen by what the device can do": """
         --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion
         --no-persist-layer-norm --no-rope-fusion --use-te-activation-func --use-fused-weighted-squared-relu
-        --no-scaled-masked-softmax-fusion --scaled-masked-softmax-fusion --scaled-upper-triang-masked-softmax-fusion
-    """,
+        --no-scaled-masked-softmax-fusion --scaled-masked-softmax-fusion --scaled-upper-triang-masked-softmax-fusion""",
     "the fused attention kernel is used wherever it can do the work": "--use-flash-attn",
     "weight gradients are written straight into their buffer": "--no-gradient-accumulation-fusion",
     "there is one cross entropy, and it never gathers the vocabulary": """
-        --cross-entropy-loss-fusion --cross-entropy-fusion-impl NAME
-    """,
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl NAME""",
     "queries are scaled before the product and the softmax is taken in float32, so float16 scores do not overflow": """
-        --apply-query-key-layer-scaling --no-query-key-layer-scaling
-    """,
+        --apply-query-key-layer-scaling --no-query-key-layer-scaling""",
     "the softmax is always taken in float32": "--attention-softmax-in-fp32",
     "float32 is the rule; --main-grads-dtype bf16 and --grad-reduce-in-bf16 are the exceptions": """
-        --accumulate-allreduce-grads-in-fp32 --fp32-allreduce
-    """,
+        --accumulate-allreduce-grads-in-fp32 --fp32-allreduce""",
     "a loss that counts its tokens is always the mean over all tokens of the step": "--calculate-per-token-loss",
     "initial weights are always the same in every layout": "--use-cpu-initialization",
     "initial weights are always drawn; a checkpoint then takes their place": """
-        --no-initialization --init-model-with-meta-device
-    """,
+        --no-initialization --init-model-with-meta-device""",
     # ---- parallelism and communication
     "there is one data-parallel wrapper, with contiguous gradient buffers": """
-        --DDP-impl NAME --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp
-    """,
+        --DDP-impl NAME --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp""",
     "buckets are cut by size: --ddp-bucket-size": "--ddp-num-buckets N --ddp-pad-buckets-for-high-nccl-busbw",
     "gradients are summed, and divided once, by the tokens of the step": """
-        --ddp-average-in-collective --no-gradient-reduce-div-fusion
-    """,
+        --ddp-average-in-collective --no-gradient-reduce-div-fusion""",
     "every stage starts its reduction when it is ready": """
-        --no-align-grad-reduce --no-align-param-gather --delay-grad-reduce --no-delay-grad-reduce --delay-param-gather
-    """,
+        --no-align-grad-reduce --no-align-param-gather --delay-grad-reduce --no-delay-grad-reduce
+        --delay-param-gather""",
     "the all-reduce overlaps the weight gradient, which changes no number": """
-        --no-async-tensor-model-parallel-allreduce
-    """,
+        --no-async-tensor-model-parallel-allreduce""",
     "transfers between stages are always begun early and waited for late": """
         --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
-        --use-ring-exchange-p2p
-    """,
+        --use-ring-exchange-p2p""",
     "--pipeline-schedule zb-h1 is the schedule that defers weight gradients": """
-        --defer-embedding-wgrad-compute --wgrad-deferral-limit N
-    """,
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit N""",
     "tensor-parallel communication and products are overlapped where the code can, which changes no number": """
         --tp-comm-overlap --tp-comm-overlap-cfg FILE --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
         --tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
         --disable-tp-comm-split-ag --disable-tp-comm-split-rs --tp-comm-bulk-dgrad --tp-comm-bulk-wgrad
-        --tp-comm-split-ag --tp-comm-split-rs --tp-comm-bootstrap-backend NAME
-    """,
+        --tp-comm-split-ag --tp-comm-split-rs --tp-comm-bootstrap-backend NAME""",
     "every group has the back end and the timeout of --distributed-backend and --distributed-timeout-minutes": """
         --pipeline-model-parallel-comm-backend NAME --high-priority-stream-groups NAME...
-        --nccl-communicator-config-path FILE --use-nccl-ub --nccl-ub
-        --disable-symmetric-registration --use-sharp --sharp-enabled-group NAME --disable-gloo-process-groups
-        --enable-gloo-process-groups
-    """,
+        --nccl-communicator-config-path FILE --use-nccl-ub --nccl-ub --disable-symmetric-registration --use-sharp
+        --sharp-enabled-group NAME --disable-gloo-process-groups --enable-gloo-process-groups""",
     "context parallelism is not built yet, and without it these say nothing": """
-        --cp-comm-type NAME... --hierarchical-context-parallel-sizes N...
-    """,
+        --cp-comm-type NAME... --hierarchical-context-parallel-sizes N...""",
     "memory stays as it is": "--no-clone-scatter-output-in-embedding",
-    "Python collects its garbage as it always does": """
-        --manual-gc --manual-gc-interval N --no-manual-gc-eval
-    """,
+    "Python collects its garbage as it always does": "--manual-gc --manual-gc-interval N --no-manual-gc-eval",
     "every rank keeps in step with its device as it is": "--train-sync-interval N",
     "the log has one level": "--logging-level N",
     "nothing is sent to NVIDIA's one_logger": "--no-one-logger",
     "files are read and written as they are, without NVIDIA's multi-storage client": "--disable-msc",
     # ---- data
     "no mask is ever made for causal attention": """
-        --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
-    """,
+        --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader""",
     "one process builds all indices": "--num-dataset-builder-threads N",
     "an epoch of --dataloader-type cyclic is shuffled as a whole, in every layout": "--no-data-sharding",
     "only retrieval and models of pictures read it, and they are not built yet": """
-        --sample-rate X --retriever-seq-length N
-    """,
+        --sample-rate X --retriever-seq-length N""",
     "a tokenizer is its files, and no code that comes with them is run": "--legacy-tokenizer --trust-remote-code",
     # ---- checkpoints
     "random numbers follow from --seed and the position in the run; there is no state to save or to load": """
-        --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker
-    """,
+        --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker""",
     "there is one format, which any layout loads and every rank writes its share of": """
-        --auto-detect-ckpt-format --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load
-        --no-ckpt-fully-parallel-load --ckpt-assume-constant-structure --dist-ckpt-optim-fully-reshardable
-        --distrib-optim-fully-reshardable-mem-efficient --ckpt-convert-update-legacy-dist-opt-format
-    """,
+        --auto-detect-ckpt-format --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save
+        --ckpt-fully-parallel-load --no-ckpt-fully-parallel-load --ckpt-assume-constant-structure
+        --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient
+        --ckpt-convert-update-legacy-dist-opt-format""",
     "masters that are not loaded are made from the weights as they were saved, with all their digits": """
-        --load-main-params-from-ckpt
-    """,
+        --load-main-params-from-ckpt""",
     "training waits until a checkpoint is complete": "--async-save --use-persistent-ckpt-worker",
     "only checkpoints on local disks read it, and they are not built yet": """
-        --non-persistent-global-ckpt-dir DIR --non-persistent-local-ckpt-dir DIR --non-persistent-local-ckpt-algo NAME
-        --replication-jump N --replication-factor N
-    """,
+        --non-persistent-global-ckpt-dir DIR --non-persistent-local-ckpt-dir DIR
+        --non-persistent-local-ckpt-algo NAME --replication-jump N --replication-factor N""",
     "the tokenizer is always the command line's": "--no-use-tokenizer-model-from-checkpoint-args",
     # ---- companions of flags that are refused
     "only fp8 and fp4 read it, and they are not built yet": """
         --fp8-amax-history-len N --fp8-amax-compute-algo NAME --fp8-margin N --fp8-interval N --no-fp8-wgrad
         --fp8-recipe NAME --fp8-param-gather --fp8-param --first-last-layers-bf16 --num-layers-at-start-in-bf16 N
-        --num-layers-at-end-in-bf16 N --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --fp4-recipe NAME
-        --fp4-param
-    """,
+        --num-layers-at-end-in-bf16 N --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag
+        --fp4-recipe NAME --fp4-param""",
     "an offloaded update is torch's, slice by slice, with the next slice on its way": """
-        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
-    """,
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d""",
     "host memory that an accelerator reads is pinned": "--no-pin-cpu-grads --no-pin-cpu-params",
     "only fully sharded data parallelism reads it, and that is not built yet": """
         --fsdp-double-buffer --suggested-communication-unit-size N --enable-full-sharding-in-hsdp
-        --torch-fsdp2-no-reshard-after-forward
-    """,
+        --torch-fsdp2-no-reshard-after-forward""",
     "only multi-latent attention reads it, and that is not built yet": """
         --q-lora-rank N --kv-lora-rank N --qk-head-dim N --qk-pos-emb-head-dim N --v-head-dim N
-        --rotary-scaling-factor X --mscale X --mscale-all-dim X --cache-mla-latents
-    """,
+        --rotary-scaling-factor X --mscale X --mscale-all-dim X --cache-mla-latents""",
     "only state-space models read it, and they are not built yet": """
-        --mamba-state-dim N --mamba-head-dim N --mamba-num-groups N --mamba-num-heads N --disable-mamba-mem-eff-path
-    """,
+        --mamba-state-dim N --mamba-head-dim N --mamba-num-groups N --mamba-num-heads N --disable-mamba-mem-eff-path""",
     "only retrieval reads it, and that is not built yet": """
         --retro-cyclic-train-iters N --retro-encoder-layers N --retro-encoder-hidden-dropout X
         --retro-encoder-attention-dropout X --retro-num-neighbors N --retro-num-retrieved-chunks N
         --retro-attention-gate X --retro-no-verify-neighbor-count --biencoder-projection-dim N
         --biencoder-shared-query-context-model --titles-data-path FILE --query-in-block-prob X --use-one-sent-docs
         --evidence-data-path FILE --retriever-report-topk-accuracies N... --retriever-score-scaling
-        --block-data-path FILE --embedding-path FILE --indexer-batch-size N --indexer-log-interval N
-    """,
+        --block-data-path FILE --embedding-path FILE --indexer-batch-size N --indexer-log-interval N""",
     "only models of pictures read it, and they are not built yet": """
         --num-classes N --img-h N --img-w N --img-dim N --num-channels N --patch-dim N --classes-fraction X
-        --data-per-class-fraction X --head-lr-mult X --vision-backbone-type NAME
-        --swin-backbone-type NAME --mask-type NAME --mask-factor X --iter-per-epoch N --dino-local-img-size N
-        --dino-local-crops-number N --dino-head-hidden-size N --dino-bottleneck-size N --dino-freeze-last-layer X
-        --dino-norm-last-layer --dino-warmup-teacher-temp X --dino-teacher-temp X --dino-warmup-teacher-temp-epochs N
-    """,
+        --data-per-class-fraction X --head-lr-mult X --vision-backbone-type NAME --swin-backbone-type NAME
+        --mask-type NAME --mask-factor X --iter-per-epoch N --dino-local-img-size N --dino-local-crops-number N
+        --dino-head-hidden-size N --dino-bottleneck-size N --dino-freeze-last-layer X --dino-norm-last-layer
+        --dino-warmup-teacher-temp X --dino-teacher-temp X --dino-warmup-teacher-temp-epochs N""",
     "only reinforcement learning reads it, and that is not built yet": """
         --rl-prompts-per-eval N --grpo-prompts-per-step N --grpo-group-size N --grpo-iterations N
         --grpo-clamp-eps-lower X --grpo-clamp-eps-upper X --grpo-kl-beta X --grpo-entropy-term-weight X
@@ -203,24 +175,21 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --rl-remove-kv-cache-during-training --rl-reset-cuda-graphs --rl-partial-rollouts
         --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef X
         --rl-calculate-intra-group-similarity --rl-use-sequence-packing --rl-sequence-packing-bin-size N
-        --rl-sequence-packing-algo NAME
-    """,
+        --rl-sequence-packing-algo NAME""",
     "only Muon reads it, and that optimizer is not built yet": """
-        --muon-momentum X --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode NAME --muon-fp32-matmul-prec NAME
-        --muon-num-ns-steps N --muon-tp-mode NAME --muon-extra-scale-factor X
-    """,
+        --muon-momentum X --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode NAME
+        --muon-fp32-matmul-prec NAME --muon-num-ns-steps N --muon-tp-mode NAME --muon-extra-scale-factor X""",
     "only an option that is refused reads it": """
         --relative-attention-num-buckets N --relative-attention-max-distance N --rope-scaling-factor X
-        --window-attn-skip-freq TEXT --mrope-section N... --mtp-loss-scaling-factor X
-        --cuda-graph-warmup-steps N --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME
-        --error-injection-type NAME --adlr-autoresume-interval N --one-logger-async
-        --disable-straggler-on-startup --straggler-ctrlr-port N --straggler-minmax-count N
-        --inprocess-max-iterations N --inprocess-monitor-thread-interval X --inprocess-monitor-process-interval X
-        --inprocess-progress-watchdog-interval X --inprocess-heartbeat-interval X --inprocess-soft-timeout X
-        --inprocess-hard-timeout X --inprocess-heartbeat-timeout X --inprocess-barrier-timeout X
-        --inprocess-completion-timeout X --inprocess-last-call-wait X --inprocess-termination-grace-time X
-        --inprocess-granularity NAME --inprocess-active-world-size N --inprocess-empty-cuda-cache
-    """,
+        --window-attn-skip-freq TEXT --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
+        --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME --error-injection-type NAME
+        --adlr-autoresume-interval N --one-logger-async --disable-straggler-on-startup --straggler-ctrlr-port N
+        --straggler-minmax-count N --inprocess-max-iterations N --inprocess-monitor-thread-interval X
+        --inprocess-monitor-process-interval X --inprocess-progress-watchdog-interval X
+        --inprocess-heartbeat-interval X --inprocess-soft-timeout X --inprocess-hard-timeout X
+        --inprocess-heartbeat-timeout X --inprocess-barrier-timeout X --inprocess-completion-timeout X
+        --inprocess-last-call-wait X --inprocess-termination-grace-time X --inprocess-granularity NAME
+        --inprocess-active-world-size N --inprocess-empty-cuda-cache""",
     "only inference reads it; tools/generate.py has flags of its own": """
         --inference-batch-times-seqlen-threshold N --max-tokens-to-oom N --flash-decode --inference-max-requests N
         --inference-max-seq-length N --inference-max-batch-size N --inference-dynamic-batching
@@ -231,12 +200,10 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --inference-dynamic-batching-track-paused-request-events --inference-dynamic-batching-unified-memory-level N
         --inference-wandb-logging-step-interval N --decode-only-cuda-graphs --use-legacy-static-engine
         --symmetric-ar-type NAME --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill N --disable-chunked-prefill
-        --bert-embedder-type NAME
-    """,
+        --bert-embedder-type NAME""",
     # ---- watching a run
     "it is among the curves unless the --no- form is given": """
-        --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard
-    """,
+        --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard""",
     "timers wait for nobody unless --barrier-with-level-1-timing is given": "--no-barrier-with-level-1-timing",
 }
 
@@ -254,20 +221,16 @@ SILENT_BY_REASON: dict[str, str] = {
         --moe-expert-capacity-factor X --moe-pad-expert-input-to-capacity --moe-token-drop-policy NAME
         --moe-apply-probs-on-input --moe-upcycling-granularity N --moe-pad-experts-for-cuda-graph-inference
         --moe-token-dropping --moe-router-topk-limited-devices N --overlap-moe-expert-parallel-comm
-        --delay-wgrad-compute
-    """
+        --delay-wgrad-compute"""
 }
 
 WARNED_BY_REASON: dict[str, str] = {
     "layers are PyTorch's: the same formulas, in other kernels' speed and rounding, and without fp8": """
-        --transformer-impl local|NAME
-    """,
+        --transformer-impl local|NAME""",
     "checkpoints are raw files and a manifest, for any layout; Megatron reads none of them, and its own are not read": """
-        --ckpt-format NAME --use-dist-ckpt --dist-ckpt-format NAME
-    """,
+        --ckpt-format NAME --use-dist-ckpt --dist-ckpt-format NAME""",
     "only files of --data-impl mmap are read, and they are memory-mapped; tools/preprocess_data.py writes them": """
-        --data-impl mmap|infer|NAME
-    """,
+        --data-impl mmap|infer|NAME""",
 }
 
 _TASKS = "downstream tasks are not built yet: this script pretrains; leave it out"
@@ -288,40 +251,31 @@ REFUSED_BY_REASON: dict[str, str] = {
     "was renamed; use --recompute-num-layers": "--activations-checkpoint-num-layers N",
     # ---- the model
     "mixtures of experts are not built yet; leave it out": """
-        --num-experts 0|1|N --expert-tensor-parallel-size 1|N --moe-use-upcycling
-    """,
+        --num-experts 0|1|N --expert-tensor-parallel-size 1|N --moe-use-upcycling""",
     _BERT: "--output-bert-embeddings --bert-load DIR --ict-load DIR",
     _TWO_STACKS: "--decoder-num-layers N --decoder-seq-length N",
     "retrieval is not built yet; leave it out": "--retro-add-retriever --retro-project-dir DIR --ict-head-size N",
     "models of pictures are not built yet; leave it out": "--vision-pretraining --vision-pretraining-type NAME",
     "multi-latent attention is not built yet; use --group-query-attention": "--multi-latent-attention",
     "state-space models are not built yet; leave it out": """
-        --hybrid-override-pattern TEXT --hybrid-attention-ratio 0|X --hybrid-mlp-ratio 0|X --is-hybrid-model
-    """,
+        --hybrid-override-pattern TEXT --hybrid-attention-ratio 0|X --hybrid-mlp-ratio 0|X --is-hybrid-model""",
     "a model is chosen by its flags or written as model_provider, see docs/adding_a_model.md; leave it out": """
-        --spec local|TEXT...
-    """,
+        --spec local|TEXT...""",
     "layers that differ from one another are not built yet; leave it out": """
-        --heterogeneous-layers-config-path FILE --heterogeneous-layers-config-encoded-json TEXT
-    """,
+        --heterogeneous-layers-config-path FILE --heterogeneous-layers-config-encoded-json TEXT""",
     "prediction of several tokens is not built yet; leave it out": "--mtp-num-layers 0|N",
     "is not built yet; leave it out, or use --swiglu, or GELU without it": """
-        --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X --activation-func-clamp-value X
-    """,
+        --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X --activation-func-clamp-value X""",
     "is not built yet; leave it out: attention is causal over the whole sequence, with a plain softmax": """
-        --window-size N --softmax-type vanilla|NAME
-    """,
+        --window-size N --softmax-type vanilla|NAME""",
     "is not built yet; leave it out, or use --position-embedding-type rope with --rotary-base and --rotary-percent": """
         --rope-type rope|NAME --rotary-interleaved --rotary-seq-len-interpolation-factor 1|X --use-rope-scaling
-        --no-rope-freq TEXT
-    """,
+        --no-rope-freq TEXT""",
     "is not built yet; use --qk-layernorm": "--qk-l2-norm",
     "is not built yet; leave it out: norms stand before each block and their weights are centred around one": """
-        --apply-layernorm-1p --apply-residual-connection-post-layernorm
-    """,
+        --apply-layernorm-1p --apply-residual-connection-post-layernorm""",
     "is not built yet; weights are drawn from a normal distribution, see --init-method-std": """
-        --init-method-xavier-uniform --embedding-init-method-std X --data-parallel-random-init
-    """,
+        --init-method-xavier-uniform --embedding-init-method-std X --data-parallel-random-init""",
     "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out": "--padded-vocab-size N",
     # ---- training
     "is not built yet; leave it out: every iteration is trained": "--iterations-to-skip N...",
@@ -329,62 +283,46 @@ REFUSED_BY_REASON: dict[str, str] = {
     "how a device sums products is PyTorch's choice; leave it out": "--disable-bf16-reduced-precision-matmul",
     # ---- what guards a run
     "is not built yet; leave it out: of losses and gradients only those that are not finite are found": """
-        --check-for-spiky-loss --check-for-large-grads
-    """,
+        --check-for-spiky-loss --check-for-large-grads""",
     "is not built yet; leave it out: no step is computed twice to compare": """
-        --rerun-mode disabled|NAME --result-rejected-tracker-filename FILE
-    """,
+        --rerun-mode disabled|NAME --result-rejected-tracker-filename FILE""",
     "is not built yet; leave it out: copies of the weights are not compared": """
-        --check-weight-hash-across-dp-replicas-interval N
-    """,
+        --check-weight-hash-across-dp-replicas-interval N""",
     "is not measured; leave it out: --timing-log-level 2 --timing-log-option all shows which rank is slow": """
-        --log-straggler
-    """,
+        --log-straggler""",
     "is not measured; leave it out": "--log-energy",
     "one timeout holds for the whole run; use --distributed-timeout-minutes": """
-        --distributed-timeout-seconds-after-init N
-    """,
+        --distributed-timeout-seconds-after-init N""",
     "is not built yet; use --wandb-project, --tensorboard-dir or --metrics-file": """
-        --one-logger-project TEXT --one-logger-run-name TEXT --app-tag-run-name TEXT --app-tag-run-version TEXT
-    """,
+        --one-logger-project TEXT --one-logger-run-name TEXT --app-tag-run-name TEXT --app-tag-run-version TEXT""",
     "is not written; leave it out: the start of the log and each checkpoint's manifest.json hold all settings": """
-        --config-logger-dir DIR
-    """,
+        --config-logger-dir DIR""",
     "is not written; leave it out: weight decay is for tensors of two dimensions or more": """
-        --dump-param-to-param-group-map FILE
-    """,
+        --dump-param-to-param-group-map FILE""",
     "no server is started; leave it out, and see docs/watching.md": "--run-workload-inspector-server",
     "fp8 and fp4 are not built yet; use --bf16": """
         --fp8-format NAME --fp8-e4m3 --fp8-hybrid --fp4-format NAME --transformer-engine-precision-config FILE
-        --te-precision-config-file FILE --kitchen-config-file FILE --kitchen-recipe-number N
-    """,
+        --te-precision-config-file FILE --kitchen-config-file FILE --kitchen-recipe-number N""",
     "CUDA graphs are not built yet; leave it out, the numbers are the same": """
-        --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME
-    """,
+        --enable-cuda-graph --external-cuda-graph --cuda-graph-impl none|NAME""",
     "moments and masters are always float32; leave it out (--reuse-fp32-param takes two bytes of a master away)": """
-        --use-precision-aware-optimizer --main-params-dtype fp32|NAME
-        --exp-avg-dtype fp32|NAME --exp-avg-sq-dtype fp32|NAME
-    """,
+        --use-precision-aware-optimizer --main-params-dtype fp32|NAME --exp-avg-dtype fp32|NAME
+        --exp-avg-sq-dtype fp32|NAME""",
     "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
     "data-parallel layouts agree": "--deterministic-mode",
     "is not built yet; leave it out": """
-        --error-injection-rate 0|N --enable-ft-package --calc-ft-timeouts --inprocess-restart
-        --adlr-autoresume --test-mode --sft --perform-rl-step --lazy-mpu-init X --replication
-    """,
+        --error-injection-rate 0|N --enable-ft-package --calc-ft-timeouts --inprocess-restart --adlr-autoresume
+        --test-mode --sft --perform-rl-step --lazy-mpu-init X --replication""",
     # ---- parallelism
     "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards": """
-        --use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2
-    """,
+        --use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2""",
     "is not built yet; leave it out, the numbers are the same": """
-        --overlap-param-gather-with-optimizer-step
-        --microbatch-group-size-per-virtual-pipeline-stage N
-    """,
+        --overlap-param-gather-with-optimizer-step --microbatch-group-size-per-virtual-pipeline-stage N""",
     "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "
     "--account-for-...-in-pipeline-split": "--pipeline-model-parallel-layout TEXT",
     "a decoder on ranks of its own is not built yet; leave it out": """
-        --pipeline-model-parallel-split-rank N --standalone-embedding-stage
-        --encoder-tensor-model-parallel-size 0|N --encoder-pipeline-model-parallel-size 0|N
-    """,
+        --pipeline-model-parallel-split-rank N --standalone-embedding-stage --encoder-tensor-model-parallel-size 0|N
+        --encoder-pipeline-model-parallel-size 0|N""",
     # ---- data
     "several validation sets are not built yet; blend them with --valid-data-path": "--multiple-validation-sets",
     "is not built yet; use --eval-iters": "--full-validation",
@@ -392,25 +330,19 @@ REFUSED_BY_REASON: dict[str, str] = {
     "a pad that is also a word of the text is never masked; leave it out": "--allow-ambiguous-pad-tokens",
     "the tokenizer is what --tokenizer-type and its files say; leave it out": "--tokenizer-metadata FILE",
     "data are read from local files; copy them, and give --data-path and --data-cache-path": """
-        --s3-cache-path DIR --object-storage-cache-path DIR
-    """,
+        --s3-cache-path DIR --object-storage-cache-path DIR""",
     # ---- checkpoints
     "is not built yet: the latest is loaded; write the number into latest_checkpointed_iteration.txt": "--ckpt-step N",
     "settings are the command line's; give those that the checkpoint's manifest.json holds": """
-        --use-checkpoint-args --use-mp-args-from-checkpoint-args
-    """,
+        --use-checkpoint-args --use-mp-args-from-checkpoint-args""",
     "checkpoints are never deleted; leave it out, and delete old iter_... folders, or raise --save-interval": """
-        --save-retain-interval N
-    """,
+        --save-retain-interval N""",
     "what is missing from a checkpoint, or too much in it, is always an error; leave it out": """
-        --dist-ckpt-strictness raise_all|NAME --no-strict-fsdp-dtensor-load
-    """,
+        --dist-ckpt-strictness raise_all|NAME --no-strict-fsdp-dtensor-load""",
     "other formats are not built yet; leave it out": """
-        --ckpt-convert-format NAME --ckpt-convert-save DIR --dist-ckpt-save-pre-mcore-014
-    """,
+        --ckpt-convert-format NAME --ckpt-convert-save DIR --dist-ckpt-save-pre-mcore-014""",
     "checkpoints on local disks are not built yet; use --save-interval": """
-        --non-persistent-save-interval N --non-persistent-ckpt-type NAME
-    """,
+        --non-persistent-save-interval N --non-persistent-ckpt-type NAME""",
     # ---- scripts other than pretraining
     _TASKS: "--task NAME --train-data FILE... --valid-data FILE... --epochs N --strict-lambada",
     _GENERATES: "--out-seq-length N --num-samples N --genfile FILE --temperature X --top_p X --top_k N --greedy",
