@@ -314,3 +314,10 @@ def test_targets_of_an_assignment_are_counted_inside_tuples_too():
 def test_lines_of_code_are_neither_comments_docstrings_nor_blank():
     text = '"""Doc."""\n\nx = 1  # why\n# why not\ny = """a\n\nb"""\n\n\ndef f():\n    """It."""\n    return (\n        x\n    )\n'
     assert sorted(code_lines(text)) == [3, 5, 6, 7, 10, 12, 13, 14]
+
+
+def test_few_files_have_a_part_in_a_parameter():
+    """`python tests/entered_files.py --names` lists them."""
+    from entered_files import BUILT, entered
+
+    assert len(files := entered()[BUILT]) <= 25, files
