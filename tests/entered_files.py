@@ -21,8 +21,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from local_ranks import run_ranks
@@ -34,6 +33,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.transformer import transformer_layer
 from megatron.training import build, checkpointing, trainer
 
+ROOT = Path(__file__).resolve().parent.parent
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer --lr 1e-3 --mock-data --eval-iters 0 "
