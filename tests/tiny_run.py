@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.core_attention import Documents
+from megatron.core.transformer.kernels import Documents
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing

@@ -42,6 +42,7 @@ def knob(
     metavar: str | None = None,
     required: bool = False,
     of_model: bool = False,
+    names: Collection[str] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
 
@@ -49,8 +50,10 @@ def knob(
     `--no-field-name`, one whose default is False is switched on by `--field-name`; its help says what giving the flag does.
     `required` is what help and documents say of it; the config, or a check across configs, refuses its absence.
     `of_model`, of a script's own knob: with another value the parameters mean something else, so a run refuses the checkpoint.
+    `names`: the open table whose keys the values are, those included that a script has added when the flags are read.
     """
     metadata = {"help": help, "flags": flags, "metavar": metavar, "required": required, "of_model": of_model}
+    metadata["names"] = names
     if isinstance(default, list):
         return dataclasses.field(
             default_factory=lambda: list(default), metadata=metadata, hash=False
@@ -132,8 +135,11 @@ _IN_WORDS = {"[0, inf)": "not be negative", "(0, inf)": "be positive", "[1, inf)
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """A line for each number of `config` that is not in the interval its knob says."""
+    """A line for each value of `config` that is not in the interval, or the table of names, that its knob says."""
     for field in knobs(type(config)):
+        names = field.metadata["names"]
+        if names is not None and getattr(config, field.name) not in names:
+            yield f"{flags_of(field)[0]} is {getattr(config, field.name)}; it must be one of {', '.join(names)}"
         interval, value = interval_of(type(config), field), getattr(config, field.name)
         if interval is None or value is None:
             continue
@@ -182,13 +188,13 @@ _READERS = {int: read_whole_number, float: read_number, str: read_text}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def _one_of(choices: tuple[Any, ...]) -> Any:
-    """A reader of one of `choices`, all of one type."""
+def _one_of(choices: Collection[Any]) -> Any:
+    """A reader of one of `choices`, all of one type. A table may have grown since the reader was made."""
 
     def read(text: str) -> Any:
         if text not in map(str, choices):
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(map(str, choices))}")
-        return type(choices[0])(text)
+        return type(next(iter(choices)))(text)
 
     return read
 
@@ -204,13 +210,18 @@ def value_kind(config_class: type, field: dataclasses.Field) -> Any:
     return kind
 
 
+def _choices_of(kind: Any, field: dataclasses.Field) -> Collection[Any]:
+    """The values of a choice, empty for a knob of another kind."""
+    return field.metadata["names"] or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())
+
+
 def metavar_of(config_class: type, field: dataclasses.Field) -> str:
     """What stands for the value: N a whole number, X any number, {a,b} a choice; empty for a switch."""
     kind = value_kind(config_class, field)
     if kind is bool:
         return ""
-    if typing.get_origin(kind) is Literal:
-        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+    if choices := _choices_of(kind, field):
+        return "{" + ",".join(map(str, choices)) + "}"
     element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
     return field.metadata["metavar"] or _METAVARS[element]
 
@@ -222,8 +233,8 @@ def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str,
     if kind is bool:
         return options | {"action": "store_false" if field.default is True else "store_true"}
     options["metavar"] = metavar_of(config_class, field)
-    if typing.get_origin(kind) is Literal:
-        return options | {"type": _one_of(typing.get_args(kind))}
+    if choices := _choices_of(kind, field):
+        return options | {"type": _one_of(choices)}
     if typing.get_origin(kind) is list:
         return options | {"nargs": "+", "type": _READERS[typing.get_args(kind)[0]]}
     return options | {"type": _READERS[kind]}

@@ -38,7 +38,7 @@ from megatron.core.datasets.masked import (
     attention_masks,
     build_sample_map,
 )
-from megatron.core.transformer.core_attention import Documents
+from megatron.core.transformer.kernels import Documents
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")
 pytestmark = pytest.mark.skipif(

@@ -22,7 +22,7 @@ from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.lookup import lookup
-from megatron.core.transformer.core_attention import fused_attention, plain_attention
+from megatron.core.transformer.kernels import fused_attention, plain_attention
 
 _found = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = os.environ.get("GPU_TESTS_ON") or (_found.type if _found else None)

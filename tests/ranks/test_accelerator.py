@@ -26,7 +26,7 @@ from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.transformer.core_attention import fused_attention
+from megatron.core.transformer.kernels import fused_attention
 from megatron.training.ending import failures
 from megatron.training.memory.offload import notes_of
 

@@ -17,7 +17,8 @@ from megatron.core.mesh import Mesh
 from megatron.core.products import NATIVE, Products, choose, from_json, settle, times, times_transposed
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel import linear
-from megatron.core.transformer.core_attention import CoreAttention, Documents
+from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.kernels import Documents
 from megatron.training.training import pretrain
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, Positive, knob, out_of_range
+from megatron.core.transformer.kernels import KERNELS
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")
 _EXPERTS = "mixture of experts (--num-experts)"
@@ -49,9 +50,10 @@ class TransformerConfig(FlagConfig):
     hidden_dropout: BelowOne = knob(0.1, "dropout after the embedding and after each block")
     attention_dropout: BelowOne = knob(0.1, "dropout of attention probabilities")
     init_method_std: NotNegative = knob(0.02, "standard deviation of initial weights")
-    attention_backend: Literal["auto", "fused", "flash", "unfused", "local"] = knob(
+    attention_backend: str = knob(
         "auto",
         "auto, fused or flash: torch's fused kernel wherever it can do the work; unfused or local: the plain one",
+        names=KERNELS,
     )
     recompute_granularity: Literal["full", "selective"] | None = knob(
         None,

@@ -14,16 +14,21 @@ from megatron.training.memory.sizes import RunSizes
 from megatron.training.runtime import Runtime
 
 MODELS: dict[type, str] = {GPTModel: "gpt", BertModel: "bert"}
+_BACKENDS = {"auto", "fused", "flash", "unfused", "local"}  # kernels whose memory is known
 
 
 def model_of(chunks: Iterable[nn.Module]) -> str | None:
-    """Which of our models these are parts of; None: a script's own, or one with a script's own layers."""
+    """Which of our models these are parts of; None: a script's own, or one with a script's own layers or attention kernel."""
     chunks = list(chunks)
     names = {MODELS.get(type(chunk)) for chunk in chunks}
     if len(names) > 1 or None in names:
         return None
     layers = (layer for chunk in chunks for layer in chunk.language_model.decoder.layers.values())
-    return names.pop() if all(type(layer) is ParallelTransformerLayer for layer in layers) else None
+    known = (
+        type(layer) is ParallelTransformerLayer and layer.self_attention.core_attention.backend in _BACKENDS
+        for layer in layers
+    )
+    return names.pop() if all(known) else None
 
 
 def sizes_of(runtime: Runtime, model: str) -> RunSizes:

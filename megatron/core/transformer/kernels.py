@@ -1,0 +1,144 @@
+"""The attention kernels: softmax(Q K^T / sqrt(d)) V, and the table that `--attention-backend` chooses from.
+
+A script adds its own, which then is a value of the flag:
+
+    KERNELS["window"] = Kernel(window_attention, refuses=lambda case: "has no dropout" if case.dropout else None)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.core.config import ConfigError
+from megatron.core.random import AttentionDropout
+
+
+class Documents:
+    """In place of a mask: samples made of several documents, which do not see each other.
+
+        tokens      a b c | d e | f g h         numbers     0 0 0 1 1 2 2 2
+
+    A kernel that takes documents one by one never holds an s x s mask; one that cannot asks for `mask`.
+    """
+
+    def __init__(self, numbers: Tensor):
+        """numbers: [b, s], which document of its sample each token belongs to; they never fall."""
+        self.numbers = numbers
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each document of each sample. The first call waits for the device, once."""
+        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.numbers.cpu()]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[b, 1, s, s], True where a query may not look: at what comes later, and at other documents."""
+        other = self.numbers[:, :, None] != self.numbers[:, None, :]
+        return (other | torch.ones_like(other[0]).triu(1))[:, None]
+
+
+Mask = Tensor | Documents | None  # True where a query may not look, [.., s, s]; None for causal
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
+    """The reference. q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. The softmax is taken in float32 or better."""
+    if isinstance(mask, Documents):
+        mask = mask.mask
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    q = q / math.sqrt(q.shape[-1])  # before the product, which would overflow float16
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+    if mask is None:
+        queries, keys = scores.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
+    probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
+    return dropout(probabilities).to(q.dtype) @ v
+
+
+def repeats_groups(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """Whether key/value heads are shared by query heads and the kernel of this device must not know."""
+    flash = mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST_FLASH
+    return q.shape[1] != k.shape[1] and q.device.type != "cpu" and not flash
+
+
+_WIDEST_FLASH = 256  # of a head
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
+    """torch's scaled_dot_product_attention; it never holds the s x s scores. Cannot do our dropout.
+
+    Of its kernels on an accelerator only flash attention takes fewer key/value heads than query heads. Where that cannot run, they are
+    repeated: torch would silently take the kernel that holds the scores (PyTorch pull request 191085).
+    """
+    if isinstance(mask, Documents):
+        return attention_by_document(q, k, v, mask, dropout)
+    if repeats_groups(q, k, mask):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    grouped = q.shape[1] != k.shape[1]
+    allowed = None if mask is None else ~mask
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, is_causal=mask is None and q.shape[2] > 1, enable_gqa=grouped
+    )
+
+
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: AttentionDropout) -> Tensor:
+    """The fused kernel on every document alone: less work than on the whole sample, and no mask."""
+    rows = []
+    for row, lengths in enumerate(documents.lengths):
+        parts = zip(*(x[row : row + 1].split(lengths, dim=2) for x in (q, k, v)))
+        rows.append(torch.cat([fused_attention(*part, None, dropout) for part in parts], dim=2))
+    return torch.cat(rows)
+
+
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """The work that a kernel is asked for in one forward."""
+
+    dtype: torch.dtype
+    device: str  # torch.device.type
+    heads: int  # of the queries
+    groups: int  # key/value heads
+    width: int  # of a head
+    queries: int
+    keys: int  # as many as queries, unless a cache holds those of earlier tokens
+    mask: Mask
+    dropout: float  # 0 in evaluation
+    deterministic: bool  # torch.use_deterministic_algorithms
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """compute(q, k, v, mask, dropout), with the shapes of `plain_attention`.
+
+    refuses(case): why the kernel cannot do this work, None if it can. instead: the kernel, computing the same function, that
+    does the refused work; without one a refusal ends the run.
+    """
+
+    compute: Callable[[Tensor, Tensor, Tensor, Mask, AttentionDropout], Tensor]
+    refuses: Callable[[AttentionCase], str | None] = lambda case: None
+    instead: str | None = None
+
+
+_PLAIN = Kernel(plain_attention)
+_FUSED = Kernel(fused_attention, lambda case: "has no dropout by samples" if case.dropout else None, instead="unfused")
+KERNELS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "unfused": _PLAIN, "local": _PLAIN}
+
+
+def kernel_for(name: str, case: AttentionCase) -> Kernel:
+    """The kernel that does the work under this value of --attention-backend. Raises ConfigError if none does."""
+    kernel = KERNELS[name]
+    while (why := kernel.refuses(case)) is not None:
+        if kernel.instead is None:
+            raise ConfigError(
+                f"--attention-backend {name} {why}, which this model asks for: {case}; give another of {', '.join(KERNELS)}"
+            )
+        kernel = KERNELS[kernel.instead]
+    return kernel

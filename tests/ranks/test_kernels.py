@@ -1,0 +1,45 @@
+"""The table of attention kernels: a script adds its own, and each says what it cannot do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config import ConfigError
+from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.kernels import KERNELS, AttentionCase, Documents, Kernel, kernel_for
+from megatron.training.arguments import parse_args
+
+CASE = AttentionCase(torch.float32, "cpu", 4, 4, 8, 9, 9, None, 0.0, False)
+FUSED = ("auto", "fused", "flash")
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_dropout_alone_takes_the_fused_kernel_from_its_work(name: str):
+    plain = KERNELS["unfused"]
+    assert kernel_for(name, CASE) is (KERNELS["fused"] if name in FUSED else plain)
+    assert kernel_for(name, replace(CASE, dropout=0.1)) is plain
+
+
+def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_use(monkeypatch):
+    asked: list[AttentionCase] = []
+
+    def mean_of_values(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: AttentionDropout) -> Tensor:
+        return v.mean(dim=2, keepdim=True).expand_as(q)
+
+    def refuses(case: AttentionCase) -> str | None:
+        asked.append(case)
+        return "has no documents" if isinstance(case.mask, Documents) else None
+
+    with pytest.raises(ConfigError, match="'mean' is not one of auto, fused, flash, unfused, local"):
+        parse_args(["--attention-backend", "mean"])
+    monkeypatch.setitem(KERNELS, "mean", Kernel(mean_of_values, refuses))
+    assert parse_args(["--attention-backend", "mean"])[0].transformer.attention_backend == "mean"
+    attention = CoreAttention("mean", AttentionDropout(0.5, DropoutKeys(0), 0, first_head=0))
+    q, k, v = torch.randn(3, 5, 2, 4, 8).unbind()
+    torch.testing.assert_close(attention(q, k, v), v.mean(dim=0, keepdim=True).expand_as(v).flatten(2))
+    assert asked == [AttentionCase(torch.float32, "cpu", 4, 4, 8, 5, 5, None, 0.5, False)]
+    with pytest.raises(ConfigError, match="--attention-backend mean has no documents"):
+        attention(q, k, v, Documents(torch.zeros(2, 5)))
