@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
 from megatron.core.datasets.document_ends import last_tokens
-from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from tools.errors import say_interrupted, say_what_is_wrong
 
 _SEQUENCES_AT_ONCE = 1 << 20

@@ -29,7 +29,8 @@ from typing import Any, Literal, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
-from megatron.core.datasets.indexed import IndexedDatasetWriter, token_dtype
+from megatron.core.datasets.indexed import token_dtype
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools.errors import say_interrupted, say_what_is_wrong
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder, line_texts, without_mark

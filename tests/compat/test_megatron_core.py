@@ -28,16 +28,11 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.gpt import GPTDataset, TokenRules, build_gpt_datasets
 from megatron.core.datasets.index_map import IndexRequest, build_indices
-from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.masked import (
-    BertDataset,
-    MaskingRules,
-    SampleRequest,
-    T5Dataset,
-    WordPieces,
-    attention_masks,
-    build_sample_map,
-)
+from megatron.core.datasets.indexed import DTYPES, IndexedDataset
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.masked import BertDataset, T5Dataset, attention_masks
+from megatron.core.datasets.masking import MaskingRules, WordPieces
+from megatron.core.datasets.sample_map import SampleRequest, build_sample_map
 from megatron.core.transformer.kernels import Documents
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")

@@ -16,7 +16,7 @@ from processes import run
 from refusals import BASE, MOCK, REAL, REFUSALS
 
 import pretrain_gpt
-from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.config import ConfigError
 from megatron.core.datasets import DataConfig, IndexedDatasetWriter
 from megatron.core.datasets.bert import MockBertDataset, build_bert_datasets
-from megatron.core.datasets.masked import MaskedDataConfig
+from megatron.core.datasets.masking import MaskedDataConfig
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]
 TOKENIZER = types.SimpleNamespace(

@@ -17,7 +17,8 @@ import pytest
 
 from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets import data_plan as data_readings
-from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from tools import data_plan, inspect_dataset, merge_datasets, prepare_cache, stdlib_corpus
 
 ROOT = Path(__file__).resolve().parents[2]

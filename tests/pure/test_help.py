@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron.core.config import ConfigError, flags_of, knobs
-from megatron.core.datasets.masked import MaskedDataConfig
+from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.training.arguments import parse_args
 from megatron.training.initialize import examine
 from megatron.training.settings.config import COMPONENTS

@@ -11,7 +11,7 @@ from megatron.core.datasets import DataConfig, IndexedDatasetWriter, build_gpt_d
 from megatron.core.datasets import index_cache as cache_module
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.masked import MaskedDataConfig
+from megatron.core.datasets.masking import MaskedDataConfig
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]
 TOKENIZER = types.SimpleNamespace(

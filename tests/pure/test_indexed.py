@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.core.datasets.indexed import DTYPES, IndexedDataset, token_dtype
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.storage.atomic import atomic_file, remove_abandoned
 
 # Three documents: two sequences, none, one.
@@ -44,7 +45,8 @@ def test_files_are_the_format_bit_for_bit(tmp_path, code, letter):
 
 
 def test_many_documents_at_once_equal_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.core.datasets.indexed._AT_ONCE", 2)  # several chunks in the index too
+    for module in ("indexed", "indexed_writer"):
+        monkeypatch.setattr(f"megatron.core.datasets.{module}.AT_ONCE", 2)  # several chunks in the index too
     write_sample(tmp_path / "a")
     with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
         writer.add_documents(np.array(TOKENS), np.array(LENGTHS), np.array([2, 0, 1]))
@@ -241,7 +243,7 @@ def test_any_flipped_bit_of_the_index_is_refused_or_changes_no_token(tmp_path):
 
 KILLED_WRITER = """
 import os, signal, sys
-from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.storage.atomic import atomic_file
 with IndexedDatasetWriter(sys.argv[1] + "/o", "u2"), atomic_file(sys.argv[1] + "/x-description.txt"):
     os.kill(os.getpid(), signal.SIGKILL)

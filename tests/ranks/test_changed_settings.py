@@ -9,7 +9,7 @@ import pytest
 from whole_run import TINY, run
 
 from megatron.core.checkpoint import format
-from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 
 COURSE = {
     "hidden_dropout": (0.1, 0.2),

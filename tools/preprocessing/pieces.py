@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.storage.atomic import atomic_file
 from megatron.core.storage.locks import locked
 from tools.preprocessing.encode import Encoded

@@ -10,7 +10,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".data_config": "DataConfig",
-        ".indexed": "IndexedDataset IndexedDatasetWriter",
+        ".indexed": "IndexedDataset",
+        ".indexed_writer": "IndexedDatasetWriter",
         ".index_map": "requested_samples",
         ".gpt": "GPTDataset MockGPTDataset build_gpt_datasets",
     },

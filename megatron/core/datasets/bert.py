@@ -9,14 +9,9 @@ from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import tokenizer_name
-from megatron.core.datasets.masked import (
-    BertDataset,
-    MaskedDataConfig,
-    MaskingRules,
-    SampleRequest,
-    WordPieces,
-    build_sample_map,
-)
+from megatron.core.datasets.masked import BertDataset
+from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
+from megatron.core.datasets.sample_map import SampleRequest, build_sample_map
 from megatron.core.datasets.split_plan import Building, Part, SampleKind, Say, build_datasets, size_problems
 
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part

@@ -16,27 +16,22 @@ PREFIX.idx, little-endian, N sequences, D = documents + 1:
 Plain text has one sequence a document; text split into sentences has many.
 """
 
-import contextlib
 import errno
 import glob
 import operator
 import os
 import struct
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
 import numpy as np
-
-from megatron.core.storage.atomic import UnpublishedFile, atomic_file, remove_abandoned
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
-_COPY_AT_ONCE = 1 << 24  # bytes
-_AT_ONCE = 1 << 16  # sequences handled at a time, so that memory stays constant: half a MB an array
+AT_ONCE = 1 << 16  # sequences handled at a time, so that memory stays constant: half a MB an array
 
 
 def token_dtype(vocab_size: int) -> type:
@@ -62,11 +57,12 @@ class IndexedDataset:
                     f"{path} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without the ending"
                     + meant_prefix(self.prefix)
                 )
-        self.dtype, *arrays = _read_index(self.index_path, multimodal)
-        self.sequence_lengths, self._starts, self.document_indices, modes = arrays
-        self.sequence_modes = modes if multimodal else None
-        _check_sequences(self.index_path, self.sequence_lengths, self._starts, self.dtype.itemsize)
-        _check_documents(self.index_path, self.document_indices, len(self))
+        index = _read_index(self.index_path, multimodal)
+        self.dtype, self._starts = index.dtype, index.starts
+        self.sequence_lengths, self.document_indices = index.lengths, index.documents
+        self.sequence_modes = index.modes if multimodal else None
+        _check_sequences(self.index_path, index)
+        _check_documents(self.index_path, index.documents, len(self))
         self._check_data_size()
         self._tokens = _map(self.data_path, self.dtype) if mmap else None
 
@@ -153,20 +149,38 @@ def unmapped(path: str | Path) -> ValueError:
     )
 
 
-def _read_index(path: str, multimodal: bool) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(dtype, lengths [N], starts [N] in bytes, document array [D], modes [N] or [0]); header and file size are checked."""
+class _Header(NamedTuple):
+    magic: bytes
+    version: int
+    code: int
+    sequences: int
+    documents: int
+
+
+class _Index(NamedTuple):
+    dtype: np.dtype
+    lengths: np.ndarray  # [N]
+    starts: np.ndarray  # [N], in bytes
+    documents: np.ndarray  # [D]
+    modes: np.ndarray  # [N], or [0] where there are none
+
+
+def _read_index(path: str, multimodal: bool) -> _Index:
+    """What PREFIX.idx holds; its header and its size are checked. Raises ValueError."""
     content = _map(path, np.dtype(np.uint8))
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
         raise ValueError(
             f"{path} does not begin as an index of tokens does: it is another kind of file, or damaged; preprocess "
             "again"
         )
-    _, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())
-    if version != VERSION:
-        raise ValueError(f"{path} has version {version}; this reader knows version {VERSION}; preprocess again")
-    if code not in DTYPES:
-        raise ValueError(f"{path} has the unknown dtype code {code}, known are 1 to {len(DTYPES)}; preprocess again")
-    without_modes = HEADER.size + 12 * sequences + 8 * documents
+    header = _Header(*HEADER.unpack(content[: HEADER.size].tobytes()))
+    if header.version != VERSION:
+        raise ValueError(f"{path} has version {header.version}; this reader knows version {VERSION}; preprocess again")
+    if header.code not in DTYPES:
+        known = f"known are 1 to {len(DTYPES)}"
+        raise ValueError(f"{path} has the unknown dtype code {header.code}, {known}; preprocess again")
+    sequences = header.sequences
+    without_modes = HEADER.size + 12 * sequences + 8 * header.documents
     expected = without_modes + sequences * multimodal
     if sequences and {len(content), expected} == {without_modes, without_modes + sequences}:
         carries = "no mode for each sequence: it is" if multimodal else "a mode for each sequence: it seems"
@@ -178,22 +192,22 @@ def _read_index(path: str, multimodal: bool) -> tuple[np.dtype, np.ndarray, np.n
             f"{path} has {len(content)} bytes, its header describes {expected}: a copy is incomplete, or the file is "
             "damaged; copy it again or preprocess again"
         )
-    ends = [4 * sequences, 12 * sequences, without_modes - HEADER.size]
-    lengths, starts, document_array, modes = np.split(content[HEADER.size :], ends)
-    arrays = lengths.view("<i4"), starts.view("<i8"), document_array.view("<i8"), modes.view("i1")
-    return np.dtype(DTYPES[code]), *arrays
+    parts = np.split(content[HEADER.size :], [4 * sequences, 12 * sequences, without_modes - HEADER.size])
+    kinds = ("<i4", "<i8", "<i8", "i1")
+    return _Index(np.dtype(DTYPES[header.code]), *(part.view(kind) for part, kind in zip(parts, kinds)))
 
 
-def _check_sequences(path: str, lengths: np.ndarray, starts: np.ndarray, itemsize: int) -> None:
+def _check_sequences(path: str, index: _Index) -> None:
     """Raise ValueError unless no length is negative and every sequence begins where the one before it ends."""
-    start = 0
-    for first in range(0, len(lengths), _AT_ONCE):
-        some = lengths[first : first + _AT_ONCE].astype(np.int64)
+    lengths, starts = index.lengths, index.starts
+    start, itemsize = 0, index.dtype.itemsize
+    for first in range(0, len(lengths), AT_ONCE):
+        some = lengths[first : first + AT_ONCE].astype(np.int64)
         if some.min() < 0:
             at = first + int(np.argmax(some < 0))
             raise ValueError(f"{path}: sequence {at} has the negative length {lengths[at]}; preprocess again")
         ends = start + np.cumsum(some) * itemsize
-        wrong = starts[first : first + _AT_ONCE] != ends - some * itemsize
+        wrong = starts[first : first + AT_ONCE] != ends - some * itemsize
         if wrong.any():
             at = first + int(np.argmax(wrong))
             raise ValueError(
@@ -210,170 +224,3 @@ def _check_documents(path: str, documents: np.ndarray, sequences: int) -> None:
         raise ValueError(
             f"{path}: the document array must rise from 0 to the number of sequences ({sequences}); preprocess again"
         )
-
-
-class IndexedDatasetWriter:
-    """Writes PREFIX.bin and PREFIX.idx document by document, in constant memory.
-
-        with IndexedDatasetWriter(prefix, np.uint16) as writer:
-            writer.add_document(tokens)
-
-    Both files appear when the block ends; after an error neither does, and files that were there before stay. Lengths
-    and document ends go to side files meanwhile. One process owns a prefix. multimodal: every sequence has a mode.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: type | np.dtype, *, multimodal: bool = False):
-        self.prefix = str(prefix)
-        self.multimodal = multimodal
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in _CODES:
-            raise ValueError(f"tokens of dtype {self.dtype} cannot be stored; use one of {[str(d) for d in _CODES]}")
-        self.sequences = 0
-        self.documents = 0
-        self.tokens = 0
-        self._cleanup = contextlib.ExitStack()
-
-    def __enter__(self) -> "IndexedDatasetWriter":
-        remove_abandoned(*_folder_and_pattern(self.prefix))
-        with contextlib.ExitStack() as opened:
-            self._data = opened.enter_context(UnpublishedFile(f"{self.prefix}.bin"))
-            self._lengths = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.lengths"))
-            self._documents = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.documents"))
-            self._modes = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.modes"))
-            self._cleanup = opened.pop_all()
-        self._documents.file.write(struct.pack("<q", 0))
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        with self._cleanup:
-            if kind is None:
-                self._finish()
-
-    def add_document(
-        self, tokens: list[int] | np.ndarray, lengths: list[int] | None = None, modes: list[int] | None = None
-    ) -> None:
-        """One document. lengths: tokens of each of its sequences; None: it is one sequence. modes: of each sequence."""
-        lengths = [len(tokens)] if lengths is None else lengths
-        self.add_documents(tokens, lengths, [len(lengths)], modes)
-
-    def add_documents(
-        self,
-        tokens: list[int] | np.ndarray,
-        lengths: list[int] | np.ndarray,
-        sequences: list[int] | np.ndarray,
-        modes: list[int] | np.ndarray | None = None,
-    ) -> None:
-        """Several documents. tokens: all of them end to end; lengths: of each sequence; sequences: in each document."""
-        tokens, lengths, sequences = _integers(tokens), _integers(lengths), _integers(sequences)
-        if lengths.sum() != len(tokens) or sequences.sum() != len(lengths) or (lengths < 0).any():
-            raise ValueError(
-                f"{len(tokens)} tokens do not make {len(lengths)} sequences of {lengths.sum()} tokens together in "
-                f"{len(sequences)} documents of {sequences.sum()} sequences together"
-            )
-        if lengths.max(initial=0) > np.iinfo(np.int32).max:
-            raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format ends at 2**31 - 1")
-        if self.multimodal != (modes is not None) or (self.multimodal and len(modes) != len(lengths)):
-            given = "none" if modes is None else len(modes)
-            raise ValueError(
-                f"{len(lengths)} sequences with {given} modes; multimodal files have one each, others none"
-            )
-        self._data.file.write(_stored(tokens, self.dtype).tobytes())
-        self._lengths.file.write(lengths.astype("<i4").tobytes())
-        self._documents.file.write((self.sequences + np.cumsum(sequences)).astype("<i8").tobytes())
-        if self.multimodal:
-            self._modes.file.write(_stored(_integers(modes), np.dtype(np.int8)).tobytes())
-        self.tokens += len(tokens)
-        self.sequences += len(lengths)
-        self.documents += len(sequences)
-
-    def copy_documents(
-        self, source: BinaryIO, offset: int, lengths: list[int] | np.ndarray, sequences: list[int] | np.ndarray
-    ) -> None:
-        """As `add_documents`, the tokens being the bytes of `source` from `offset` on, little-endian in this dtype.
-
-        The operating system copies them from file to file. Raises ValueError if `source` has too few. Not for multimodal
-        files, whose modes it would leave out.
-        """
-        if self.multimodal:
-            raise ValueError(f"{self.prefix} is multimodal; add its documents with their modes")
-        lengths, sequences = _integers(lengths).astype("<i4"), _integers(sequences)
-        if sequences.sum() != len(lengths) or (lengths < 0).any():
-            raise ValueError(
-                f"{len(lengths)} sequences, the shortest of {lengths.min(initial=0)} tokens, do not make {len(sequences)} "
-                f"documents of {sequences.sum()} sequences together"
-            )
-        tokens, itemsize = int(lengths.sum(dtype=np.int64)), self.dtype.itemsize
-        _copy_bytes(source, offset, self._data.file, self.tokens * itemsize, tokens * itemsize)
-        self._lengths.file.write(lengths.tobytes())
-        self._documents.file.write((self.sequences + np.cumsum(sequences)).astype("<i8").tobytes())
-        self.tokens += tokens
-        self.sequences += len(lengths)
-        self.documents += len(sequences)
-
-    def _finish(self) -> None:
-        """Write the index, then give both files their names: the index last, since a reader looks for it first."""
-        with atomic_file(f"{self.prefix}.idx") as index:
-            code = _CODES[self.dtype]
-            index.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
-            for some in self._lengths.chunks(4 * _AT_ONCE):
-                index.write(some)
-            start = 0
-            for some in self._lengths.chunks(4 * _AT_ONCE):
-                sizes = np.frombuffer(some, "<i4").astype(np.int64) * self.dtype.itemsize
-                ends = start + np.cumsum(sizes)
-                index.write((ends - sizes).astype("<i8").tobytes())
-                start = int(ends[-1])
-            for side_file in (self._documents, self._modes):
-                for some in side_file.chunks(8 * _AT_ONCE):
-                    index.write(some)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(f"{self.prefix}.idx")  # an index of earlier data must not meet the new tokens
-            self._data.publish()
-
-
-def _folder_and_pattern(prefix: str) -> tuple[Path, str]:
-    """Where the temporary files of a writer of `prefix` are."""
-    path = Path(prefix)
-    return path.parent, f"{glob.escape(path.name)}.[bi][id][nx].*"
-
-
-def _integers(values: list[int] | np.ndarray) -> np.ndarray:
-    """`values` as an array; an empty list would be one of float64 otherwise."""
-    array = np.asarray(values)
-    return array if array.size else array.astype(np.int64)
-
-
-def _copy_bytes(source: BinaryIO, offset: int, target: BinaryIO, position: int, count: int) -> None:
-    """Copy `count` bytes to the end of `target`, which is at `position`; ends with `target` positioned after them."""
-    target.flush()
-    past = offset + count
-    by_system = hasattr(os, "copy_file_range")
-    while offset < past:
-        wanted = min(past - offset, _COPY_AT_ONCE)
-        try:
-            if by_system:
-                copied = os.copy_file_range(source.fileno(), target.fileno(), wanted, offset, position)
-            else:
-                copied = os.pwrite(target.fileno(), os.pread(source.fileno(), wanted, offset), position)
-        except OSError as error:
-            if by_system and error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                by_system = False  # not between these two file systems
-                continue
-            raise
-        if copied == 0:
-            raise ValueError(f"{source.name} ends {past - offset} bytes early: it is damaged, or was cut off")
-        offset, position = offset + copied, position + copied
-    target.seek(position)
-
-
-def _stored(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`tokens` in the dtype of the file, or ValueError where that would change a value."""
-    if tokens.ndim != 1:
-        raise ValueError(f"tokens must be a flat list of numbers, not of shape {tokens.shape}")
-    stored = tokens.astype(dtype.newbyteorder("<"))
-    if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):
-        raise ValueError(
-            f"tokens from {tokens.min()} to {tokens.max()} do not fit the file's dtype {dtype}; is the vocabulary "
-            "larger than the writer was told?"
-        )
-    return stored

@@ -18,7 +18,7 @@ from megatron.core.config import (
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FimConfig
-from megatron.core.datasets.masked import MaskedDataConfig
+from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.config import knobs
 from megatron.core.datasets.bert import bert_problems
-from megatron.core.datasets.masked import MaskedDataConfig
+from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.settings.config import Config
