@@ -27,7 +27,7 @@ _REQUIRED = dataclasses.MISSING
 
 
 class ConfigError(ValueError):
-    """FlagConfig that cannot work: what was given, what is allowed, what to change. One line a problem."""
+    """Settings that cannot work: what was given, what is allowed, what to change. One line a problem."""
 
     def __init__(self, problems: list[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)

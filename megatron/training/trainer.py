@@ -35,7 +35,7 @@ from megatron.training.samples import check_datasets, notes_of_no_validation, sa
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
 from megatron.training.watch.contention import Contention
 from megatron.training.watch.heartbeat import heartbeat
-from megatron.training.watch.log import TrainingLog, validation_line, validation_warning
+from megatron.training.watch.log import StepNumbers, TrainingLog, validation_line, validation_warning
 from megatron.training.watch.watchers import Watch
 
 
@@ -139,7 +139,6 @@ class Trainer:
             flops = self.runtime.model_shape.flops_per_sample / self.runtime.world_size
         log = TrainingLog(
             self.train_iters,
-            self.batch_size,
             config.steps_between_lines,
             flops,
             progress_in_tokens=self.config.data.seq_length if config.log_interval is None else None,
@@ -261,29 +260,25 @@ class Trainer:
     def _report(self, result: StepResult, batch_size: int) -> None:
         """Log the step that was done. What is measured for it is not counted in its time."""
         state = self.state
-        lr = self.schedule.at(state.scheduled_train_samples)
-        decoupled_lr = self.schedule.decoupled_at(state.scheduled_train_samples)
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
         with self.log.paused():
             self.memory.report(state.iteration)
-            measured = self.watch.measure()
-        interval = self.log.line_if_due(
+            numbers, tensors = self.watch.measure()
+        step = StepNumbers(
             state.iteration,
             state.consumed_train_samples,
-            lr,
+            batch_size,
+            self.schedule.at(state.scheduled_train_samples),
+            self.schedule.decoupled_at(state.scheduled_train_samples),
+            result.loss_scale,
             None if result.skipped else result.grad_norm,
-            decoupled_lr=decoupled_lr,
-            loss_scale=result.loss_scale,
-            global_batch_size=batch_size,
-            num_zeros=measured.num_zeros,
-            params_norm=measured.params_norm,
+            **numbers,
         )
+        interval = self.log.line_if_due(step)
         if note := self.contention.note_if_due():
             print_rank_0(note)
         with self.log.paused():
-            self.watch.report(
-                result, interval, measured, lr=lr, decoupled_lr=decoupled_lr, global_batch_size=batch_size
-            )
+            self.watch.report(step, result.losses, interval, tensors)
 
     # ---------------------------------------------------------------- once in a while
 

@@ -68,7 +68,7 @@ def pretrain(
     """Train a model from the command line's settings. Every process of the job calls it.
 
     The order of the arguments is Megatron's; that of 2.5, which has no model_type, is understood too.
-    FlagConfig that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank that had it;
+    Settings that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank that had it;
     in a job of one process that error is raised, unless its message says what to change, as of a loss that is no number.
 
     train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each

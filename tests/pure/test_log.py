@@ -8,7 +8,14 @@ from datetime import datetime
 import pytest
 
 from megatron.training.watch import log as log_module
-from megatron.training.watch.log import Interval, TrainingLog, progress_line, training_line, validation_line
+from megatron.training.watch.log import (
+    Interval,
+    StepNumbers,
+    TrainingLog,
+    progress_line,
+    training_line,
+    validation_line,
+)
 
 LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration [ \d]{7}\d/[ \d]{7}\d"
@@ -29,7 +36,9 @@ def without_time(line: str) -> str:
 
 
 def test_a_training_line_is_megatrons():
-    line = training_line(Interval(7, 500_000, 3584, 123.456, 1.5e-4, 512, {"lm loss": 10.8765432}, 1.23456))
+    line = training_line(
+        Interval(StepNumbers(7, 3584, 512, 1.5e-4, grad_norm=1.23456), 500_000, 123.456, {"lm loss": 10.8765432})
+    )
     assert LINE.fullmatch(line)
     assert without_time(line) == (
         " iteration        7/  500000 | consumed samples:         3584 | elapsed time per iteration (ms): 123.5 | "
@@ -41,19 +50,9 @@ def test_a_training_line_is_megatrons():
 
 
 def test_a_line_holds_every_loss_and_every_count():
-    of = Interval(
-        12345678,
-        99999999,
-        123456789012,
-        0.04,
-        0.0,
-        4,
-        {"lm loss": 0.5, "sop loss": 1e-9},
-        1234.5,
-        loss_scale=4096.0,
-        skipped_iterations=12,
-        nan_iterations=345,
-    )
+    last = StepNumbers(12345678, 123456789012, 4, 0.0, loss_scale=4096.0, grad_norm=1234.5)
+    losses = {"lm loss": 0.5, "sop loss": 1e-9}
+    of = Interval(last, 99999999, 0.04, losses, skipped_iterations=12, nan_iterations=345)
     line = training_line(of)
     assert without_time(line) == (
         " iteration 12345678/99999999 | consumed samples: 123456789012 | elapsed time per iteration (ms): 0.0 | "
@@ -63,9 +62,8 @@ def test_a_line_holds_every_loss_and_every_count():
 
 
 def test_throughput_zeros_and_norm_have_megatrons_places():
-    of = Interval(
-        20, 100, 160, 250.0, 1e-3, 8, {"lm loss": 2.0}, 1.0, tflops=412.345, num_zeros=1234, params_norm=98.76543
-    )
+    last = StepNumbers(20, 160, 8, 1e-3, grad_norm=1.0, num_zeros=1234, params_norm=98.76543)
+    of = Interval(last, 100, 250.0, {"lm loss": 2.0}, tflops=412.345)
     assert without_time(training_line(of)) == (
         " iteration       20/     100 | consumed samples:          160 | elapsed time per iteration (ms): 250.0 | "
         "throughput per GPU (TFLOP/s/GPU): 412.3 | learning rate: 1.000000E-03 | global batch size:     8 | "
@@ -75,7 +73,7 @@ def test_throughput_zeros_and_norm_have_megatrons_places():
 
 
 def test_a_progress_line_is_for_people_and_never_taken_for_a_log_line():
-    of = Interval(20, 100, 160, 45_000.0, 1e-3, 8, {"lm loss": 2.0}, 1.0, tflops=412.345)
+    of = Interval(StepNumbers(20, 160, 8, 1e-3, grad_norm=1.0), 100, 45_000.0, {"lm loss": 2.0}, tflops=412.345)
     line = progress_line(of, seq_length=2048, mfu=0.4167)
     assert line == (  # 80 steps of 45 s; 8 x 2048 tokens in each
         "   progress: 20.0% done, 1:00:00 left, 364 tokens/s, 412.3 TFLOP/s per device, MFU 41.7%"
@@ -86,11 +84,11 @@ def test_a_progress_line_is_for_people_and_never_taken_for_a_log_line():
 
 
 def test_throughput_is_flops_by_the_time_of_a_step(clock, capsys):
-    log = TrainingLog(4, 8, 2, device_flops_per_sample=3e12)
+    log = TrainingLog(4, 2, device_flops_per_sample=3e12)
     for iteration in (1, 2):
         clock.now += 2.0
         log.add({"lm loss": 1.0})
-        interval = log.line_if_due(iteration, 8 * iteration, 1e-3, 1.0)
+        interval = log.line_if_due(StepNumbers(iteration, 8 * iteration, 8, 1e-3, grad_norm=1.0))
     assert interval.tflops == pytest.approx(3 * 8 / 2)
     assert "| throughput per GPU (TFLOP/s/GPU): 12.0 |" in capsys.readouterr().out
 
@@ -137,7 +135,7 @@ class Clock:
     def step(self, log: TrainingLog, iteration: int, loss: float, seconds: float = 0.5, norm: float = 1.0) -> None:
         self.now += seconds
         log.add({"lm loss": loss}, math.isnan(norm))
-        log.line_if_due(iteration, 8 * iteration, 1e-3 * iteration, norm)
+        log.line_if_due(StepNumbers(iteration, 8 * iteration, 8, 1e-3 * iteration, grad_norm=norm))
 
 
 @pytest.fixture
@@ -151,7 +149,7 @@ def printed(capsys) -> list[dict[str, str]]:
 
 
 def test_a_line_averages_its_interval_and_no_other(clock, capsys):
-    log = TrainingLog(train_iters=10, global_batch_size=8, log_interval=3)
+    log = TrainingLog(train_iters=10, log_interval=3)
     for iteration, loss in enumerate((6.0, 5.0, 1.0, 3.0, 2.0, 1.0, 9.0), start=1):
         clock.step(log, iteration, loss, seconds=iteration / 10, norm=float(iteration))
     first, second = printed(capsys)
@@ -166,23 +164,23 @@ def test_a_line_averages_its_interval_and_no_other(clock, capsys):
 
 
 def test_a_line_has_the_size_of_its_step(clock, capsys):
-    log = TrainingLog(10, 8, 1)
-    for iteration, size in enumerate((4, 6, None), start=1):
+    log = TrainingLog(10, 1)
+    for iteration, size in enumerate((4, 6), start=1):
         log.add({"lm loss": 1.0})
-        log.line_if_due(iteration, 4, 0.0, 1.0, global_batch_size=size)
+        log.line_if_due(StepNumbers(iteration, 4, size, 0.0, grad_norm=1.0))
     lines = [line["line"].split(" | ")[4] for line in printed(capsys)]
-    assert lines == [f"global batch size: {size:5d}" for size in (4, 6, 8)]
+    assert lines == [f"global batch size: {size:5d}" for size in (4, 6)]
 
 
 def test_an_interval_of_one_prints_every_step(clock, capsys):
-    log = TrainingLog(3, 8, 1)
+    log = TrainingLog(3, 1)
     for iteration in (1, 2, 3):
         clock.step(log, iteration, float(iteration))
     assert [line["loss"] for line in printed(capsys)] == ["1.000000E+00", "2.000000E+00", "3.000000E+00"]
 
 
 def test_steps_without_a_finite_gradient_are_counted_once(clock, capsys):
-    log = TrainingLog(4, 8, 2)
+    log = TrainingLog(4, 2)
     clock.step(log, 1, 1.0, norm=math.nan)
     clock.step(log, 2, 1.0)
     clock.step(log, 3, 1.0)
@@ -191,7 +189,7 @@ def test_steps_without_a_finite_gradient_are_counted_once(clock, capsys):
 
 
 def test_a_slow_run_without_a_log_interval_says_every_few_seconds_how_far_it_is(clock, capsys):
-    log = TrainingLog(1000, 8, 100, progress_in_tokens=64)
+    log = TrainingLog(1000, 100, progress_in_tokens=64)
     for iteration in range(1, 101):
         clock.step(log, iteration, 4.0, seconds=2.0)
     lines = capsys.readouterr().out.splitlines()
@@ -208,17 +206,17 @@ def test_a_slow_run_without_a_log_interval_says_every_few_seconds_how_far_it_is(
 
 
 def test_a_fast_run_and_one_with_a_log_interval_print_no_progress(clock, capsys):
-    for log, seconds in ((TrainingLog(200, 8, 100, progress_in_tokens=64), 0.04), (TrainingLog(200, 8, 100), 2.0)):
+    for log, seconds in ((TrainingLog(200, 100, progress_in_tokens=64), 0.04), (TrainingLog(200, 100), 2.0)):
         for iteration in range(1, 201):
             clock.step(log, iteration, 4.0, seconds=seconds)
         assert len(printed(capsys)) == 2
 
 
 def test_a_rank_that_knows_no_loss_prints_none(clock, capsys):
-    log = TrainingLog(2, 8, 1)
+    log = TrainingLog(2, 1)
     clock.now += 1
     log.add({}, False)
-    log.line_if_due(1, 8, 0.0, 0.0)
+    log.line_if_due(StepNumbers(1, 8, 8, 0.0, grad_norm=0.0))
     (line,) = printed(capsys)
     assert line["loss"] is None
 
@@ -226,17 +224,17 @@ def test_a_rank_that_knows_no_loss_prints_none(clock, capsys):
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 5])
 def test_an_interval_survives_a_restart(clock, capsys, stop_after: int):
     losses = [6.0, 5.0, 1.0, 3.0, 2.0, 1.0]
-    whole = TrainingLog(6, 8, 3)
+    whole = TrainingLog(6, 3)
     for iteration, loss in enumerate(losses, start=1):
         clock.step(whole, iteration, loss)
     expected = printed(capsys)
-    log = TrainingLog(6, 8, 3)
+    log = TrainingLog(6, 3)
     for iteration, loss in enumerate(losses, start=1):
         clock.step(log, iteration, loss, norm=math.nan if iteration == 1 else 1.0)
         if iteration == stop_after:
             state = json.loads(json.dumps(log.state()))
             clock.now += 1000.0  # the time between the two runs is nobody's
-            log = TrainingLog(6, 8, 3)
+            log = TrainingLog(6, 3)
             log.load_state(state)
     got = printed(capsys)
     assert [line["loss"] for line in got] == [line["loss"] for line in expected]
@@ -247,16 +245,16 @@ def test_an_interval_survives_a_restart(clock, capsys, stop_after: int):
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_sum_that_is_no_number_survives_a_restart(clock, loss: float):
     """As JSON to the letter of its standard, which has no such numbers."""
-    log = TrainingLog(6, 8, 3)
+    log = TrainingLog(6, 3)
     clock.step(log, 1, loss)
     state = json.loads(json.dumps(log.state(), allow_nan=False))
-    log = TrainingLog(6, 8, 3)
+    log = TrainingLog(6, 3)
     log.load_state(state)
     assert str(log.sums["lm loss"]) == str(loss)
 
 
 def test_the_saved_state_does_not_follow_the_run(clock):
-    log = TrainingLog(6, 8, 3)
+    log = TrainingLog(6, 3)
     clock.step(log, 1, 2.0)
     state = log.state()
     clock.step(log, 2, 5.0)
@@ -264,7 +262,7 @@ def test_the_saved_state_does_not_follow_the_run(clock):
 
 
 def test_validation_and_saving_take_no_time_from_the_steps(clock, capsys):
-    log = TrainingLog(4, 8, 2)
+    log = TrainingLog(4, 2)
     clock.step(log, 1, 1.0)
     with log.paused():
         clock.now += 50.0
@@ -281,5 +279,5 @@ def test_only_the_last_rank_prints(clock, capsys, monkeypatch):
         monkeypatch.setenv(name, value)
     for rank, lines in (("0", 0), ("2", 0), ("3", 1)):
         monkeypatch.setenv("RANK", rank)
-        clock.step(TrainingLog(2, 8, 1), 1, 1.0)
+        clock.step(TrainingLog(2, 1), 1, 1.0)
         assert len(printed(capsys)) == lines

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.watch.log import Interval, training_line, validation_line
+from megatron.training.watch.log import Interval, StepNumbers, training_line, validation_line
 from megatron.training.watch.sinks import Record, json_line
 from tools import plot_run
 
@@ -22,7 +22,9 @@ def log_of_run() -> str:
 def interval(iteration: int, loss: float) -> Interval:
     losses = {} if iteration == 30 else {"lm loss": loss}
     norm = None if iteration == 30 else loss / 2
-    return Interval(iteration, 40, 8 * iteration, 250.0, 1e-3 * iteration, 8, losses, norm, tflops=1.0)
+    return Interval(
+        StepNumbers(iteration, 8 * iteration, 8, 1e-3 * iteration, grad_norm=norm), 40, 250.0, losses, tflops=1.0
+    )
 
 
 def metrics_of_run() -> str:

@@ -29,7 +29,7 @@ OTHER_KINDS = {
 
 
 class FlagGroup(NamedTuple):
-    """FlagConfig that help and documents show together, each with the component that it belongs to."""
+    """Settings that help and documents show together, each with the component that it belongs to."""
 
     title: str
     text: str | None

@@ -12,29 +12,45 @@ from megatron.training.runtime import print_rank_last
 
 
 @dataclass(frozen=True)
-class Interval:
-    """What a log line says of the steps since the line before it."""
+class StepNumbers:
+    """The numbers of one step. Rates and loss scale are the next step's, as in Megatron's log line."""
 
     iteration: int
-    train_iters: int
     consumed_samples: int
-    milliseconds: float  # of one step
-    lr: float
     global_batch_size: int
-    losses: Mapping[str, float]
-    grad_norm: float | None  # a skipped step has none
+    lr: float
     decoupled_lr: float | None = None
     loss_scale: float = 1.0
+    grad_norm: float | None = None  # None for a skipped step
+    num_zeros: int | None = None  # in the gradient; None where it was not counted
+    params_norm: float | None = None
+
+    def curves(self, *names: str) -> dict[str, float]:
+        """The fields `names` that are not None, under the names of curves: grad_norm is grad-norm."""
+        values = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def rates(self) -> dict[str, float]:
+        decoupled = {} if self.decoupled_lr is None else {"decoupled-learning-rate": self.decoupled_lr}
+        return {"learning-rate": self.lr, **decoupled}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A log line: the steps since the line before it, of which `last` is the last one."""
+
+    last: StepNumbers
+    train_iters: int
+    milliseconds: float  # per step
+    losses: Mapping[str, float]  # means over the steps that were not skipped
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    tflops: float | None = None  # TFLOP/s of one device
-    num_zeros: int | None = None  # in the gradient
-    params_norm: float | None = None
+    tflops: float | None = None  # TFLOP/s per device
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks."""
-        return self.global_batch_size / (self.milliseconds / 1000)
+        """Samples of all ranks per second."""
+        return self.last.global_batch_size / (self.milliseconds / 1000)
 
 
 # Seconds between lines of progress: few while somebody waits to see that it works, more once the run has gone on for a while.
@@ -51,13 +67,12 @@ class TrainingLog:
     def __init__(
         self,
         train_iters: int,
-        global_batch_size: int,
         log_interval: int,
         device_flops_per_sample: float | None = None,
         *,
         progress_in_tokens: int | None = None,
     ):
-        self.train_iters, self.global_batch_size, self.log_interval = train_iters, global_batch_size, log_interval
+        self.train_iters, self.log_interval = train_iters, log_interval
         self.device_flops_per_sample, self.progress_in_tokens = device_flops_per_sample, progress_in_tokens
         self._made = self._said = time.monotonic()
         self.sums: dict[str, float] = {}
@@ -78,9 +93,8 @@ class TrainingLog:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.sums = {name: float(total) for name, total in state.get("sums", {}).items()}
-        self.steps, self.nan_steps, self.skipped_steps = (
-            state.get(name, 0) for name in ("steps", "nan_steps", "skipped_steps")
-        )
+        for name in ("steps", "nan_steps", "skipped_steps"):
+            setattr(self, name, state.get(name, 0))
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
         """Count one step. The losses of a skipped one are left out of the averages, as Megatron does."""
@@ -105,71 +119,47 @@ class TrainingLog:
         yield
         self._began += time.perf_counter() - began
 
-    def line_if_due(
-        self,
-        iteration: int,
-        consumed_samples: int,
-        lr: float,
-        grad_norm: float | None,
-        *,
-        decoupled_lr: float | None = None,
-        loss_scale: float = 1.0,
-        global_batch_size: int | None = None,
-        num_zeros: int | None = None,
-        params_norm: float | None = None,
-    ) -> Interval | None:
-        """Print the line of this interval, and return what it says, if it ends here. Rates and loss scale are the next step's, as
-        Megatron's are; `global_batch_size` is that of this step, where steps differ, and the throughput goes by it. Between two such
-        lines a line of progress may be due."""
-        ends = iteration % self.log_interval == 0
+    def line_if_due(self, step: StepNumbers) -> Interval | None:
+        """Print the line of this interval, and return what it says, if it ends with `step`.
+
+        Between two such lines a line of progress may be due.
+        """
+        ends = step.iteration % self.log_interval == 0
         if not ends and not self._progress_is_due():
             return None
         milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
         losses = {name: total / (self.steps - self.skipped_steps) for name, total in self.sums.items()}
-        batch_size = global_batch_size or self.global_batch_size
         flops = self.device_flops_per_sample
-        interval = Interval(
-            iteration,
-            self.train_iters,
-            consumed_samples,
-            milliseconds,
-            lr,
-            batch_size,
-            losses,
-            grad_norm,
-            decoupled_lr,
-            loss_scale,
-            self.skipped_steps,
-            self.nan_steps,
-            tflops=None if flops is None else flops * batch_size / (milliseconds * 1e9),
-            num_zeros=num_zeros,
-            params_norm=params_norm,
-        )
+        tflops = None if flops is None else flops * step.global_batch_size / (milliseconds * 1e9)
+        skipped, nan = self.skipped_steps, self.nan_steps
+        interval = Interval(step, self.train_iters, milliseconds, losses, skipped, nan, tflops)
         self._said = time.monotonic()
         if not ends:
             print_rank_last(line_between(interval, self.progress_in_tokens))
             return None
         print_rank_last(training_line(interval))
-        self.sums, self.steps, self.nan_steps, self.skipped_steps = {}, 0, 0, 0
+        self.sums = {}
+        self.steps = self.nan_steps = self.skipped_steps = 0
         self._restart_clock()
         return interval
 
 
 def training_line(of: Interval) -> str:
     """The line that scripts parse. An interval of nothing but skipped steps has no losses."""
+    step = of.last
     parts = [
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {of.iteration:8d}/{of.train_iters:8d}",
-        f"consumed samples: {of.consumed_samples:12d}",
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {step.iteration:8d}/{of.train_iters:8d}",
+        f"consumed samples: {step.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {of.milliseconds:.1f}",
         *([] if of.tflops is None else [f"throughput per GPU (TFLOP/s/GPU): {of.tflops:.1f}"]),
-        f"learning rate: {of.lr:.6E}",
-        *([] if of.decoupled_lr is None else [f"decoupled learning rate: {of.decoupled_lr:.6E}"]),
-        f"global batch size: {of.global_batch_size:5d}",
+        f"learning rate: {step.lr:.6E}",
+        *([] if step.decoupled_lr is None else [f"decoupled learning rate: {step.decoupled_lr:.6E}"]),
+        f"global batch size: {step.global_batch_size:5d}",
         *(f"{name}: {value:.6E}" for name, value in of.losses.items()),
-        f"loss scale: {of.loss_scale:.1f}",
-        *([] if of.grad_norm is None else [f"grad norm: {of.grad_norm:.3f}"]),
-        *([] if of.num_zeros is None else [f"num zeros: {of.num_zeros:.1f}"]),
-        *([] if of.params_norm is None else [f"params norm: {of.params_norm:.3f}"]),
+        f"loss scale: {step.loss_scale:.1f}",
+        *([] if step.grad_norm is None else [f"grad norm: {step.grad_norm:.3f}"]),
+        *([] if step.num_zeros is None else [f"num zeros: {step.num_zeros:.1f}"]),
+        *([] if step.params_norm is None else [f"params norm: {step.params_norm:.3f}"]),
         f"number of skipped iterations: {of.skipped_iterations:3d}",
         f"number of nan iterations: {of.nan_iterations:3d}",
     ]
@@ -179,7 +169,7 @@ def training_line(of: Interval) -> str:
 def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
     """For people, not scripts: how far, how long yet at this pace (without validations and checkpoints), how fast."""
     parts = [
-        f"{of.iteration / of.train_iters:.1%} done",
+        f"{of.last.iteration / of.train_iters:.1%} done",
         f"{_time_left(of)} left",
         f"{of.samples_per_second * seq_length:,.0f} tokens/s",
         *([] if of.tflops is None else [f"{of.tflops:.4g} TFLOP/s per device"]),
@@ -191,7 +181,7 @@ def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
 def line_between(of: Interval, seq_length: int) -> str:
     """For people who wait for the first log line, or the next: which step, how long yet, how fast, and the loss so far."""
     parts = [
-        f"step {of.iteration} of {of.train_iters}",
+        f"step {of.last.iteration} of {of.train_iters}",
         f"{_time_left(of)} left",
         f"{of.samples_per_second * seq_length:,.0f} tokens/s",
         *(f"{name} {value:.4f}" for name, value in of.losses.items()),
@@ -200,7 +190,7 @@ def line_between(of: Interval, seq_length: int) -> str:
 
 
 def _time_left(of: Interval) -> timedelta:
-    return timedelta(seconds=round((of.train_iters - of.iteration) * of.milliseconds / 1000))
+    return timedelta(seconds=round((of.train_iters - of.last.iteration) * of.milliseconds / 1000))
 
 
 def validation_line(where: str, losses: Mapping[str, float]) -> str:

@@ -4,7 +4,7 @@ The loop calls it around a step:
 
     with watch.step(number):        profile, hooks of --inspect
         train_step(...)
-    measured = watch.measure(...)   what all ranks must compute together, where it is due
+    watch.measure()                 what all ranks must compute together, where it is due
     watch.report(...)               records for the sinks, the table of timers, the progress line
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_last
-from megatron.training.train_step import Pipeline, StepResult
-from megatron.training.watch.log import Interval, has_perplexity, perplexity, progress_line
+from megatron.training.train_step import Pipeline
+from megatron.training.watch.log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
 from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
 from megatron.training.watch.statistics import Inspector, Statistics, TensorKey, num_zeros_in_grad, params_norm
@@ -45,13 +44,7 @@ _TIMER_OF = {
 }
 
 
-@dataclass
-class Measured:
-    """What all ranks have computed together after a step."""
-
-    num_zeros: int | None = None
-    params_norm: float | None = None
-    tensors: dict[TensorKey, Statistics] = field(default_factory=dict)  # where --inspect is due
+Measured = dict[TensorKey, Statistics]  # of --inspect, where it is due
 
 
 class Watch:
@@ -61,7 +54,9 @@ class Watch:
         self, runtime: Runtime, pipeline: Pipeline, chunks: Sequence[DistributedDataParallel], state: TrainState
     ):
         config, mesh = runtime.config, runtime.mesh
-        self.runtime, self.config, self.chunks, self.state, self._mesh = runtime, config, chunks, state, mesh
+        self.runtime, self.config = runtime, config
+        self.chunks, self.state = chunks, state
+        self._mesh = mesh
         self.timers = runtime.timers
         folder = config.tensorboard.tensorboard_dir or config.checkpoint.save
         self.profiler = StepProfiler(config.profile, folder, mesh)
@@ -90,20 +85,21 @@ class Watch:
         with self.profiler.step(iteration):
             yield
 
-    def measure(self) -> Measured:
-        """What is due after the step that was taken last. Every rank must call."""
-        measured, log, device = Measured(), self.config.log, self.runtime.device.torch_device
+    def measure(self) -> tuple[dict[str, float], Measured]:
+        """(num_zeros and params_norm, where they are due; what --inspect asks for) of the last step. Every rank must call."""
+        numbers, tensors = {}, {}
+        log, device = self.config.log, self.runtime.device.torch_device
         self._steps += 1
         self.profiler.write_if_done(self.state.iteration)
         if self._line_is_due or self._curves_are_due:
             if log.log_num_zeros_in_grad:
-                measured.num_zeros = num_zeros_in_grad(self.chunks, self._mesh, device)
+                numbers["num_zeros"] = num_zeros_in_grad(self.chunks, self._mesh, device)
             if log.log_params_norm:
-                measured.params_norm = params_norm(self.chunks, self._mesh, device)
+                numbers["params_norm"] = params_norm(self.chunks, self._mesh, device)
         if self._inspector is not None:
-            measured.tensors = self._inspector.finish(device)
+            tensors = self._inspector.finish(device)
             self._inspector = None
-        return measured
+        return numbers, tensors
 
     @property
     def _line_is_due(self) -> bool:
@@ -115,27 +111,19 @@ class Watch:
         return curves.is_on and self.state.iteration % curves.tensorboard_log_interval == 0
 
     def report(
-        self,
-        result: StepResult,
-        interval: Interval | None,
-        measured: Measured,
-        *,
-        lr: float,
-        decoupled_lr: float | None,
-        global_batch_size: int,
+        self, step: StepNumbers, losses: Mapping[str, float], interval: Interval | None, tensors: Measured
     ) -> None:
         """Send on what is known of the step that was taken last; `interval` where a log line was due. Every rank must call."""
-        rates = {"learning-rate": lr} | ({} if decoupled_lr is None else {"decoupled-learning-rate": decoupled_lr})
         if self._curves_are_due and self.sinks:
-            self._send("step", self._curve_values(result, measured, rates, global_batch_size))
+            self._send("step", self._curve_values(step, losses))
         if interval is not None:
             times = self._times()
             if self.config.log.log_throughput:
                 print_rank_last(progress_line(interval, self.config.data.seq_length, self._mfu(interval)))
             if self.sinks:
-                self._send("interval", self._interval_values(interval, rates) | times)
+                self._send("interval", self._interval_values(interval) | times)
             self.memory.save()
-        for (what, name), statistics in measured.tensors.items():
+        for (what, name), statistics in tensors.items():
             self._send("inspect", statistics.values(), {"what": what, "name": name})
 
     def report_validation(self, split: str, losses: Mapping[str, float], *, at_end: bool) -> None:
@@ -169,40 +157,36 @@ class Watch:
         for sink in self.sinks:
             sink.write(record)
 
-    def _curve_values(
-        self, result: StepResult, measured: Measured, rates: Mapping[str, float], global_batch_size: int
-    ) -> dict[str, float]:
+    def _curve_values(self, step: StepNumbers, losses: Mapping[str, float]) -> dict[str, float]:
         curves, values = self.config.tensorboard, {}
         if curves.log_learning_rate_to_tensorboard:
-            values |= rates
+            values |= step.rates()
         if curves.log_batch_size_to_tensorboard:
-            values["batch-size"] = global_batch_size
-        if not result.skipped:
-            values |= {**result.losses, "grad-norm": result.grad_norm}
+            values["batch-size"] = step.global_batch_size
+        if step.grad_norm is not None:
+            values |= losses
         if curves.log_loss_scale_to_tensorboard:
-            values["loss-scale"] = result.loss_scale
+            values["loss-scale"] = step.loss_scale
         if curves.log_world_size_to_tensorboard:
             values["world-size"] = self.runtime.world_size
         if curves.log_memory_to_tensorboard:
             values |= self.runtime.device.memory_numbers()
-        return values | _measured_values(measured.num_zeros, measured.params_norm)
+        return values | step.curves("grad_norm", "num_zeros", "params_norm")
 
-    def _interval_values(self, interval: Interval, rates: Mapping[str, float]) -> dict[str, float]:
-        values = {**interval.losses, **rates, "loss-scale": interval.loss_scale}
-        values |= {} if interval.grad_norm is None else {"grad-norm": interval.grad_norm}
-        values |= _measured_values(interval.num_zeros, interval.params_norm)
-        values |= {
-            "batch-size": interval.global_batch_size,
+    def _interval_values(self, interval: Interval) -> dict[str, float]:
+        mfu = self._mfu(interval)
+        return {
+            **interval.losses,
+            **interval.last.rates(),
+            **interval.last.curves("loss_scale", "grad_norm", "num_zeros", "params_norm"),
+            "batch-size": interval.last.global_batch_size,
             "iteration-time": interval.milliseconds / 1000,
             "tokens-per-second": interval.samples_per_second * self.config.data.seq_length,
             "skipped-iterations": interval.skipped_iterations,
             "nan-iterations": interval.nan_iterations,
+            **({} if interval.tflops is None else {"throughput": interval.tflops}),
+            **({} if mfu is None else {"mfu": mfu}),
         }
-        if interval.tflops is not None:
-            values["throughput"] = interval.tflops
-            mfu = self._mfu(interval)
-            values |= {} if mfu is None else {"mfu": mfu}
-        return values
 
     def _mfu(self, interval: Interval) -> float | None:
         """Share of the device's peak; None where that is not known."""
@@ -216,11 +200,6 @@ class Watch:
         if not self.config.tensorboard.log_timers_to_tensorboard:
             return {}
         return {f"{name}-time": max(of.values()) / steps for name, of in table.items()}
-
-
-def _measured_values(num_zeros: int | None, params_norm: float | None) -> dict[str, float]:
-    numbers = {"num-zeros": num_zeros, "params-norm": params_norm}
-    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def make_sinks(runtime: Runtime, iteration: int) -> list[Sink]:
