@@ -164,7 +164,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a read from a file",
-        "offload/tier.py",
+        "tiers/tier.py",
         "return lambda: reading.result()",
         "return lambda: (reading.result() if reading.done() else torch.full((self.nbytes,), 127, dtype=torch.uint8))",
         OUTER,

@@ -38,7 +38,7 @@ import pretrain_gpt
 from megatron.core import comm, parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.grid import ALONE
-from megatron.core.offload import tier
+from megatron.core.tiers import tier
 from megatron.training import trainer, training
 
 ROOT = Path(__file__).resolve().parent.parent

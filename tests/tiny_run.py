@@ -19,15 +19,16 @@ from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.core.offload.offload_config import OffloadConfig, make_tier
-from megatron.core.offload.tier import Tier, start_reading
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.storage.stored import start_reading
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tiers.offload_config import OffloadConfig, make_tier
+from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.kernels import Documents
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -33,8 +33,8 @@ from parity_sweep import PATIENCE, read_results, run_case, sweep
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
-from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
+from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 BUCKET = 1500  # elements: several buckets on every rank

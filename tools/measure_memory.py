@@ -29,12 +29,12 @@ from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh, build_mesh
-from megatron.core.offload.offload_config import make_tier
-from megatron.core.offload.tier import FileTensor
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel_config import grid_for
 from megatron.core.products import NATIVE, WAYS, Products
 from megatron.core.random import DropoutKeys
+from megatron.core.tiers.offload_config import make_tier
+from megatron.core.tiers.tier import FileTensor
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
 from megatron.training.build import build_optimizer, build_pipeline

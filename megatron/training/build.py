@@ -16,7 +16,6 @@ from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.grid import Axis
-from megatron.core.offload.tier import FileTier
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
@@ -25,6 +24,7 @@ from megatron.core.pipeline_parallel.executor import ForwardStep
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
+from megatron.core.tiers.tier import FileTier
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room

@@ -23,9 +23,9 @@ from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
-from megatron.core.offload.folder import folder_problems, remove_left_behind
-from megatron.core.offload.offload_config import make_tier
 from megatron.core.random import DropoutKeys
+from megatron.core.tiers.folder import folder_problems, remove_left_behind
+from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig

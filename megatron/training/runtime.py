@@ -11,11 +11,11 @@ from megatron.core.config import ConfigError
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
-from megatron.core.offload.tier import Tier
 from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tiers.tier import Tier
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.training.arguments import Arguments

@@ -6,7 +6,7 @@ from shlex import split
 import pytest
 from processes import PRETRAIN_GPT, Outcome, run
 
-from megatron.core.offload.plan import Element, bytes_by_tier
+from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 
 LIMITED = str(Path(__file__).with_name("limited.py"))
 LAYERS, WIDTH, LIMIT = 9, 512, 450_000_000

@@ -29,10 +29,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape
 

@@ -30,13 +30,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.offload import activations
-from megatron.core.offload.activations import StageActivations, TierRoom
-from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.offload.slots import SlotBuffer
-from megatron.core.offload.tier import FileTier
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tiers import activations
+from megatron.core.tiers.activations import StageActivations, TierRoom
+from megatron.core.tiers.offload_config import OffloadConfig
+from megatron.core.tiers.slots import SlotBuffer
+from megatron.core.tiers.tier import FileTier
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import BatchShape, Pipeline

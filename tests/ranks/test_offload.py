@@ -12,14 +12,15 @@ from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.offload.plan import Element, bytes_by_tier
-from megatron.core.offload.tier import FileTensor, FileTier, start_reading, start_writing
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
+from megatron.core.storage.stored import start_reading, start_writing
+from megatron.core.tiers.offload_config import OffloadConfig
+from megatron.core.tiers.tier import FileTensor, FileTier
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
+from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 from megatron.training.watch.statistics import params_norm
 
 MODELS = {"tied": TINY_GPT2, "untied": TINY_LLAMA}

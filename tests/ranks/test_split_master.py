@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.offload.plan import Element, bytes_by_tier
-from megatron.core.offload.tier import FileTensor, start_reading, start_writing
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
+from megatron.core.storage.stored import start_reading, start_writing
+from megatron.core.tiers.tier import FileTensor
 from megatron.training import checkpointing
+from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 
 MODEL = replace(MODELS["tied"], fp64=False, bf16=True, num_layers=2)
 SPLIT = OptimizerConfig(clip_grad=0.5, weight_decay=0.1, reuse_fp32_param=True)

@@ -23,7 +23,7 @@ from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensor
 from megatron.core.grid import ALONE, Axis
-from megatron.core.offload.tier import Stored, StoredTensor
+from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
 

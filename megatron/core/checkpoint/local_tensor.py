@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint.format import ITEM_BYTES, show_box
-from megatron.core.offload.tier import Stored, StoredTensor
+from megatron.core.storage.stored import Stored, StoredTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,8 @@ from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensor
 from megatron.core.grid import Axis
-from megatron.core.offload.tier import Stored, StoredTensor
 from megatron.core.storage.atomic import sync_file, sync_folder, write_synced
+from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
 _ONE_WRITER = "exactly one rank must be the writer of every element"

@@ -10,7 +10,7 @@ from megatron.core.distributed import released
 from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.first_grads import FirstGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
-from megatron.core.offload.tier import start_reading, start_writing
+from megatron.core.storage.stored import start_reading, start_writing
 
 
 class Bucket:

@@ -45,8 +45,9 @@ from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
 from megatron.core.mesh import GradAxes, Mesh
-from megatron.core.offload.tier import Stored, Tier
 from megatron.core.placement import Placement, partial_grads
+from megatron.core.storage.stored import Stored
+from megatron.core.tiers.tier import Tier
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
 

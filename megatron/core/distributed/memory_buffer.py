@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
 from megatron.core.mesh import GradAxes
-from megatron.core.offload.tier import Stored, Tier, start_writing
+from megatron.core.storage.stored import Stored, start_writing
+from megatron.core.tiers.tier import Tier
 
 
 class MemoryBuffer:

@@ -18,8 +18,6 @@ from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
-from megatron.core.offload.plan import cut_by_fraction
-from megatron.core.offload.tier import Stored, Tier, copy_stored
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
@@ -27,6 +25,9 @@ from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import adam_update, sgd_update
 from megatron.core.placement import owned_pieces
+from megatron.core.storage.stored import Stored, copy_stored
+from megatron.core.tiers.plan import cut_by_fraction
+from megatron.core.tiers.tier import Tier
 
 
 class FlatOptimizer:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron.core.device import start_to_host
 from megatron.core.distributed.plan import ALIGN
-from megatron.core.offload.plan import SLICE, cut_in_slices
-from megatron.core.offload.tier import Stored, start_reading, start_writing
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import Update
+from megatron.core.storage.stored import Stored, start_reading, start_writing
+from megatron.core.tiers.plan import SLICE, cut_in_slices
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron.core.offload.tier import Stored, StoredTensor, start_reading, start_writing
+from megatron.core.storage.stored import Stored, StoredTensor, start_reading, start_writing
 
 _NAN = 0x7FC00000  # whose lower half is zero; that of NVIDIA's, 0x7FFFFFFF, would round to minus zero
 

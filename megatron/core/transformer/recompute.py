@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.grid import Axis
-from megatron.core.offload.activations import Keep
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.in_parts import InParts, keep_copy
+from megatron.core.tiers.activations import Keep
 
 
 def recomputed(

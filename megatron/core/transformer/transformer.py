@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron.core.offload.activations import StageActivations
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tiers.activations import StageActivations
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed

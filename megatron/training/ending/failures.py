@@ -27,7 +27,7 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
 from megatron.core.errors import write_error_file
-from megatron.core.offload.block_file import OffloadError
+from megatron.core.tiers.block_file import OffloadError
 from megatron.training.ending import interrupt
 from megatron.training.memory.shortage import OutOfMemory
 from megatron.training.train_step import NotFiniteError

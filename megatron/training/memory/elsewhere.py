@@ -1,6 +1,6 @@
 """Activations that wait for their backward elsewhere: in a tier, or in slots of one buffer on the device. Pure.
 
-What `core/offload/activations.py` and `slots.py` do with memory. Of a stage's first N layers, with two microbatches under way:
+What `core/tiers/activations.py` and `slots.py` do with memory. Of a stage's first N layers, with two microbatches under way:
 
     device   between forward and backward: what is too small to move, and, of the stage's last forward, what two layers have on their way
     tier     the pieces of all microbatches alive; a room stays, and is used again by a piece of its size
@@ -12,9 +12,9 @@ A file is read in whole blocks of the host's memory, a layer ahead.
 
 from collections.abc import Iterable, Sequence
 
-from megatron.core.offload.block_file import BLOCK
 from megatron.core.pipeline_parallel.schedule import Action
 from megatron.core.pipeline_parallel.simulate import peak_inputs
+from megatron.core.tiers.block_file import BLOCK
 from megatron.training.memory.sizes import LayerSizes, RunSizes
 from megatron.training.memory.tape import Away, Saved, Segment, Step, Tape
 

@@ -104,7 +104,7 @@ def _in_fixed_order(run: RunSizes, numels: list[int]) -> int:
     return max(left) * run.layer.grad_bytes
 
 
-_KIND_OF = {"masters": "optimizer", "moments": "optimizer"}  # here, of a kind of core/offload/plan.py
+_KIND_OF = {"masters": "optimizer", "moments": "optimizer"}  # here, of a kind of tier_bytes.py
 
 
 def _joined(found: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

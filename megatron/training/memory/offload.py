@@ -15,14 +15,14 @@ from megatron.core import comm, parallel_state
 from megatron.core.boxes import size_of
 from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
-from megatron.core.offload.host_memory import free_on_machine, free_to_process
-from megatron.core.offload.plan import Element, bytes_by_tier, show_bytes
-from megatron.core.offload.tier import FileTier
 from megatron.core.placement import pieces
+from megatron.core.tiers.tier import FileTier
 from megatron.training.memory.estimate import activations_elsewhere, estimate
+from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.of_run import model_of, of_rank, sizes_of
 from megatron.training.memory.room import STATE, less_with, warning_of_room
 from megatron.training.memory.sizes import MODELS
+from megatron.training.memory.tier_bytes import Element, bytes_by_tier, show_bytes
 from megatron.training.runtime import Runtime, print_rank_0
 
 _ALL_THE_SAME = "--no-check-memory starts all the same"

@@ -7,8 +7,9 @@ what is predicted is what will be allocated, to the byte.
 from dataclasses import replace
 
 from megatron.core.distributed.plan import BufferPlan, Cut, Item, lay_out
-from megatron.core.offload.plan import Element, bytes_by_tier, cut_by_fraction
+from megatron.core.tiers.plan import cut_by_fraction
 from megatron.training.memory.sizes import LayerSizes, RunSizes
+from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 
 WORDS, OUTPUT = "embedding.word_embeddings", "output_layer"  # units
 WORD_BIAS, HEAD, ORDER = "word_bias", ("lm_head.dense", "lm_head.norm"), ("pooler.dense", "binary_head")  # of a BERT

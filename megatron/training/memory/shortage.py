@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.offload.host_memory import free_on_machine
 from megatron.training.memory.estimate import DEVICE, IN_MEMORY, estimate, worst
+from megatron.training.memory.host_memory import free_on_machine
 from megatron.training.memory.of_run import model_of, sizes_of
 from megatron.training.memory.report import amount
 from megatron.training.memory.room import ACTIVATIONS, STATE, less_with

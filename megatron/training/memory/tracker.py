@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.memory_buffer import Transient
-from megatron.core.offload.tier import Stored
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
+from megatron.core.storage.stored import Stored
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 _ROOT = str(Path(__file__).resolve().parents[2])
 _GIVES_UP = "core/transformer/norm.py"  # whose outputs may lose their memory, and get it back, without an operator
-_READS = "core/offload/tier.py"  # where what is read from a file is a slice of the host's until it is first looked into
+_READS = "core/tiers/tier.py"  # where what is read from a file is a slice of the host's until it is first looked into
 # By the file, or by file and function, that asks for memory; None: whoever called it says.
 _KIND_OF = {
     "core/comm.py": None,

@@ -11,13 +11,13 @@ import torch
 
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.offload.plan import bytes_line
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training.memory.estimate import DEVICE, IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.of_run import MODELS, model_of, of_rank, sizes_of
 from megatron.training.memory.offload import room_left, state_bytes
 from megatron.training.memory.parameters import plans_of_stage
 from megatron.training.memory.report import amount, short_report, table
+from megatron.training.memory.tier_bytes import bytes_line
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
 

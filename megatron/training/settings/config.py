@@ -21,12 +21,12 @@ from megatron.core.datasets.fim import FimConfig
 from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.settings.own_flags import OwnFlags

@@ -20,8 +20,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.models.embedding import Embedding
-from megatron.core.offload.tier import loaded
 from megatron.core.placement import owned_pieces
+from megatron.core.storage.stored import loaded
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer

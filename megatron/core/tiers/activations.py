@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import to_device
-from megatron.core.offload.slots import SlotBuffer, as_flat, strides_like
-from megatron.core.offload.tier import HostTier, Stored, Tier, start_reading, start_writing
+from megatron.core.storage.stored import Stored, start_reading, start_writing
+from megatron.core.tiers.slots import SlotBuffer, as_flat, strides_like
+from megatron.core.tiers.tier import HostTier, Tier
 
 Keep = Callable[
     [Tensor], Callable[[], Tensor]

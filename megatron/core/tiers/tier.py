@@ -1,0 +1,126 @@
+"""Where state lives beside the device's memory: memory of the host, or a file.
+
+    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor that is used alike (`storage/stored.py`)
+
+Reads and writes of one file happen in the order in which they were started, on a thread of the tier's own.
+"""
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import start_to_host
+from megatron.core.storage.stored import Stored, StoredTensor
+from megatron.core.tiers.block_file import BLOCK, BlockFile, OffloadError
+from megatron.core.tiers.folder import STATE_FILE, RankFolder
+
+
+class FileTensor(StoredTensor):
+    """A tensor, or a run of one, in a tier's file."""
+
+    def __init__(self, tier: "FileTier", start: int, shape: tuple[int, ...], dtype: torch.dtype):
+        """start: its first byte in the file."""
+        self._tier, self._start, self.shape, self.dtype = tier, start, tuple(shape), dtype
+
+    def view(self, shape: tuple[int, ...]) -> "FileTensor":
+        assert prod(shape) == self.numel(), f"{self.shape} as {shape}"
+        return FileTensor(self._tier, self._start, shape, self.dtype)
+
+    def __getitem__(self, rows: slice) -> "FileTensor":
+        start, stop, step = rows.indices(self.shape[0])
+        assert step == 1, f"every {step}th row"
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
+
+    def start_reading(self) -> Callable[[], Tensor]:
+        if not self.numel():
+            return lambda: torch.empty(self.shape, dtype=self.dtype)
+        reading = self._tier.start_read(self._start, self.nbytes)
+        return lambda: reading.result().view(self.dtype).view(self.shape)
+
+    def start_writing(self, values: Tensor) -> Callable[[], None]:
+        if not self.numel():
+            return lambda: None
+        return self._tier.start_write(self._start, start_to_host(values.detach().to(self.dtype).contiguous())).result
+
+
+class Tier(Protocol):
+    """Where tensors are made. name: "device", "host" or "file"."""
+
+    name: str
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Stored: ...
+
+    def close(self) -> None: ...
+
+
+class HostTier:
+    """Memory of the host, that an accelerator can read itself (pinned) where there is one."""
+
+    name = "host"
+
+    def __init__(self, device: torch.device):
+        self._pinned = device.type != "cpu"
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.zeros(numel, dtype=dtype, pin_memory=self._pinned)
+        except RuntimeError as error:
+            kind, limit = ("pinned memory", ", raise ulimit -l") if self._pinned else ("memory", "")
+            raise OffloadError(
+                f"the host has no {numel * dtype.itemsize:,} bytes of {kind} ({str(error).splitlines()[0]}){limit}; give --offload-dir, more "
+                "data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+            ) from error
+
+    def close(self) -> None:
+        """Memory goes with the tensors."""
+
+
+class FileTier:
+    """A file in a folder of this rank's own, which `close` removes; so does the end of the process, unless it is killed."""
+
+    name = "file"
+
+    def __init__(self, root: Path | str, rank: int, block: int = BLOCK, *, pinned: bool = False):
+        """pinned: read into memory that an accelerator can read itself."""
+        self._pinned = pinned
+        self.folder = RankFolder(root, rank)
+        self._file = BlockFile(self.folder.path / STATE_FILE, block)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._finalizer = weakref.finalize(self, _close, self._worker, self._file, self.folder)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> FileTensor:
+        return FileTensor(self, self._file.extend(numel * dtype.itemsize), (numel,), dtype)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def start_read(self, start: int, nbytes: int) -> "Future[Tensor]":
+        """Those bytes, as a tensor of bytes."""
+        block = self._file.block
+        first, last = start // block * block, -(-(start + nbytes) // block) * block
+        data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
+
+    def start_write(self, start: int, fetched: Callable[[], Tensor]) -> "Future[None]":
+        """fetched() waits for the values in memory of the host, which may not change before they are written."""
+        return self._worker.submit(self._write, start, fetched)
+
+    def _read(self, first: int, data: Tensor, wanted: slice) -> Tensor:
+        self._file.read(first, memoryview(data.numpy()))
+        return data[wanted]
+
+    def _write(self, start: int, fetched: Callable[[], Tensor]) -> None:
+        self._file.write(start, memoryview(fetched().view(-1).view(torch.uint8).numpy()))
+
+
+def _close(worker: ThreadPoolExecutor, file: BlockFile, folder: RankFolder) -> None:
+    worker.shutdown(cancel_futures=True)
+    file.close()
+    folder.remove()
