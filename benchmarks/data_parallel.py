@@ -34,10 +34,11 @@ from megatron.core.distributed.distributed_data_parallel import DataParallelConf
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.train_step import BatchShape, Pipeline, train_step
+from megatron.training.train_step import train_step
 
 LR, CLIP, DECAY = 1e-4, 1.0, 0.01
 PAIRS = (("ours 0", "ddp"), ("ours 3", "fsdp2"))

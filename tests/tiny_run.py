@@ -21,6 +21,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import owned_pieces
@@ -35,7 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
 from megatron.training.resume.state import TrainState
-from megatron.training.train_step import BatchShape, Pipeline, StepResult, train_step
+from megatron.training.train_step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
 

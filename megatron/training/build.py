@@ -20,7 +20,8 @@ from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.pipeline_parallel.executor import ForwardStep
+from megatron.core.pipeline_parallel.loss import ForwardStep
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
@@ -29,7 +30,6 @@ from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room
 from megatron.training.runtime import Runtime, get_runtime
-from megatron.training.train_step import BatchShape, Pipeline
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 ModelProvider = Callable[..., nn.Module]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatron.core.pipeline_parallel.loss import LossTotals
-from megatron.training.train_step import Pipeline, share_totals
+from megatron.core.pipeline_parallel.pipeline import Pipeline
 
 
 def window(number: int, num_batches: int, batch_size: int, set_size: int) -> tuple[int, int]:
@@ -38,5 +38,4 @@ def evaluate(
     with torch.no_grad():
         for batch in range(num_batches):
             totals.add(pipeline.evaluate(data_iterators, first_sample + batch * global_batch_size))
-    *_, losses = share_totals(totals, pipeline.mesh, pipeline.device)
-    return losses
+    return pipeline.share_totals(totals).report

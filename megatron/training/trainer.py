@@ -19,8 +19,7 @@ from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
 from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learning_rate_schedule, schedule_in_force
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.pipeline_parallel.executor import ForwardStep
-from megatron.core.pipeline_parallel.schedules import keep_reports
+from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
 from megatron.training.build import DatasetsProvider, ModelProvider, build_model_and_optimizer, build_pipeline
 from megatron.training.ending.exits import Exits

@@ -21,7 +21,7 @@ from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.core.errors import write_error_file
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.pipeline_parallel.executor import ForwardStep
+from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.training.arguments import ExtraArgs
 from megatron.training.build import (
     DatasetsProvider,

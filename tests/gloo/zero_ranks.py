@@ -30,11 +30,11 @@ from megatron.core.distributed.distributed_data_parallel import DataParallelConf
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.train_step import BatchShape
 
 MODEL = replace(TINY_GPT2, fp64=False)
 DP = 2  # data-parallel ranks of a stage; a hybrid has as many groups of them: gloo adds three parts and more in orders of its own

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers import activations
@@ -39,7 +40,6 @@ from megatron.core.tiers.slots import SlotBuffer
 from megatron.core.tiers.tier import FileTier
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.train_step import BatchShape, Pipeline
 
 MODELS = {"dropout": TINY_GPT2, "gated": TINY_LLAMA}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}

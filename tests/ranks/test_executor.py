@@ -15,12 +15,13 @@ from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.lower import add_transfers
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, forward_only, gpipe, interleaved, one_f_one_b
 from megatron.core.pipeline_parallel.simulate import show
 from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
-from megatron.training.train_step import BatchShape, Pipeline, train_step
+from megatron.training.train_step import train_step
 
 ROWS, WIDTH = 2, 4  # of a microbatch
 BOUNDARY = (TensorSpec((ROWS, WIDTH), torch.float64),)

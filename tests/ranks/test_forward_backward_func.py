@@ -29,8 +29,8 @@ from megatron.core.distributed.distributed_data_parallel import (
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.train_step import BatchShape
 
 BATCH, SEQ = 24, 8
 SHARDS = [

@@ -16,9 +16,10 @@ from megatron.core.boxes import slices
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import is_counted, pieces
-from megatron.training.train_step import BatchShape, Pipeline, train_step
+from megatron.training.train_step import train_step
 
 SHAPES = {"matrix": (7, 5), "bias": (7,), "table": (3, 4, 2), "gain": (9,), "scalar": ()}
 HYPER = {"betas": (0.9, 0.95), "eps": 1e-6}

@@ -27,6 +27,7 @@ from megatron.core.optimizer.grad_scaler import LossScaleConfig, make_grad_scale
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.pipeline_parallel.loss import read_loss
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Placement
@@ -39,7 +40,7 @@ from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
 from megatron.training.resume.checks import check_same_optimizer
 from megatron.training.resume.state import TrainState
-from megatron.training.train_step import BatchShape, NotFiniteError, Pipeline, StepResult, train_step
+from megatron.training.train_step import NotFiniteError, StepResult, train_step
 from megatron.training.watch.log import TrainingLog
 
 TOLERANCE = 1e-10

@@ -23,10 +23,10 @@ from tiny_run import (
 )
 
 from megatron.core.mesh import Mesh
+from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.random import DropoutKeys
 from megatron.core.transformer.recompute import give_up, recomputed
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.train_step import BatchShape
 
 MODELS = {"gpt2": replace(TINY_GPT2, num_layers=2), "llama": replace(TINY_LLAMA, num_layers=2)}
 MODULES = [["mlp"], ["layernorm"], ["core_attn", "mlp", "layernorm"]]

@@ -28,8 +28,9 @@ from megatron.core.distributed.distributed_data_parallel import DataParallelConf
 from megatron.core.distributed.traffic import step_traffic
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.train_step import BatchShape, train_step
+from megatron.training.train_step import train_step
 
 MODELS = {"gpt2-tied": TINY_GPT2, "llama-untied": TINY_LLAMA}
 BUCKET = 1500  # elements: several buckets on every rank

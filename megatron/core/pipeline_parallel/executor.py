@@ -5,23 +5,20 @@ There is no separate path without pipelining: one rank runs F0.0 B0.0 F0.1 B0.1 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.deferred import WeightGradStore, Work
-from megatron.core.pipeline_parallel.loss import LossTotals, read_loss, read_step
-from megatron.core.pipeline_parallel.lower import partner
+from megatron.core.pipeline_parallel.loss import ForwardStep, LossTotals, read_loss, read_step
+from megatron.core.pipeline_parallel.lower import BEGIN_OF, DIRECTION_OF, partner
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 from megatron.core.pipeline_parallel.simulate import show
 from megatron.core.pipeline_parallel.stage import Placement
 from megatron.core.pipeline_parallel.transport import Transfer, Transport
 
-ForwardStep = Callable[[Iterator | None, nn.Module], tuple[Any, Callable[[Any], Any]]]
 Key = tuple[int, int]  # (stage, microbatch)
-_DIRECTION = {Op.SEND_F: "forward", Op.POST_F: "forward", Op.SEND_B: "backward", Op.POST_B: "backward"}
 
 
 class Executor:
@@ -147,17 +144,17 @@ class Executor:
     def send(self, action: Action) -> None:
         held = self.outputs if action.op is Op.SEND_F else self.grads
         tensors = tuple(x.detach() for x in held.pop((action.stage, action.microbatch)))
-        self.transfers[action] = self.transport.send(_DIRECTION[action.op], self._peer(action), tensors)
+        self.transfers[action] = self.transport.send(DIRECTION_OF[action.op], self._peer(action), tensors)
 
     def post(self, action: Action) -> None:
-        self.transfers[action] = self.transport.post(_DIRECTION[action.op], self._peer(action))
+        self.transfers[action] = self.transport.post(DIRECTION_OF[action.op], self._peer(action))
 
     def sent(self, action: Action) -> None:
         """The tensors have left: only what a backward needs of them stays alive."""
-        self.transfers.pop(action.with_op(_BEGUN_BY[action.op])).wait()
+        self.transfers.pop(action.with_op(BEGIN_OF[action.op])).wait()
 
     def receive(self, action: Action) -> None:
-        tensors = self.transfers.pop(action.with_op(_BEGUN_BY[action.op])).wait()
+        tensors = self.transfers.pop(action.with_op(BEGIN_OF[action.op])).wait()
         if action.op is Op.RECV_F:
             self.inputs[action.stage, action.microbatch] = _as_inputs(tensors, self.training)
         else:
@@ -217,7 +214,6 @@ def _root(x: Tensor) -> GradientEdge | None:
     return get_gradient_edge(x) if x.requires_grad else None
 
 
-_BEGUN_BY = {Op.SENT_F: Op.SEND_F, Op.SENT_B: Op.SEND_B, Op.RECV_F: Op.POST_F, Op.RECV_B: Op.POST_B}
 _HANDLERS: dict[Op, Callable[[Executor, Action], None]] = {
     Op.F: Executor.forward,
     Op.B: Executor.backward,

@@ -1,11 +1,13 @@
 """What a loss function may return, and what becomes of it: sums and counts that add up over microbatches and ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ForwardStep = Callable[[Iterator | None, Any], tuple[Any, Callable[[Any], Any]]]  # Megatron's: (data iterator, model)
 
 
 @dataclass
@@ -96,3 +98,27 @@ class LossTotals:
         self.tokens, self.value = self.tokens + loss.tokens, self.value + loss.value
         for name, pair in loss.report.items():
             self.report[name] = self.report[name] + pair if name in self.report else pair
+
+
+def keep_reports(forward_step: ForwardStep, into: list[Any], *, non_loss: bool = False) -> ForwardStep:
+    """The same forward step, whose loss function also leaves its report in `into`. non_loss: what it returns when told
+    `non_loss_data=True` instead, the loss being zero."""
+
+    def step(data_iterator: Iterator | None, model: Any) -> tuple[Any, Any]:
+        result = forward_step(data_iterator, model)
+        if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
+            return result  # before the last stage, or an error for the executor to name
+        output, loss_func = result
+
+        def keeping(given: Any) -> Any:
+            if non_loss:
+                into.append(loss_func(given, non_loss_data=True))
+                return torch.zeros(()), 0, {}
+            loss = loss_func(given)
+            if isinstance(loss, tuple) and loss:
+                into.append(loss[-1])
+            return loss
+
+        return output, keeping
+
+    return step

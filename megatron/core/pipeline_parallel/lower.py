@@ -37,8 +37,8 @@ _STEP_OF = {"forward": +1, "backward": -1}  # from the stage that sends to the s
 _SENDING = frozenset({Op.SEND_F, Op.SENT_F, Op.SEND_B, Op.SENT_B})
 _PARTNER_OF = {Op.SEND_F: Op.POST_F, Op.SENT_F: Op.RECV_F, Op.SEND_B: Op.POST_B, Op.SENT_B: Op.RECV_B}
 _PARTNER_OF |= {receiving: sending for sending, receiving in _PARTNER_OF.items()}
-_BEGIN_OF = {Op.SENT_F: Op.SEND_F, Op.RECV_F: Op.POST_F, Op.SENT_B: Op.SEND_B, Op.RECV_B: Op.POST_B}
-_WAIT_OF = {begin: wait for wait, begin in _BEGIN_OF.items()}
+BEGIN_OF = {Op.SENT_F: Op.SEND_F, Op.RECV_F: Op.POST_F, Op.SENT_B: Op.SEND_B, Op.RECV_B: Op.POST_B}
+_WAIT_OF = {begin: wait for wait, begin in BEGIN_OF.items()}
 
 
 def add_transfers(schedule: Schedule, placement: Placement, cost: Mapping[Op, float] = DEFAULT_COST) -> Schedule:
@@ -147,8 +147,8 @@ def check_rendezvous(schedule: Schedule, placement: Placement) -> None:
         action = schedule[rank][heads[rank]]
         needs = _needs_on_rank(action, schedule[rank], home, placement, num_stages)
         missing = [need for need in needs if need not in done]
-        if action.op in _BEGIN_OF and not missing:
-            missing = wires[DIRECTION_OF[action.op]].held_up_by(action.with_op(_BEGIN_OF[action.op]))
+        if action.op in BEGIN_OF and not missing:
+            missing = wires[DIRECTION_OF[action.op]].held_up_by(action.with_op(BEGIN_OF[action.op]))
         if not missing:
             done.add(action)
             if action.op in _WAIT_OF:
@@ -219,8 +219,8 @@ def _needs_on_rank(
     if action.op is Op.SEND_B:
         half = action.with_op(Op.I)
         return [half if half in home else action.with_op(Op.B)]
-    if action.op in _BEGIN_OF:
-        return [action.with_op(_BEGIN_OF[action.op])]
+    if action.op in BEGIN_OF:
+        return [action.with_op(BEGIN_OF[action.op])]
     if action.op is Op.REDUCE:
         return [other for other in actions if other.op in (Op.B, Op.W) and other.stage == action.stage]
     if action.op not in COMPUTE:

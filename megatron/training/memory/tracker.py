@@ -37,7 +37,7 @@ _KIND_OF = {
     "core/distributed": "communication",
     "core/pipeline_parallel/transport.py": "communication",
     "core/optimizer": "other",
-    "training/train_step.py": "other",
+    "core/pipeline_parallel/pipeline.py": "other",
     "training/watch/statistics.py": "other",
 }
 

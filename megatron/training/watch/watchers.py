@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_last
-from megatron.training.train_step import Pipeline
 from megatron.training.watch.log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
 from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink

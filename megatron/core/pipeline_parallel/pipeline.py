@@ -1,0 +1,190 @@
+"""The driver of a step: runs this rank's chunks by the schedules of training and of evaluation.
+
+`train_step` and Megatron's `get_forward_backward_func()` both run on a `Pipeline`.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.core import comm
+from megatron.core.deferred import WeightGradStore
+from megatron.core.grid import Axis
+from megatron.core.mesh import Mesh
+from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
+from megatron.core.pipeline_parallel.loss import LossTotals
+from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forward_only
+from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
+from megatron.core.pipeline_parallel.stage import loop_placement
+from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
+from megatron.core.random import DropoutKeys
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How the samples of a step are dealt out."""
+
+    micro_batch_size: int
+    num_microbatches: int  # of one rank in one step of validation, and of training unless a step says otherwise
+    tokens_per_sample: int = 1  # when none is masked
+
+    @property
+    def nominal_tokens(self) -> int:
+        """Tokens in one rank's microbatch when none is masked."""
+        return self.micro_batch_size * self.tokens_per_sample
+
+    def samples_of(self, first_sample: int, microbatch: int, samples: Axis) -> tuple[int, ...]:
+        """The numbers, within the run, of the samples in the rows of one rank's microbatch. samples: `Mesh.samples`."""
+        first = first_sample + (microbatch * samples.size + samples.rank) * self.micro_batch_size
+        return tuple(range(first, first + self.micro_batch_size))
+
+
+class SharedTotals(NamedTuple):
+    """What all ranks have computed in a step."""
+
+    tokens: float
+    loss: float  # sum of the losses as they were returned
+    report: dict[str, float]  # mean of each entry; on the last stage, empty elsewhere
+
+
+class Pipeline:
+    """This rank's chunks, and how they are run.
+
+    chunks: by stage, each in a DistributedDataParallel or a plain module. boundary: the tensors that pass between stages, of which
+    the ranks of `copies_over` hold equal copies. keys: of dropout; those that the chunks' modules hold when None. poison: for
+    `Transport`.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, nn.Module],
+        mesh: Mesh,
+        batch: BatchShape,
+        *,
+        boundary: tuple[TensorSpec, ...],
+        forward_step: ForwardStep,
+        keys: DropoutKeys | None = None,
+        weight_grads: WeightGradStore | None = None,
+        schedule_name: str = "1f1b",
+        copies_over: Axis | None = None,
+        device: torch.device | str = "cpu",
+        poison: bool = False,
+    ):
+        self.chunks, self.mesh, self.batch = chunks, mesh, batch
+        self.keys = _keys_in(chunks) if keys is None else {keys}
+        self.placement = loop_placement(mesh["pp"].size)
+        self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
+        self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
+        self.schedule_name = schedule_name
+        self.around: Callable[[Action], AbstractContextManager] | None = None  # entered for each action
+        self._schedules: dict[str, tuple[int, Schedule]] = {}
+
+    def train(
+        self,
+        data_iterators: Mapping[int, object],
+        first_sample: int,
+        loss_scale: float = 1.0,
+        num_microbatches: int | None = None,
+    ) -> LossTotals:
+        """Forwards, backwards and the start of the gradient reduction of one step."""
+        return self._run("train", data_iterators, first_sample, num_microbatches, loss_scale)
+
+    def evaluate(
+        self, data_iterators: Mapping[int, object], first_sample: int, forward_step: ForwardStep | None = None
+    ) -> LossTotals:
+        """The forwards of one global batch; by another `forward_step` than that of training, if one is given."""
+        return self._run("evaluate", data_iterators, first_sample, forward_step=forward_step)
+
+    def _run(
+        self,
+        purpose: str,
+        data_iterators: Mapping[int, object],
+        first_sample: int,
+        num_microbatches: int | None = None,
+        loss_scale: float = 1.0,
+        forward_step: ForwardStep | None = None,
+    ) -> LossTotals:
+        pp = self.mesh["pp"]
+
+        def begin(action: Action) -> None:
+            for keys in self.keys:
+                keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
+            self.mesh.virtual_rank = action.stage // pp.size
+            tell(self.chunks[action.stage], "begin_microbatch", action.microbatch, backward=action.op is not Op.F)
+
+        executor = Executor(
+            self.chunks,
+            len(self.chunks) * pp.size,
+            placement=self.placement,
+            transport=self.transport,
+            forward_step=forward_step or self.forward_step,
+            data_iterators=data_iterators,
+            begin=begin,
+            reduce=lambda stage: tell(self.chunks[stage], "start_grad_reduce"),
+            weight_grads=self.weight_grads,
+            nominal_tokens=self.batch.nominal_tokens,
+            around=self.around,
+        )
+        schedule = self.schedule(purpose, num_microbatches)
+        return executor.run(schedule, pp.rank, training=purpose == "train", loss_scale=loss_scale)
+
+    def schedule(self, purpose: str, num_microbatches: int | None = None) -> Schedule:
+        """The lowered lists of all pipeline ranks, kept until a step has another number of microbatches.
+
+        Only the last are kept: those of all sizes of a long ramp, each with the actions of every rank, would fill gigabytes.
+        """
+        m = num_microbatches or self.batch.num_microbatches
+        made_for, schedule = self._schedules.get(purpose, (None, []))
+        if made_for != m:
+            p, v = self.mesh["pp"].size, len(self.chunks)
+            generated = make_schedule(self.schedule_name, p, m, v) if purpose == "train" else forward_only(p, m, v)
+            lowered = add_transfers(generated, self.placement)
+            schedule = add_reduce(lowered) if purpose == "train" else lowered
+            self._schedules[purpose] = m, schedule
+            if purpose == "train":
+                self._reserve(generated)
+        return schedule
+
+    def share_totals(self, totals: LossTotals) -> "SharedTotals":
+        """The sums of all ranks from those of this one. Every rank must call.
+
+        One all-reduce over `Mesh.tokens` within the last stage carries everything; tokens and losses then go over pp.
+        """
+        names = sorted(totals.report)
+        packed = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
+        packed[0], packed[1] = totals.tokens, totals.value
+        for i, name in enumerate(names):
+            packed[2 + 2 * i : 4 + 2 * i] = totals.report[name]
+        if self.mesh["pp"].is_last:
+            comm.all_reduce(packed, self.mesh.tokens)
+        shared = comm.all_reduce(packed[:2].clone(), self.mesh["pp"])
+        numbers = torch.cat((shared, packed[2:])).cpu().tolist()  # read at once: each read waits for the device
+        pairs = zip(names, numbers[2::2], numbers[3::2])
+        means = {name: total / count if count else 0.0 for name, total, count in pairs}  # 0: every token is masked
+        return SharedTotals(numbers[0], numbers[1], means)
+
+    def _reserve(self, schedule: Schedule) -> None:
+        """Tell the layers of each chunk how many of their inputs will wait for a backward at once."""
+        for stage, chunk in self.chunks.items():
+            for module in _modules_of(chunk):
+                tell(module, "reserve", peak_inputs(schedule, stage))
+
+
+def tell(module: Any, method: str, *arguments: Any, **named: Any) -> None:
+    """Call a method that not every module has: those of DistributedDataParallel on a plain module, for one."""
+    if hasattr(module, method):
+        getattr(module, method)(*arguments, **named)
+
+
+def _modules_of(chunk: Any) -> list[nn.Module]:
+    return list(chunk.modules()) if isinstance(chunk, nn.Module) else []
+
+
+def _keys_in(chunks: Mapping[int, nn.Module]) -> set[DropoutKeys]:
+    found = (getattr(module, "keys", None) for chunk in chunks.values() for module in _modules_of(chunk))
+    return {keys for keys in found if isinstance(keys, DropoutKeys)}
