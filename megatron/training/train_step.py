@@ -49,18 +49,20 @@ def train_step(
 ) -> StepResult:
     """One update of the parameters. Every rank must call; all raise NotFiniteError if a loss or the gradient is not finite.
 
-    Gradients are sums over tokens until all are summed, and are then divided by the tokens of the whole step, so that no layout
-    and no uneven loss mask changes what they mean. The count is that of `loss_func`, so it may be a sum of weights: a fraction, or
-    negative. Of a step whose count is exactly 0 there is no mean: its gradients, zeros where every token is masked, are taken as
-    they are. With a loss scale, the objective is differentiated as objective x scale / nominal tokens: a sum over tokens would leave
-    float16's range, their mean does not. A gradient that overflows all the same makes every rank skip the update: its norm is
-    one number for the model, and the ranks that hold copies have summed their gradients. An adapting scale reacts to that, and
-    nothing is raised while it can fall. A loss that is not finite is no overflow of the scale, which lowers nothing in a forward.
+    Gradients are sums over tokens until all are summed, and are then divided by the tokens of the whole step, so that
+    no layout and no uneven loss mask changes what they mean. The count is that of `loss_func`, so it may be a sum of
+    weights: a fraction, or negative. Of a step whose count is exactly 0 there is no mean: its gradients, zeros where
+    every token is masked, are taken as they are. With a loss scale, the objective is differentiated as objective x
+    scale / nominal tokens: a sum over tokens would leave float16's range, their mean does not. A gradient that
+    overflows all the same makes every rank skip the update: its norm is one number for the model, and the ranks that
+    hold copies have summed their gradients. An adapting scale reacts to that, and nothing is raised while it can
+    fall. A loss that is not finite is no overflow of the scale, which lowers nothing in a forward.
 
     num_microbatches: of one rank in this step, where steps differ; weight_decay: where it changes. empty: called with 1 after the
     backwards and 2 after the update, to give back memory that tensors no longer need.
 
-    Scalars that travel: token count and loss over dp and pp, with the loss report on the last stage, and the gradient norm over mp.
+    Scalars that travel: token count and loss over dp and pp, with the loss report on the last stage, and the gradient
+    norm over mp.
     """
     chunks = list(pipeline.chunks.values())
     for chunk in chunks:

@@ -363,7 +363,10 @@ def test_the_peak_of_a_step_is_not_that_of_building_the_model(monkeypatch):
 
 # Where the host of a step may wait: for the norm, for the totals, where it updates state itself for the gradients, and in ZeRO stages 2
 # and 3, once its last backward is through, to compare the order of layers.
-WAITS = {"core/pipeline_parallel/pipeline.py share_totals: copy npu to cpu", "core/optimizer/optimizer.py grad_norm: number read"}
+WAITS = {
+    "core/pipeline_parallel/pipeline.py share_totals: copy npu to cpu",
+    "core/optimizer/optimizer.py grad_norm: number read",
+}
 OF_STATE_ON_HOST = {"core/device.py result: event", "core/tiers/tier.py start_writing: copy npu to cpu"}
 OF_ORDER = {f"core/distributed/agreement.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, and the executor that runs them.
+"""Pipeline parallelism: schedules as data, the executor that runs them, and the driver of a step.
 
 Names are imported when first asked for, so that all but the executor and what it needs loads without torch.
 """
@@ -14,6 +14,6 @@ __getattr__, __dir__ = lazy_names(
         ".lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
         ".simulate": "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show",
         ".plot": "plot_text plot_svg chrome_trace",
-        ".schedules": "get_forward_backward_func",
+        "megatron.core.classic.schedules": "get_forward_backward_func",
     },
 )

@@ -55,9 +55,9 @@ class SharedTotals(NamedTuple):
 class Pipeline:
     """This rank's chunks, and how they are run.
 
-    chunks: by stage, each in a DistributedDataParallel or a plain module. boundary: the tensors that pass between stages, of which
-    the ranks of `copies_over` hold equal copies. keys: of dropout; those that the chunks' modules hold when None. poison: for
-    `Transport`.
+    chunks: by stage, each in a DistributedDataParallel or a plain module. boundary: the tensors that pass between
+    stages, of which the ranks of `copies_over` hold equal copies. keys: of dropout; those that the chunks' modules
+    hold when None. poison: for `Transport`.
     """
 
     def __init__(

@@ -155,8 +155,8 @@ def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float], kept_for_wei
 
 
 def peak_inputs(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of `stage` at once that are between their F and their B or I, which compute the stage again where it is
-    recomputed."""
+    """The most microbatches of `stage` at once that are between their F and their B or I, which compute the stage
+    again where it is recomputed."""
     share = {Op.F: 1, Op.B: -1, Op.I: -1}
     steps = [share.get(a.op, 0) for actions in schedule for a in actions if a.stage == stage]
     return max(accumulate(steps), default=0)

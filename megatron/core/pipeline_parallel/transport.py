@@ -61,10 +61,10 @@ class Transport:
     def connect(self, *, wraps: bool = False) -> None:
         """Let every two ranks that will exchange tensors do so once, in each direction's communicator; every rank must call.
 
-        NCCL makes the connection of a pair at its first transfer, for which the hosts of both ends wait. In a schedule a receive is posted
-        long before its send, so that a rank might never get there: our own schedules do, a fork's need not. And a network that does
-        not work shows at the start. wraps: the last rank and the first are a pair too. The pairs come in one order: even ranks with
-        the next, then odd ones with theirs.
+        NCCL makes the connection of a pair at its first transfer, for which the hosts of both ends wait. In a
+        schedule a receive is posted long before its send, so that a rank might never get there: our own schedules do,
+        a fork's need not. And a network that does not work shows at the start. wraps: the last rank and the first are
+        a pair too. The pairs come in one order: even ranks with the next, then odd ones with theirs.
         """
         for axis in self.axes.values():
             pairs = [(rank, rank + 1) for rank in range(axis.size - 1)]

@@ -1,0 +1,132 @@
+"""Megatron's `get_forward_backward_func()` over the executor, for the training loop of a fork.
+
+    forward_backward = get_forward_backward_func()
+    reports = forward_backward(forward_step_func=forward_step, data_iterator=iterator, model=[chunk], num_microbatches=8,
+                               seq_length=1024, micro_batch_size=4)
+
+There is one function: without a pipeline it runs F0 B0 F1 B1 ..., with one 1F1B, with several chunks the interleaved schedule.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.classic.utils import get_model_config, unwrap_model
+from megatron.core.current_mesh import get_mesh
+from megatron.core.mesh import Mesh
+from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline, tell
+from megatron.core.pipeline_parallel.transport import TensorSpec
+
+# Megatron's further arguments: they steer its own transfers and groups, or how it warms up.
+_WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
+_SAMPLES = "samples of get_forward_backward_func"
+
+
+def get_forward_backward_func() -> Callable[..., list[Any]]:
+    return forward_backward
+
+
+def forward_backward(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Iterator | Sequence[Iterator | None] | None,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **others: Any,
+) -> list[Any]:
+    """One step's forwards and backwards; returns the report of each microbatch on the last stage, [] elsewhere. Every rank calls.
+
+    Gradients are added to the chunks' buffers (to `.grad` of a chunk that no DistributedDataParallel wraps), summed
+    over the data-parallel ranks, and divided by the tokens of the whole step: afterwards they are those of the mean
+    loss, and not scaled. The caller zeroes them before (`zero_grad_buffer`), and updates after.
+    `finalize_model_grads` may be called in between, or be the `finalize_model_grads_func` of the model's config,
+    which is called here with the chunks and None: either changes nothing.
+
+    grad_scale_func(loss) -> the loss times the loss scale, such as the optimizer's `scale_loss`; that of the model's config when
+    left out. Gradients are then those of the mean loss times the scale, for the caller to take out again.
+
+    model: this rank's chunk, or its chunks in order, with a data iterator each. Chunks have `set_input_tensor` and, in a
+    pipeline, `config` with hidden_size and params_dtype. collect_non_loss_data: the list holds loss_func(output,
+    non_loss_data=True) of each microbatch instead, and nothing is differentiated.
+    """
+    strange = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
+    if strange:
+        raise TypeError(f"get_forward_backward_func: {sorted(strange)} are not built; leave them out")
+    if decoder_seq_length not in (None, seq_length):
+        raise ValueError(
+            f"decoder_seq_length ({decoder_seq_length}) differs from seq_length ({seq_length}): models of an encoder "
+            "and a decoder are not built yet"
+        )
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
+    if len(chunks) != len(iterators):
+        raise ValueError(f"{len(chunks)} model chunk(s) but {len(iterators)} data iterator(s); give one for each chunk")
+    mesh, reports = get_mesh(), []
+    pp, batch = mesh["pp"], BatchShape(micro_batch_size, num_microbatches, seq_length)
+    stages = [i * pp.size + pp.rank for i in range(len(chunks))]
+    pipeline = Pipeline(
+        dict(zip(stages, chunks)),
+        mesh,
+        batch,
+        boundary=_boundary(chunks[0], mesh, seq_length, micro_batch_size),
+        forward_step=keep_reports(forward_step_func, reports, non_loss=collect_non_loss_data),
+        schedule_name="1f1b" if len(chunks) == 1 else "interleaved",
+        device=mesh.device,
+    )
+    data, first_sample = dict(zip(stages, iterators)), mesh.kept.get(_SAMPLES, 0)
+    if forward_only or collect_non_loss_data:
+        pipeline.evaluate(data, first_sample)
+        return reports
+    scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"), mesh)
+    rank_samples = num_microbatches * micro_batch_size
+    # A scaled loss is divided by the tokens before and not after the backward, so that a sum of losses overflows no float16.
+    step_tokens = 1 if scale is None else rank_samples * seq_length * mesh.tokens.size
+    totals = pipeline.train(data, first_sample, (scale or 1.0) / step_tokens)
+    _finish(pipeline, pipeline.share_totals(totals).tokens, scaled_by=1 / step_tokens)
+    mesh.kept[_SAMPLES] = first_sample + rank_samples * mesh.samples.size
+    return reports
+
+
+def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: int) -> tuple[TensorSpec, ...]:
+    """The hidden states that pass between two stages; nothing does without a pipeline."""
+    if mesh["pp"].size == 1:
+        return ()
+    config = get_model_config(chunk)
+    divided = getattr(config, "sequence_parallel", mesh.sequence_parallel)
+    length = seq_length // mesh["tp"].size if divided else seq_length
+    dtype = getattr(config, "residual_dtype", config.params_dtype)
+    return (TensorSpec((length, micro_batch_size, config.hidden_size), dtype),)
+
+
+def _config_of(chunk: nn.Module, name: str) -> Any:
+    """What the model's config holds under this name; None where it has none."""
+    return getattr(getattr(unwrap_model(chunk), "config", None), name, None)
+
+
+def _loss_scale(grad_scale_func: Callable | None, mesh: Mesh) -> float | None:
+    """What the function multiplies by; None where nothing is scaled."""
+    return None if grad_scale_func is None else float(grad_scale_func(torch.ones((), device=mesh.device)))
+
+
+def _finish(pipeline: Pipeline, tokens: float, *, scaled_by: float) -> None:
+    """Make the gradients whole, and those of the mean over all tokens of the step. scaled_by: what the sum of losses was."""
+    chunks, share = list(pipeline.chunks.values()), 1.0 / (max(tokens, 1.0) * scaled_by)
+    if (finalize := _config_of(chunks[0], "finalize_model_grads_func")) is not None:
+        finalize(chunks, None)  # no tokens: the gradients are divided here
+    for chunk in chunks:
+        tell(chunk, "finish_grad_reduce")
+        if hasattr(chunk, "scale_gradients"):
+            chunk.scale_gradients(share)
+        else:
+            for parameter in chunk.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(share)
