@@ -31,7 +31,7 @@ import pretrain_gpt
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.transformer import transformer_layer
-from megatron.training import build, checkpointing, trainer
+from megatron.training import build, checkpointing, chunks, trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = (
@@ -44,7 +44,7 @@ SUMMED, WRITTEN = "a gradient is summed", "a checkpoint's tensor is written"
 # What is done -> the functions that do it: of what, by which name.
 DOERS = {
     "a rank's model is built": [(build, "get_model")],
-    BUILT: [(transformer_layer, "ParallelMLP"), (build, "initialize_parameters"), (build, "DistributedDataParallel")],
+    BUILT: [(transformer_layer, "ParallelMLP"), (chunks, "initialize_parameters"), (chunks, "DistributedDataParallel")],
     TRAINED: [(trainer, "train_step")],
     SUMMED: [(DistributedDataParallel, name) for name in ("start_grad_reduce", "finish_grad_reduce")],
     WRITTEN: [(checkpointing, "save")],

@@ -37,7 +37,7 @@ from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tiers.tier import FileTensor
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
-from megatron.training.build import build_optimizer, build_pipeline
+from megatron.training.chunks import build_optimizer, build_pipeline
 from megatron.training.memory.estimate import IN_MEMORY, KINDS, RankMemory, estimate
 from megatron.training.memory.of_run import of_rank
 from megatron.training.memory.report import amount, table

@@ -21,7 +21,8 @@ from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learni
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
-from megatron.training.build import DatasetsProvider, ModelProvider, build_model_and_optimizer, build_pipeline
+from megatron.training.build import DatasetsProvider, build_model_and_optimizer
+from megatron.training.chunks import ModelProvider, build_pipeline
 from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
 from megatron.training.initialize import as_settings_problem, available_cores

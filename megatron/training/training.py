@@ -25,11 +25,11 @@ from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.training.arguments import ExtraArgs
 from megatron.training.build import (
     DatasetsProvider,
-    ModelProvider,
     build_train_valid_test_data_iterators,
     get_model,
     setup_model_and_optimizer,
 )
+from megatron.training.chunks import ModelProvider
 from megatron.training.ending import failures, interrupt
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage

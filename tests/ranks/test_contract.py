@@ -15,7 +15,8 @@ from megatron.core.pipeline_parallel.loss import read_step
 from megatron.core.placement import Placement
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.build import model_problems, name_problems
+from megatron.training.build import name_problems
+from megatron.training.chunks import model_problems
 
 FLAGS = split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --global-batch-size 4 "
