@@ -257,7 +257,7 @@ def test_pure_modules_load_without_torch():
 STILL_BROKEN = {"file": 4, "function": 4, "assignment": 190, "line": 345}
 BUDGETS = {
     "megatron": 19_200,
-    "tools": 3_320,
+    "tools": 3_400,
 }  # code lines; raised by nothing but a feature, in its commit, by what it adds
 
 

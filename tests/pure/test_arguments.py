@@ -4,6 +4,7 @@ import copy
 import shlex
 
 import pytest
+from said import tells
 
 from megatron.core.config import ConfigError
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
@@ -628,10 +629,10 @@ def test_settings_are_read_only_for_scripts():
     assert "momentum" not in args
     with pytest.raises(AttributeError) as error:
         args.lr = 0.2
-    assert str(error.value) == "settings are read-only: lr cannot be changed to 0.2; give it on the command line"
+    assert tells(error.value, "0.2")
     with pytest.raises(AttributeError) as error:
         _ = args.momentum
-    assert str(error.value) == "there is no setting 'momentum'"
+    assert tells(error.value, "momentum")
     assert getattr(args, "momentum", None) is None
     assert args.lr == 0.1
 

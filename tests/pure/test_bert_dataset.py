@@ -87,7 +87,7 @@ def test_a_damaged_map_is_built_again(prefix, tmp_path):
 def test_all_wait_also_after_an_error(tmp_path):
     waited = []
     alone = write(tmp_path / "alone", sentences=(1, 2))
-    with pytest.raises(ValueError, match=r"alone, train split: none of 48 documents gives a sample.*--split-sentences"):
+    with pytest.raises(ValueError, match=r"(?s)48.*--split-sentences"):
         build(alone, tmp_path, wait=lambda: waited.append(1))
     assert waited == [1]
     datasets = build(alone, tmp_path, masking=MaskedDataConfig(bert_binary_head=False))
@@ -115,25 +115,18 @@ def test_splits_may_have_files_of_their_own(tmp_path):
 
 def test_what_cannot_be_trained_on_is_refused_by_name(prefix, tmp_path):
     plain = types.SimpleNamespace(name="GPT2BPETokenizer", vocab_size=100, eod=99, pad=None)
-    with pytest.raises(ValueError, match=r"GPT2BPETokenizer has no \[CLS\].*--tokenizer-type BertWordPieceLowerCase"):
+    with pytest.raises(ValueError, match=r"(?s)GPT2BPETokenizer.*\[CLS\].*--tokenizer-type.*BertWordPieceLowerCase"):
         build(prefix, tmp_path, tokenizer=plain)
     small = types.SimpleNamespace(**vars(TOKENIZER) | {"vocab_size": 50})
     train, *_ = build(prefix, tmp_path, tokenizer=small)
-    with pytest.raises(
-        ConfigError, match=r"text.bin holds token \d+ \(sequence \d+, offset \d+\), .*has 50 \(BertWordPieceLowerCase\)"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)text.bin.*50.*BertWordPieceLowerCase"):
         [train[i] for i in range(len(train))]
     short = DataConfig(mock_data=True, seq_length=4, eod_mask_loss=True)
-    with pytest.raises(
-        ConfigError,
-        match=r"--eod-mask-loss has no meaning for BERT.*\n--seq-length \(4\) must be.* 5.*\n0 training samples",
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)--eod-mask-loss.*BERT.*--seq-length.*4.*5.*0"):
         build_bert_datasets(short, MASKING, TOKENIZER, [0, 0, 0], 1)
-    with pytest.raises(
-        ConfigError, match=r"--mask-prob \(0.15\) of --seq-length \(9\) - 3 tokens is less than one word"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)--mask-prob.*0.15.*--seq-length.*9.*3"):
         build_bert_datasets(DataConfig(mock_data=True, seq_length=9), MASKING, TOKENIZER, [1, 0, 0], 1)
-    with pytest.raises(ConfigError, match=r"--mask-prob is 1.0.*\n.*--short-seq-prob is -1"):
+    with pytest.raises(ConfigError, match=r"(?s)--mask-prob.*1.0.*--short-seq-prob.*-1"):
         MaskedDataConfig(mask_prob=1.0, short_seq_prob=-1)
 
 

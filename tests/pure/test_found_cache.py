@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from said import tells
 
 from megatron.core.datasets import DataConfig, IndexedDatasetWriter, build_gpt_datasets
 from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
@@ -77,7 +78,7 @@ def test_a_cache_of_megatron_is_taken_once_and_kept_as_ours(tmp_path):
     run = Run(tmp_path)
     stem = run.leave_cache()
     assert run.takes()
-    assert any(f"from Megatron's cache {stem}*" in line for line in run.done) and not run.said
+    assert any(tells(line, f"{stem}*") for line in run.done) and not run.said
     for path in Path(stem).parent.glob(f"{Path(stem).name}*"):
         path.unlink()
     assert run.takes(), "ours holds it now"
@@ -149,7 +150,7 @@ def test_a_damaged_cache_is_not_taken(tmp_path, kind):
     stem = run.leave_cache()
     damage(Path(f"{stem}-{part}"))
     assert not run.takes()
-    assert len(run.said) == 1 and f"{stem}* is not taken: it" in run.said[0] and reason in run.said[0]
+    assert len(run.said) == 1 and tells(run.said[0], f"{stem}*") and reason in run.said[0]
 
 
 def test_a_description_that_was_changed_is_none_of_megatrons(tmp_path):
@@ -217,5 +218,5 @@ def test_the_order_of_a_blend_is_taken(tmp_path, weighted):
         path.unlink()
     stem = write_cache(tmp_path / "cache", "BlendedDataset", "train", described, order._asdict())
     again = build_gpt_datasets(config, TOKENIZER, [30 if weighted else None, 0, 0], SEED, progress=done.append)[0]
-    assert any(f"from Megatron's cache {stem}*" in line for line in done)
+    assert any(tells(line, f"{stem}*") for line in done)
     assert all(np.array_equal(again[i]["tokens"], first[i]["tokens"]) for i in range(len(first)))

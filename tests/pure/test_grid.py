@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from said import tells
 
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis, Grid, grid_of
@@ -158,7 +159,7 @@ def test_a_world_that_the_sizes_do_not_divide_is_an_error(arguments: dict, messa
 def test_an_unknown_axis_in_the_order_is_an_error():
     with pytest.raises(ValueError) as error:
         grid_of("tp-xp-dp-pp", {"tp": 2})
-    assert str(error.value) == "order 'tp-xp-dp-pp' names unknown axes ['xp']; allowed are tp, cp, ep, dp and pp"
+    assert tells(error.value, "tp-xp-dp-pp")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_an_unknown_axis_in_the_order_is_an_error():
 def test_an_axis_above_one_may_not_be_left_out_of_the_order(order: str, sizes: dict, missing: str):
     with pytest.raises(ValueError) as error:
         grid_of(order, sizes)
-    assert str(error.value) == f"order {order!r} leaves out {missing}, of size above one; name every such axis in it"
+    assert tells(error.value, f"{order!r} {missing}")
 
 
 @pytest.mark.parametrize(

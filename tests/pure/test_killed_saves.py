@@ -116,7 +116,7 @@ def test_what_cannot_be_removed_does_not_undo_a_save(tmp_path, monkeypatch):
         raise OSError(16, "Device or resource busy")
 
     save_one(tmp_path, 1, w=torch.zeros(3, 4))
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"iter_0000001\.replaced.*busy.*by hand"):
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"iter_0000001\.replaced"):
         patch.setattr(shutil, "rmtree", busy)
         save_one(tmp_path, 1, w=torch.ones(3, 4))
     assert loaded(tmp_path).eq(1).all()

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
+from said import tells
 from schedules import (
     CHUNKS,
     COSTS,
@@ -423,7 +424,7 @@ def test_a_schedule_of_another_placement_is_refused():
 
 
 def test_a_lowered_schedule_cannot_be_simulated_as_compute():
-    assert refusal(simulate, lower(gpipe(2, 1), 2)) == (
-        "simulate: there is no cost for POST_B, POST_F, RECV_B, RECV_F, REDUCE, SEND_B, SEND_F, SENT_B, SENT_F, "
-        "only for F, B, I, W; pass the schedule as it was before add_transfers and add_reduce"
+    assert tells(
+        refusal(simulate, lower(gpipe(2, 1), 2)),
+        "POST_B POST_F RECV_B RECV_F REDUCE SEND_B SEND_F SENT_B SENT_F add_transfers add_reduce",
     )

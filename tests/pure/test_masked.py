@@ -165,9 +165,7 @@ def test_padding_of_t5_reads_as_token_0(tmp_path):
 
 def test_a_corpus_that_gives_no_sample_is_refused(tmp_path):
     indexed = write(tmp_path / "a", [[5], [7], [], [600, 2]])
-    with pytest.raises(
-        ValueError, match=r"none of 4 documents gives a sample: each needs at least 2 sentence.*--bert-no-"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)4.*2.*--bert-no-"):
         sample_map(indexed, n=10)
     assert len(sample_map(indexed, n=10, sentences=1)) == 10
     empty = write(tmp_path / "b", [[]])
@@ -176,20 +174,20 @@ def test_a_corpus_that_gives_no_sample_is_refused(tmp_path):
 
 
 def test_settings_that_cannot_work_say_what_to_change(tmp_path):
-    with pytest.raises(ValueError, match=r"--mask-prob \(1.5\) must lie between 0 and 1"):
+    with pytest.raises(ValueError, match=r"(?s)--mask-prob.*1.5.*0.*1"):
         MaskingRules(1.5)
-    with pytest.raises(ValueError, match="geometric span lengths have no use for longer_ngrams"):
+    with pytest.raises(ValueError, match="longer_ngrams"):
         MaskingRules(geometric=True, longer_ngrams=True)
-    with pytest.raises(ValueError, match="raise --seq-length"):
+    with pytest.raises(ValueError, match="--seq-length"):
         SampleRequest((0, 1), 1, 1, 1, 0.1, 1)
-    with pytest.raises(ValueError, match=r"--short-seq-prob \(2\)"):
+    with pytest.raises(ValueError, match=r"(?s)--short-seq-prob.*2"):
         SampleRequest((0, 1), 1, 9, 1, 2, 1)
     indexed = write(tmp_path / "a", [[30]])
     rows = sample_map(indexed, length=30, sentences=1)
     few = WordPieces(WORDS, CLS, SEP, MASK, PAD, BOS, EOS)
-    with pytest.raises(ValueError, match="there are 0 sentinels; raise --vocab-extra-ids"):
+    with pytest.raises(ValueError, match=r"(?s)0.*--vocab-extra-ids"):
         T5Dataset(indexed, rows, 32, 7, few, MaskingRules(), decoder_seq_length=32)[0]
-    with pytest.raises(ValueError, match=r"raise --decoder-seq-length \(3\)"):
+    with pytest.raises(ValueError, match=r"(?s)--decoder-seq-length.*3"):
         T5Dataset(indexed, rows, 32, 7, PIECES, MaskingRules(), decoder_seq_length=3)[0]
     with pytest.raises(IndexError, match="sample 1 of 1"):
         BertDataset(indexed, rows, 32, 7, PIECES, MaskingRules(), binary_head=False)[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from said import tells
 
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
@@ -119,8 +120,8 @@ def test_plain_text_is_told_where_json_lines_come_from(tmp_path, capsys, text):
     (tmp_path / "plain.txt").write_text(text)
     assert preprocess("--input", tmp_path / "plain.txt", "--output-prefix", tmp_path / "o", *NULL) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"preprocess_data: {tmp_path}/plain.txt:1: not ") and error.count("\n") == 1
-    assert "; of plain text make JSON lines first (docs/data_preparation.md, step 1); of JSON lines mend" in error
+    assert tells(error, f"preprocess_data {tmp_path}/plain.txt:1") and error.count("\n") == 1
+    assert tells(error, "JSON docs/data_preparation.md 1")
     assert preprocess("--input", write_lines(tmp_path / "a.jsonl", b"x\n"), "--output-prefix", "o", *NULL) == 1
     assert "plain text" not in capsys.readouterr().err
 
@@ -171,7 +172,7 @@ def test_a_worker_that_dies_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(preprocess_data, "_start_worker", os.abort)  # called with arguments that it does not take
     source = write_lines(tmp_path / "a.jsonl", {"text": "1"})
     assert preprocess("--input", source, "--output-prefix", tmp_path / "o", *NULL, "--workers", 2) == 1
-    assert "a worker process died, perhaps for want of memory; use fewer --workers" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "--workers")
 
 
 def train(*arguments):
@@ -206,7 +207,7 @@ def test_a_text_too_small_for_the_vocabulary_is_said(tmp_path, capsys, kind, cou
     output = tmp_path / "out"
     assert train("--input", tmp_path / "a.txt", "--kind", kind, "--vocab-size", 300, "--output", output) == 0
     error = capsys.readouterr().err
-    assert f"wrote {output}: {count} ids, fewer than --vocab-size 300: the text has no more to learn from" in error
+    assert tells(error, f"{output} {count} --vocab-size 300")
 
 
 def test_a_tokenizer_has_the_special_tokens_that_are_asked_for(tmp_path):
@@ -239,7 +240,7 @@ def test_characters_are_numbered_in_order_and_others_are_unknown(tmp_path, capsy
     assert tokenizer.tokenize("ab \u00e4z\n") == [5, 6, 4, 7, 1, 3]
     assert tokenizer.detokenize([5, 6, 4, 7, 3, 0, 1]) == "ab \u00e4\n<|endoftext|><unk>"
     assert train(*arguments, "--vocab-size", 7) == 1
-    assert "--vocab-size (7) is too small for 5 different characters" in (error := capsys.readouterr().err)
+    assert tells(error := capsys.readouterr().err, "--vocab-size 7 5")
     assert "at least 8" in error
 
 
@@ -258,7 +259,7 @@ def test_word_pieces_are_the_same_every_time_and_serve_a_bert(tmp_path, capsys):
     assert tokenizer.tokenize("The") == tokenizer.tokenize("the") == [tokenizer.vocab["the"]]
     assert [tokenizer.inv_vocab[i] for i in tokenizer.tokenize("tt\u4f60z")] == ["t", "##t", "\u4f60", "[UNK]"]
     assert train("--kind", "wordpiece", "--input", tmp_path / "a.txt", "--vocab-size", 9, "--output", outputs[0]) == 1
-    assert "--vocab-size (9) is too small for" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "--vocab-size 9")
 
 
 def test_a_tokenizer_learns_no_mark_at_the_start_of_a_file(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from said import tells
 
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
@@ -98,13 +99,13 @@ def test_parquet_rows_are_documents(tmp_path, capsys):
     assert preprocess(*arguments, "--on-error", "skip") == 0
     assert contents(tmp_path / "o_text_document") == [[[1, 2]], [[3]], [[4]]]
     assert contents(tmp_path / "o_parts_document") == [[[5]], [[6], [7]], [[8]]]
-    assert "a.parquet:3: the value of 'text' is neither" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "a.parquet:3 text")
     assert preprocess("--input", tmp_path, "--output-prefix", tmp_path / "o", "--json-keys", "txt") == 1
-    assert "has no column 'txt'; it has 'text', 'n', 'parts'" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "txt text n parts")
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content[:-9])
     assert preprocess(*arguments) == 1
-    assert "a.parquet is no Parquet file, or damaged" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "a.parquet")
 
 
 @pytest.mark.parametrize(("ending", "package"), [("jsonl.zst", "zstandard"), ("parquet", "pyarrow")])
@@ -120,7 +121,7 @@ def test_standard_input(tmp_path, monkeypatch, capsys):
     arguments = ["--output-prefix", tmp_path / "o", "--append-eod", "--log-interval", 10]
     assert preprocess("--input", "-", *arguments) == 0
     assert contents(tmp_path / "o_text_document") == expected(50)
-    assert "MB so far, unknown time left" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "MB")
     assert preprocess("--input", "-", "-", *arguments) == 1
     assert "names standard input (-) twice" in capsys.readouterr().err
 
@@ -131,7 +132,7 @@ def test_sentences_become_sequences(tmp_path, capsys):
     assert preprocess(*arguments, "--partitions", 1, "--keep-newlines", "--append-eod") == 0
     assert contents(tmp_path / "o_text_sentence") == [[[1, 2], [3, 100]], [[4], [5, 6], [7, 100]], []]
     assert preprocess(*arguments, "--lang", "german") == 2
-    assert "--lang german: the rules are for English; use --sentence-splitter nltk" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "--lang --sentence-splitter")
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -171,9 +172,9 @@ def test_a_line_without_end_is_refused(tmp_path, small_pieces, capsys, kind):
     source.write_bytes(pack(b"1\n" + bytes(3 << 20)))
     arguments = ["--input", source, "--output-prefix", tmp_path / "o", "--on-error", "skip", "--max-line-mb"]
     assert preprocess(*arguments, 1) == 1
-    assert f"{source}:2: a line of more than 1 MB (--max-line-mb)" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, f"{source}:2 1 MB --max-line-mb")
     assert preprocess(*arguments, 0) == 2
-    assert "--max-line-mb (0) must be at least 1" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "--max-line-mb 0 1")
 
 
 def test_want_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
@@ -200,7 +201,7 @@ def test_after_a_bad_line_only_its_piece_is_done_again(tmp_path, small_pieces, c
     assert preprocess("--input", source, *arguments) == 0
     done = capsys.readouterr().err
     total = len(list(read_pieces([str(source)], [])))
-    assert f"{total - 1} of {total} pieces from an earlier run" in done or f"{total - 2} of {total} pieces" in done
+    assert any(f"{total - missing} of {total} " in done for missing in (1, 2))
     assert contents(tmp_path / "o_text_document") == expected(400)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "o_text_document.bin", "o_text_document.idx"]
 
@@ -288,7 +289,7 @@ def test_a_kill_at_any_moment_is_followed_by_a_clean_resume(tmp_path, small_piec
     assert not index.exists() or contents(tmp_path / "o_text_document") == expected(450)
     assert preprocess(*arguments) == 0
     error = capsys.readouterr().err
-    assert (f"{done} of {total} pieces from an earlier run" in error) == (done > 0)
+    assert (f"{done} of {total} " in error) == (done > 0)
     assert contents(tmp_path / "o_text_document") == expected(450)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "o_text_document.bin", "o_text_document.idx"]
 
@@ -490,14 +491,14 @@ def test_a_pipe_is_read_as_a_file_is(tmp_path, capsys):
     writer.join()
     assert contents(tmp_path / "o_text_document") == expected(5) + expected(3)
     assert preprocess("--input", tmp_path / "pipe", tmp_path / "pipe", "--output-prefix", tmp_path / "p") == 1
-    assert f"--input names the pipe {tmp_path / 'pipe'} twice; it can be read once" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, f"--input {tmp_path / 'pipe'}")
 
 
 def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(b'{"a/b": "1"}\n')
     arguments = ["--input", tmp_path / "a.jsonl", "--json-keys", "a/b"]
     assert preprocess(*arguments, "--output-prefix", tmp_path / "o") == 2
-    assert "--json-keys a/b cannot be part of a file's name" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "--json-keys a/b")
     assert preprocess("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a.jsonl" / "o") == 1
-    assert f"the folder {tmp_path / 'a.jsonl'} cannot be made: a file is in its way" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, f"{tmp_path / 'a.jsonl'}")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

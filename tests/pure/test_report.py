@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from said import tells
 
 from megatron import report
 
@@ -28,7 +29,7 @@ def test_it_runs_as_a_module_and_its_json_is_read_back():
     parts = json.loads(done.stdout)
     assert list(parts) == ["system", "packages", "devices", "launcher", "threads", "memory", "disk"]
     assert parts["packages"]["torch"] == importlib.metadata.version("torch")
-    assert parts["launcher"]["launcher"].startswith("refused: RANK is set but WORLD_SIZE is not")
+    assert tells(parts["launcher"]["launcher"], "RANK WORLD_SIZE")
     assert parts["launcher"]["RANK"] == "3"
     assert "gloo" in parts["devices"]["back ends"]
     assert "writable" in parts["disk"]["temporary"]
@@ -38,7 +39,7 @@ def test_the_text_names_every_part(capsys):
     assert report.main([]) == 0
     printed = capsys.readouterr().out
     assert torch.__version__ in printed and sys.executable in printed
-    assert f"threads of torch            {torch.get_num_threads()}" in printed
+    assert re.search(rf"threads of torch +{torch.get_num_threads()}\n", printed)
 
 
 def test_another_package_of_the_same_name_is_listed(monkeypatch, tmp_path):

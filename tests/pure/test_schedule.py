@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
+from said import tells
 from schedules import CHUNKED, COSTS, FLAT, assert_lists, refusal, training_schedules
 
 from megatron.core import pipeline_parallel
@@ -251,10 +252,7 @@ def test_bubble_and_memory_in_numbers(schedule, bubble_over_ideal, live):
 
 
 def test_interleaved_refuses_a_rest_of_microbatches():
-    assert refusal(interleaved, 4, 6, 2) == (
-        "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4); "
-        "use 1f1b or change --global-batch-size"
-    )
+    assert tells(refusal(interleaved, 4, 6, 2), "num_microbatches 6 4 1f1b --global-batch-size")
 
 
 def test_schedules_are_made_by_name_with_one_calling_convention():
@@ -267,23 +265,19 @@ def test_schedules_are_made_by_name_with_one_calling_convention():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_schedules_of_one_chunk_refuse_more(name):
-    assert refusal(SCHEDULES[name], 4, 8, 2) == (
-        f"{name}: it has one chunk per rank, not 2; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage"
-    )
-    assert refusal(SCHEDULES[name], 4, 8, 0).startswith(f"{name}: chunks per rank (0) must be at least 1")
+    assert tells(refusal(SCHEDULES[name], 4, 8, 2), f"{name} 2 --num-layers-per-virtual-pipeline-stage")
+    assert tells(refusal(SCHEDULES[name], 4, 8, 0), f"{name} 0 1")
 
 
 def test_only_compute_has_dependencies():
-    with pytest.raises(AssertionError, match=r"SEND_F0\.0 is no compute action"):
+    with pytest.raises(AssertionError, match=r"SEND_F0\.0"):
         schedule_module.dependencies(Action(Op.SEND_F, 0, 0), num_stages=2)
 
 
 def test_sizes_below_one_are_refused_together():
-    assert refusal(interleaved, 0, 0, 0) == (
-        "interleaved: the pipeline size (0) must be at least 1; change --pipeline-model-parallel-size\n"
-        "interleaved: num_microbatches (0) must be at least 1; raise --global-batch-size\n"
-        "interleaved: chunks per rank (0) must be at least 1; lower --num-layers-per-virtual-pipeline-stage to at most "
-        "num_layers / pipeline size"
+    assert tells(
+        refusal(interleaved, 0, 0, 0),
+        "0 1 --pipeline-model-parallel-size num_microbatches --global-batch-size --num-layers-per-virtual-pipeline-stage num_layers",
     )
     assert refusal(gpipe, 0, 1).startswith("gpipe: the pipeline size (0)")
     assert refusal(one_f_one_b, 1, 0).startswith("1f1b: num_microbatches (0)")

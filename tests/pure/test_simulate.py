@@ -4,6 +4,7 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from said import tells
 from schedules import COVERING, FLAT, costs, parse, refusal
 
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
@@ -90,7 +91,7 @@ def test_simulation_names_the_waiting_actions():
         "rank 0 at 1 |      F0.0 -> B0.0",
         "rank 1 at 0 |           -> B1.0    F1.0",
     ]
-    assert "F2.0 waits for F1.0 (in no list)" in refusal(simulate, parse("F0.0 \n F2.0"))
+    assert tells(refusal(simulate, parse("F0.0 \n F2.0")), "F2.0 F1.0")
 
 
 def test_an_action_standing_twice_is_refused():
@@ -101,9 +102,7 @@ def test_an_action_standing_twice_is_refused():
 
 
 def test_costs_must_be_positive():
-    assert refusal(simulate, gpipe(2, 1), {Op.F: 0, Op.B: -1}) == (
-        "simulate: the cost of F (0), B (-1) must be positive; change `cost`"
-    )
+    assert tells(refusal(simulate, gpipe(2, 1), {Op.F: 0, Op.B: -1}), "0 -1 cost")
 
 
 def test_show_points_at_one_action_of_one_rank():
@@ -124,7 +123,7 @@ def test_an_input_half_of_a_backward_is_what_the_stage_before_waits_for():
         ("I0.0", 5, 7),
         ("W0.0", 7, 11),
     ]
-    with pytest.raises(ValueError, match=r"I0\.0 waits for I1\.0 \(in no list\)"):
+    with pytest.raises(ValueError, match=r"(?s)I0\.0.*I1\.0"):
         simulate(parse("F0.0 I0.0 W0.0 \n F1.0 B1.0"))
 
 

@@ -1,6 +1,7 @@
 """Stages: where they live and which layers are in them."""
 
 import pytest
+from said import tells
 from schedules import refusal
 
 from megatron.core.pipeline_parallel.stage import layers_of_stage, loop_placement, split_layers, stages_of_rank
@@ -18,15 +19,14 @@ def test_layers_are_split_evenly_and_in_order():
 
 @pytest.mark.parametrize("num_layers, num_stages", [(10, 4), (0, 4)])
 def test_uneven_layers_are_refused(num_layers, num_stages):
-    assert refusal(layers_of_stage, num_layers, num_stages, 0) == (
-        f"pipeline: the number of layers ({num_layers}) must be a multiple of the number of stages ({num_stages}: "
-        "pipeline ranks times chunks per rank); change --num-layers, --pipeline-model-parallel-size or "
-        "--num-layers-per-virtual-pipeline-stage"
+    assert tells(
+        refusal(layers_of_stage, num_layers, num_stages, 0),
+        f"{num_layers} {num_stages} --num-layers --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage",
     )
 
 
 def test_a_stage_beyond_the_last_is_our_error():
-    with pytest.raises(AssertionError, match=r"stage 4 is outside 0\.\.3"):
+    with pytest.raises(AssertionError, match=r"(?s)4.*0\.\.3"):
         layers_of_stage(8, 4, 4)
 
 

@@ -284,7 +284,7 @@ def test_tokenizer_json_equals_transformers(tmp_path):
     assert (tokenizer.eod, tokenizer.pad) == (1, 2)
     assert_ids(tokenizer, lambda text: reference(text, truncation=False, padding=False).input_ids)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"(?s)tokenizer_config.json.*JSON"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
 
 
@@ -334,7 +334,7 @@ def test_tik_by_hand_and_what_is_refused(tmp_path):
     names = ["</s>", "<unk>", "<s>"]
     tokenizer = build_tokenizer(TokenizerConfig("TikTokenizer", tiktoken_special_tokens=names, **small))
     assert (tokenizer.eod, tokenizer.pad) == (0, None)
-    with pytest.raises(ValueError, match=r"with 10 special ones 269: fewer than --vocab-size \(300\)"):
+    with pytest.raises(ValueError, match=r"(?s)10.*269.*--vocab-size.*300"):
         build_tokenizer(TokenizerConfig("TikTokenizer", vocab_size=300, **small))
     for content, reason in (("{}", "first 256"), ("[1]", "is no list"), ("[", "is no list")):
         (tmp_path / "bad").write_text(content)

@@ -85,7 +85,7 @@ def test_null_tokenizer_reads_numbers():
     assert build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=10, null_tokenizer_eod_id=0)).eod == 0
     with pytest.raises(ValueError, match=r"whole numbers separated by spaces: .*'x'"):
         tokenizer.tokenize("1 x")
-    with pytest.raises(ValueError, match="ids from -1 to 3 are not all between 0 and 10"):
+    with pytest.raises(ValueError, match=r"(?s)-1.*3.*0.*10"):
         tokenizer.tokenize("3 -1")
 
 

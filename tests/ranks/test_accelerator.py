@@ -125,11 +125,7 @@ def test_each_rank_of_a_machine_takes_a_device_of_its_own(monkeypatch, count: in
 def test_more_processes_than_devices_are_refused(monkeypatch, count: int, processes: int, fits: bool):
     cards = Cards(count)
     monkeypatch.setattr(torch, "get_device_module", lambda name: cards)
-    with (
-        contextlib.nullcontext()
-        if fits
-        else pytest.raises(ConfigError, match=f"{processes} processes .* see {count} devices")
-    ):
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=rf"(?s){processes}.*{count}"):
         device.Device("xpu").check_number(processes)
 
 

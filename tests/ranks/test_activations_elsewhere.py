@@ -292,7 +292,7 @@ def test_a_slot_is_free_when_nothing_looks_into_it():
     first, second = buffer.keep(x), buffer.keep(x + 10)
     part = first()[1:]
     assert part.stride() == x[1:].stride() and torch.equal(part, x[1:])
-    with pytest.raises(RuntimeError, match=r"each of the 2 slots is in use.*leave out --contiguous-checkpointing"):
+    with pytest.raises(RuntimeError, match=r"(?s)2.*--contiguous-checkpointing"):
         buffer.keep(x)
     del first
     with pytest.raises(RuntimeError, match="in use"):

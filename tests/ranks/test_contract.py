@@ -6,6 +6,7 @@ from shlex import split
 import pytest
 import torch
 from local_ranks import run_ranks
+from said import tells
 from torch import nn
 
 import pretrain_gpt
@@ -68,7 +69,7 @@ def test_a_flag_of_the_scripts_own_may_not_be_one_of_ours(capsys):
         pretrain(
             PROVIDER, MODEL, ModelType.encoder_or_decoder, STEP, None, lambda p: p.add_argument("--lr"), argv=FLAGS
         )
-    assert "extra_args_provider: argument --lr: conflicting option" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "extra_args_provider --lr")
 
 
 def test_no_forward_step_is_an_error():
@@ -192,7 +193,7 @@ def test_a_model_provider_that_returns_nothing_stops_the_run_in_words(capsys):
     with pytest.raises(SystemExit) as stopped:
         pretrain(PROVIDER, lambda pre_process, post_process: None, ModelType.encoder_or_decoder, STEP, argv=FLAGS)
     assert stopped.value.code == 2
-    assert "cannot start, 1 problem(s):\n  - model_provider returned NoneType" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "1 model_provider NoneType")
 
 
 X = torch.ones(1)
@@ -233,7 +234,7 @@ def test_the_run_says_so_and_where(result):
         pretrain(
             PROVIDER, MODEL, ModelType.encoder_or_decoder, lambda data, model: result(*STEP(data, model)), argv=FLAGS
         )
-    assert "while running pipeline action F0.0" in "".join(refused.value.__notes__)
+    assert tells("".join(refused.value.__notes__), "F0.0")
 
 
 @pytest.mark.parametrize("names", ["by place", "by number"])
@@ -259,8 +260,5 @@ def test_stages_whose_parameters_have_one_name_are_refused(names: str):
             assert problems == []
         else:
             (problem,) = problems
-            assert (
-                "2 parameter name(s) exist in several pipeline stages, for example layers.0.weight in stages 0, 1, 2, 3"
-                in problem
-            )
+            assert tells(problem, "2 layers.0.weight 0 1 3")
             assert "nn.ModuleDict({str(first_layer + i)" in problem

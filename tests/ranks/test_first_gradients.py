@@ -189,7 +189,7 @@ def test_a_released_gradient_has_a_shape_and_no_values():
     grad = chunk.module.odd.main_grad
     assert (grad.shape, grad.dtype, grad.numel()) == ((5, WIDTH), torch.float64, 5 * WIDTH)
     for use in (grad.norm, grad.zero_, lambda: grad + 1, lambda: repr(grad)):
-        with pytest.raises(RuntimeError, match="main_grad of odd is used while ZeRO stage 2 or 3 has released it"):
+        with pytest.raises(RuntimeError, match=r"(?s)main_grad.*ZeRO.*2.*3"):
             use()
 
 

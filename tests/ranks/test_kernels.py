@@ -41,5 +41,5 @@ def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_us
     q, k, v = torch.randn(3, 5, 2, 4, 8).unbind()
     torch.testing.assert_close(attention(q, k, v), v.mean(dim=0, keepdim=True).expand_as(v).flatten(2))
     assert asked == [AttentionCase(torch.float32, "cpu", 4, 4, 8, 5, 5, None, 0.5, False)]
-    with pytest.raises(ConfigError, match="--attention-backend mean has no documents"):
+    with pytest.raises(ConfigError, match="--attention-backend"):
         attention(q, k, v, Documents(torch.zeros(2, 5)))

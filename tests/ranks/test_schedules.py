@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from local_ranks import run_ranks
+from said import tells
 from script_run import trainer_of
 
 import pretrain_gpt
@@ -183,14 +184,9 @@ def test_a_resumed_run_keeps_to_its_schedule(tmp_path):
     folder = f"--save {tmp_path} --load {tmp_path} "
     whole = run(ONE, SHORT)
     run(ONE, SHORT + folder + "--exit-interval 2")
-    with pytest.raises(
-        RuntimeError,
-        match=r"learning rate schedule is another \(in samples: decay 16 before, 32 now\) \(--train-iters .*; give --override-",
-    ):
+    with pytest.raises(RuntimeError, match=r"(?s)16.*32.*--train-iters.*--override-"):
         run(ONE, "--global-batch-size 4 --train-iters 8 " + folder)
-    with pytest.raises(
-        RuntimeError, match=r"warmup 0 before, 1\.96 now; decay 16 before, 28 now"
-    ):  # 1.9600000000000002
+    with pytest.raises(RuntimeError, match=r"(?s)0.*1\.96.*16.*28"):  # 1.9600000000000002
         run(ONE, "--global-batch-size 4 --train-iters 7 --lr-warmup-fraction 0.07 " + folder)
     longer = "--global-batch-size 4 --train-iters 8 --exit-interval 4 "
     followed = run(ONE, longer + f"--load {tmp_path} --use-checkpoint-opt_param-scheduler ")
@@ -209,7 +205,7 @@ def test_weights_alone_are_saved_and_loaded(tmp_path):
     run(FOUR, SHORT + folder + "--no-save-optim --exit-interval 2")
     manifest = json.loads((tmp_path / "iter_0000002" / "manifest.json").read_text())
     assert {name.split("/")[0] for name in manifest["tensors"]} == {"model"}
-    with pytest.raises(RuntimeError, match=r"holds no optimizer state \(saved with --no-save-optim\); --no-load-optim"):
+    with pytest.raises(RuntimeError, match=r"(?s)--no-save-optim.*--no-load-optim"):
         run(FOUR, SHORT + folder)
     assert [step.iteration for step in run(FOUR, SHORT + folder + "--no-load-optim").steps] == [3, 4]
 
@@ -221,8 +217,8 @@ def test_pretrained_weights_start_a_run_that_has_no_checkpoint(tmp_path, capsys)
     first = run(ONE, flags + "--exit-interval 2")
     assert first.steps == run(ONE, SHORT + f"--load {pretrained} --finetune --lr 3e-3 --exit-interval 2").steps
     assert [step.iteration for step in run(ONE, flags).steps] == [3, 4], "then it goes on from its own"
-    assert f"loaded weights of iteration 4 from {pretrained}" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match=f"--pretrained-checkpoint {own}/x holds no checkpoint"):
+    assert tells(capsys.readouterr().out, f"4 {pretrained}")
+    with pytest.raises(RuntimeError, match=rf"(?s)--pretrained-checkpoint.*{own}/x"):
         run(ONE, SHORT + f"--pretrained-checkpoint {own}/x")
 
 

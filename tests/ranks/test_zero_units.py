@@ -148,7 +148,7 @@ def test_a_layer_applied_twice_is_summed_once_a_backward():
 )
 def test_a_released_parameter_says_so_by_name(wiring: str, name: str):
     """Its memory is not there: without a word the process would end by a signal."""
-    with pytest.raises(RuntimeError, match=f"{name} is used while ZeRO stage 3 has released it.*--zero-stage 2"):
+    with pytest.raises(RuntimeError, match=rf"(?s){name}.*ZeRO.*3.*--zero-stage.*2"):
         run_ranks({"dp": 2}, lambda mesh: gradients(mesh, wiring, DataParallelConfig(zero_stage=3)))
 
 
@@ -172,7 +172,7 @@ def test_what_needs_no_values_can_be_asked_of_a_released_parameter():
             model.float,
             lambda: copy.deepcopy(model),
         ):
-            with pytest.raises(RuntimeError, match=r"layers\.[01]\.\w+ is used while ZeRO stage 3 has released it"):
+            with pytest.raises(RuntimeError, match=r"(?s)layers\.[01]\.\w+.*ZeRO.*3"):
                 use()
 
         with pytest.raises(ValueError, match="tensors of its own where parameters are views of contiguous buffers"):

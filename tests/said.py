@@ -1,0 +1,9 @@
+"""What a message must name: flags, values, files. How it says so is prose, which tests leave alone."""
+
+import re
+
+
+def tells(message: object, facts: str) -> bool:
+    """Whether each of the words `facts`, divided by blanks, stands in the message (an error, a text, lines) as a word of its own."""
+    text = "\n".join(message) if isinstance(message, list | tuple) else str(message)
+    return all(re.search(rf"(?<![\w-]){re.escape(fact)}(?![\w-])", text) for fact in facts.split())
