@@ -2,7 +2,7 @@
 
     python tools/merge_datasets.py --input data/books_text_document data/wiki_text_document --output-prefix data/both
 
-A folder as --input stands for all token files in it, by name. Tokens are copied by the operating system; the output
+A folder as --input stands for all token files in it, by name. Tokens are copied in constant memory; the output
 appears when it is complete.
 """
 

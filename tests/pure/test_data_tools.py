@@ -100,22 +100,6 @@ def test_copying_more_than_there_is_leaves_no_output(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
-@pytest.mark.parametrize("error", ["EXDEV", None])
-def test_copies_where_the_system_cannot(tmp_path, monkeypatch, error):
-    import errno
-    import os
-
-    def refuse(*_):
-        raise OSError(getattr(errno, error), "not here")
-
-    if error:
-        monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
-    else:
-        monkeypatch.delattr(os, "copy_file_range", raising=False)
-    assert merge_datasets.merge([write(tmp_path / "a", DOCUMENTS)] * 2, str(tmp_path / "o")).tokens == 18
-    assert contents(tmp_path / "o") == DOCUMENTS * 2
-
-
 def test_an_inspected_file_is_described(tmp_path, capsys):
     prefix = write(tmp_path / "a", DOCUMENTS)
     assert inspect_dataset.main(["--input", prefix, "--document", "0", "-1", *NULL]) == 0

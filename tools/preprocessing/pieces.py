@@ -107,7 +107,7 @@ def read_summary(path: str) -> Encoded:
 
 
 def append_piece(path: str, writers: dict[str, IndexedDatasetWriter]) -> None:
-    """Add a stored piece to each key's output. Its tokens are copied from file to file by the operating system."""
+    """Add a stored piece to each key's output. Its tokens are copied from file to file, in constant memory."""
     with open(path, "rb") as file:
         header = _read_header(path, file)
         for key, (tokens, sequences, documents) in header["columns"].items():

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.config import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, knob
+from megatron.core.config import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, knob
 from megatron.core.datasets.blend import Blend, parse_blend
-from megatron.core.datasets.index_map import parse_split
+from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 
 DEFAULT_SPLIT = "969,30,1"
 MOCK_SPLIT = "1,1,1"
-SPLITS = ("train", "valid", "test")
+_OWN = tuple(f"{split}_data_path" for split in SPLIT_NAMES)
+_SOURCES = {
+    "--data-path": ("data_path",),
+    "--data-args-path": ("data_args_path",),
+    "--train-data-path, --valid-data-path or --test-data-path": _OWN,
+    "--per-split-data-args-path": ("per_split_data_args_path",),
+    "--mock-data": ("mock_data",),
+}  # flags that say where data come from, and their fields
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,9 @@ class DataConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        for flag, words in self._lists().items():
-            if words is not None:
-                yield from (f"{flag}: {problem}" for problem in _blend_problems(words))
-        if self._uses_splits and self.split is not None:
+        for name in ("data_path", *_OWN):
+            yield from (f"{flag_of(name)}: {problem}" for problem in _blend_problems(getattr(self, name)))
+        if self.has_own_splits and self.split is not None:
             yield f"--split {self.split} has no meaning with data of each split's own; leave it out"
         if self.split is not None:
             try:
@@ -95,72 +101,48 @@ class DataConfig(FlagConfig):
     @property
     def has_own_splits(self) -> bool:
         """Whether train, validation and test come from files of their own, each used whole."""
-        return self._uses_splits
+        return any(getattr(self, name) is not None for name in (*_OWN, "per_split_data_args_path"))
 
     def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
-        """What train, validation and test are read from; None for a split without data.
+        """The data of train, validation and test; None for a split without any.
 
         Reads the file of --data-args-path or --per-split-data-args-path. Raises ConfigError if it cannot be used.
         """
         if self.per_split_data_args_path:
             given = _read_split_lists(self.per_split_data_args_path)
-        elif self._uses_splits:
-            given = [self.train_data_path, self.valid_data_path, self.test_data_path]
+        elif self.has_own_splits:
+            given = [getattr(self, name) for name in _OWN]
         else:
-            words = _read_words(self.data_args_path) if self.data_args_path else self.data_path
-            given = [words] * 3
-        problems = {problem: None for words in given if words for problem in _blend_problems(words)}
-        if problems:
+            given = [_read_words(self.data_args_path) if self.data_args_path else self.data_path] * 3
+        if problems := dict.fromkeys(problem for words in given if words for problem in _blend_problems(words)):
             raise ConfigError(list(problems))
         return tuple(parse_blend(words) if words else None for words in given)  # type: ignore[return-value]
 
     def source_problems(self, *, needed: bool = True) -> list[str]:
-        """Whether it is clear where data come from; reads the lists that files hold. needed: whether they must come from somewhere."""
-        if len(self._sources) > 1:
-            return [f"{' and '.join(self._sources)} exclude each other; give one"]
+        """Why it is not clear where data come from; reads the lists that files hold. needed: there must be some."""
+        given = {flag: [getattr(self, name) for name in names] for flag, names in _SOURCES.items()}
+        sources = [flag for flag, values in given.items() if any(value not in (None, False) for value in values)]
+        if len(sources) > 1:
+            return [f"{' and '.join(sources)} exclude each other; give one"]
         if self.mock_data:
             return []
-        if not self._sources:
+        if not sources:
             return ["no data: give --data-path PREFIX, or --mock-data to try things out"] if needed else []
         try:
-            blends = self.blends()
+            return [] if self.blends()[0] else ["no training data: give --train-data-path"]
         except ConfigError as error:
             return error.problems
-        if blends[0] is None:
-            return ["no training data: give --train-data-path"]
-        return []
 
     def missing_files(self) -> list[str]:
         """A line for each prefix without files on this host's disks; none while `source_problems` are there."""
         if self.mock_data or self.source_problems():
             return []
-        return list({problem: None for blend in self.blends() if blend for problem in blend.missing_files()})
-
-    @property
-    def _uses_splits(self) -> bool:
-        paths = (self.train_data_path, self.valid_data_path, self.test_data_path, self.per_split_data_args_path)
-        return any(path is not None for path in paths)
-
-    def _lists(self) -> dict[str, list[str] | None]:
-        names = ("data_path", *(f"{split}_data_path" for split in SPLITS))
-        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
-
-    @property
-    def _sources(self) -> list[str]:
-        """The flags that say where data come from; the three of the splits count as one."""
-        given = {
-            "--data-path": self.data_path,
-            "--data-args-path": self.data_args_path,
-            "--train-data-path, --valid-data-path or --test-data-path": (
-                self.train_data_path or self.valid_data_path or self.test_data_path
-            ),
-            "--per-split-data-args-path": self.per_split_data_args_path,
-            "--mock-data": self.mock_data or None,
-        }
-        return [flag for flag, value in given.items() if value is not None]
+        return list(dict.fromkeys(problem for blend in self.blends() if blend for problem in blend.missing_files()))
 
 
-def _blend_problems(words: list[str]) -> list[str]:
+def _blend_problems(words: list[str] | None) -> list[str]:
+    if words is None:
+        return []
     return parse_blend(words).problems() if words else ["nothing is given; name a prefix"]
 
 
@@ -175,9 +157,9 @@ def _read_words(path: str) -> list[str]:
 def _read_split_lists(path: str) -> list[list[str] | None]:
     try:
         lists = json.loads(Path(path).read_text())
-        known = isinstance(lists, dict) and set(lists) <= set(SPLITS)
+        known = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)
         if not known or not all(isinstance(words, list | None) for words in lists.values()):
             raise ValueError("it is not an object with lists under train, valid and test")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, the lists of data, cannot be read ({error}); give a JSON file") from None
-    return [[str(word) for word in lists[split]] if lists.get(split) else None for split in SPLITS]
+    return [[str(word) for word in lists[split]] if lists.get(split) else None for split in SPLIT_NAMES]

@@ -14,7 +14,7 @@ into the cache of ours (`index_cache`), which later runs read.
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +50,32 @@ class FoundCaches:
         """The arrays for `request`, and where they were found. lengths: of every sequence of the file."""
         if request.epoch_stable:
             return None  # an order that Megatron does not have
-        for stem, parts in self._index_stems(folder, prefix, split, request):
-            arrays, problem = _loaded(stem, parts)
-            problem = problem or index_problem(Indices(*arrays), lengths, request)
-            if problem is None:
-                return Indices(*arrays), f"{stem}*"
-            self._say(f"{stem}* is not taken: {problem}")
-        return None
+        stems = self._index_stems(folder, prefix, split, request)
+        return self._first_sound(stems, lambda arrays: index_problem(Indices(*arrays), lengths, request), Indices)
 
     def blend(self, folder: Path, split: str, fields: dict[str, Any], sets: int) -> tuple[BlendIndices, str] | None:
         """Likewise for a blend of so many data sets. fields: `shares`, and its `size` or else the `sizes` of all."""
         weights = fields["shares"] if fields["size"] is not None else fields["sizes"]
         wanted = {"weights": weights, "size": fields["size"]}
-        for stem, described in self._described(folder, "BlendedDataset", split):
-            if {name: described.get(name) for name in wanted} != wanted or len(described.get("datasets", [])) != sets:
-                continue
-            arrays, problem = _loaded(stem, tuple(f"-{name}.npy" for name in BlendIndices._fields))
-            problem = problem or blend_problem(BlendIndices(*arrays), fields)
+        stems = (
+            (stem, tuple(f"-{name}.npy" for name in BlendIndices._fields))
+            for stem, described in self._described(folder, "BlendedDataset", split)
+            if _has(described, wanted) and len(described.get("datasets", [])) == sets
+        )
+        return self._first_sound(stems, lambda arrays: blend_problem(BlendIndices(*arrays), fields), BlendIndices)
+
+    def _first_sound(
+        self, stems: Iterable[tuple[Path, tuple[str, ...]]], problem_of: Callable[[list], str | None], kind: type
+    ) -> tuple[Any, str] | None:
+        """The arrays of the first of `stems` (path, endings) that can be read and have no problem, and where they are."""
+        for stem, endings in stems:
+            try:
+                arrays = [open_array(f"{stem}{ending}") for ending in endings]
+                problem = problem_of(arrays)
+            except (OSError, ValueError) as error:
+                problem = f"it cannot be read ({error})"
             if problem is None:
-                return BlendIndices(*arrays), f"{stem}*"
+                return kind(*arrays), f"{stem}*"
             self._say(f"{stem}* is not taken: {problem}")
         return None
 
@@ -82,7 +89,7 @@ class FoundCaches:
         }
         for stem, described in self._described(folder, "GPTDataset", split):
             same_file = Path(str(described.get("dataset_path"))).name == Path(prefix).name
-            if same_file and {name: described.get(name) for name in wanted} == wanted:
+            if same_file and _has(described, wanted):
                 yield stem, tuple(f"-{name}.npy" for name in Indices._fields)
         old = f"{prefix}_{split}_indexmap_{request.num_samples}ns_{request.seq_length}sl_{request.seed}s"
         if Path(f"{old}_{_OLD_PARTS[0]}.npy").is_file():
@@ -110,12 +117,8 @@ def _descriptions(folder: Path, kind: str) -> dict[str, list[tuple[Path, dict[st
     return found
 
 
-def _loaded(stem: Path, parts: tuple[str, ...]) -> tuple[list[np.ndarray], str | None]:
-    """The arrays, memory-mapped, or why they cannot be read."""
-    try:
-        return [open_array(f"{stem}{part}") for part in parts], None
-    except (OSError, ValueError) as error:
-        return [], f"it cannot be read ({error})"
+def _has(described: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return {name: described.get(name) for name in wanted} == wanted
 
 
 def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
@@ -167,15 +170,14 @@ def _holds_each(array: np.ndarray, first: int, past: int, copies: int) -> bool:
 
 def blend_problem(indices: BlendIndices, fields: dict[str, Any]) -> str | None:
     """Why these arrays cannot be those of a blend; None if they can. fields: as `FoundCaches.blend`."""
-    shares, size, sizes = fields["shares"], fields["size"], fields["sizes"]
-    total = sum(sizes) if size is None else size
-    chosen = indices.dataset_index
+    shares, size = fields["shares"], fields["size"]
+    chosen, total = indices.dataset_index, sum(fields["sizes"]) if size is None else size
     if any(array.dtype.kind != "i" or array.shape != (total,) for array in indices):
         return f"its arrays are not {total} whole numbers each"
     if total and not 0 <= chosen.min() <= chosen.max() < len(shares):
         return f"it chooses others than {len(shares)} data sets"
     counts = np.bincount(chosen, minlength=len(shares))
-    even = [total * share for share in shares] if size is not None else sizes
+    even = [total * share for share in shares] if size is not None else fields["sizes"]
     if np.abs(counts - even).max() > (len(shares) if size is not None else 0):
         return "it does not keep the shares"
     if size is not None:

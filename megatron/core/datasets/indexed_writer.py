@@ -1,7 +1,6 @@
 """Writing token files: PREFIX.bin and PREFIX.idx, in the format that `indexed` describes, document by document."""
 
 import contextlib
-import errno
 import glob
 import os
 import struct
@@ -14,7 +13,9 @@ from megatron.core.datasets.indexed import AT_ONCE, DTYPES, HEADER, MAGIC, VERSI
 from megatron.core.storage.atomic import UnpublishedFile, atomic_file, remove_abandoned
 
 _CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-_COPY_AT_ONCE = 1 << 24  # bytes
+_FILES = ("bin", "idx.lengths", "idx.documents", "idx.modes")  # temporary ones, while documents are added
+_COPY_AT_ONCE = 1 << 20  # bytes
+Integers = list[int] | np.ndarray
 
 
 class IndexedDatasetWriter:
@@ -33,18 +34,16 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES:
             raise ValueError(f"tokens of dtype {self.dtype} cannot be stored; use one of {[str(d) for d in _CODES]}")
-        self.sequences = 0
-        self.documents = 0
+        self.sequences = self.documents = 0
         self.tokens = 0
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "IndexedDatasetWriter":
         remove_abandoned(*_folder_and_pattern(self.prefix))
         with contextlib.ExitStack() as opened:
-            self._data = opened.enter_context(UnpublishedFile(f"{self.prefix}.bin"))
-            self._lengths = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.lengths"))
-            self._documents = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.documents"))
-            self._modes = opened.enter_context(UnpublishedFile(f"{self.prefix}.idx.modes"))
+            files = [opened.enter_context(UnpublishedFile(f"{self.prefix}.{ending}")) for ending in _FILES]
+            self._data, self._lengths = files[:2]
+            self._documents, self._modes = files[2:]
             self._cleanup = opened.pop_all()
         self._documents.file.write(struct.pack("<q", 0))
         return self
@@ -54,19 +53,13 @@ class IndexedDatasetWriter:
             if kind is None:
                 self._finish()
 
-    def add_document(
-        self, tokens: list[int] | np.ndarray, lengths: list[int] | None = None, modes: list[int] | None = None
-    ) -> None:
+    def add_document(self, tokens: Integers, lengths: list[int] | None = None, modes: list[int] | None = None) -> None:
         """One document. lengths: tokens of each of its sequences; None: it is one sequence. modes: of each sequence."""
         lengths = [len(tokens)] if lengths is None else lengths
         self.add_documents(tokens, lengths, [len(lengths)], modes)
 
     def add_documents(
-        self,
-        tokens: list[int] | np.ndarray,
-        lengths: list[int] | np.ndarray,
-        sequences: list[int] | np.ndarray,
-        modes: list[int] | np.ndarray | None = None,
+        self, tokens: Integers, lengths: Integers, sequences: Integers, modes: Integers | None = None
     ) -> None:
         """Several documents. tokens: all of them end to end; lengths: of each sequence; sequences: in each document."""
         tokens = _integers(tokens)
@@ -81,19 +74,17 @@ class IndexedDatasetWriter:
             self._modes.file.write(_stored(_integers(modes), np.dtype(np.int8)).tobytes())
         self._add_to_index(lengths, sequences)
 
-    def copy_documents(
-        self, source: BinaryIO, offset: int, lengths: list[int] | np.ndarray, sequences: list[int] | np.ndarray
-    ) -> None:
+    def copy_documents(self, source: BinaryIO, offset: int, lengths: Integers, sequences: Integers) -> None:
         """As `add_documents`, the tokens being the bytes of `source` from `offset` on, little-endian in this dtype.
 
-        The operating system copies them from file to file. Raises ValueError if `source` has too few. Not for multimodal
-        files, whose modes it would leave out.
+        They are copied in constant memory and never made arrays. Raises ValueError if `source` has too few. Not for
+        multimodal files, whose modes it would leave out.
         """
         if self.multimodal:
             raise ValueError(f"{self.prefix} is multimodal; add its documents with their modes")
         lengths, sequences = _checked(lengths, sequences)
-        tokens, itemsize = int(lengths.sum(dtype=np.int64)), self.dtype.itemsize
-        _copy_bytes(source, offset, self._data.file, self.tokens * itemsize, tokens * itemsize)
+        nbytes = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        _copy_bytes(source, offset, self._data.file, nbytes)
         self._add_to_index(lengths, sequences)
 
     def _add_to_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
@@ -130,15 +121,13 @@ def _folder_and_pattern(prefix: str) -> tuple[Path, str]:
     return path.parent, f"{glob.escape(path.name)}.[bi][id][nx].*"
 
 
-def _integers(values: list[int] | np.ndarray) -> np.ndarray:
+def _integers(values: Integers) -> np.ndarray:
     """`values` as an array; an empty list would be one of float64 otherwise."""
     array = np.asarray(values)
     return array if array.size else array.astype(np.int64)
 
 
-def _checked(
-    lengths: list[int] | np.ndarray, sequences: list[int] | np.ndarray, tokens: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def _checked(lengths: Integers, sequences: Integers, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Both as arrays. Raises ValueError unless they fit each other and, if given, the number of tokens."""
     lengths, sequences = _integers(lengths), _integers(sequences)
     total, least = lengths.sum(dtype=np.int64), lengths.min(initial=0)
@@ -152,27 +141,15 @@ def _checked(
     return lengths, sequences
 
 
-def _copy_bytes(source: BinaryIO, offset: int, target: BinaryIO, position: int, count: int) -> None:
-    """Copy `count` bytes to the end of `target`, which is at `position`; ends with `target` positioned after them."""
-    target.flush()
+def _copy_bytes(source: BinaryIO, offset: int, target: BinaryIO, count: int) -> None:
+    """Copy `count` bytes of `source` from `offset` on to the end of `target`, some at a time."""
     past = offset + count
-    by_system = hasattr(os, "copy_file_range")
     while offset < past:
-        wanted = min(past - offset, _COPY_AT_ONCE)
-        try:
-            if by_system:
-                copied = os.copy_file_range(source.fileno(), target.fileno(), wanted, offset, position)
-            else:
-                copied = os.pwrite(target.fileno(), os.pread(source.fileno(), wanted, offset), position)
-        except OSError as error:
-            if by_system and error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                by_system = False  # not between these two file systems
-                continue
-            raise
-        if copied == 0:
+        some = os.pread(source.fileno(), min(past - offset, _COPY_AT_ONCE), offset)
+        if not some:
             raise ValueError(f"{source.name} ends {past - offset} bytes early: it is damaged, or was cut off")
-        offset, position = offset + copied, position + copied
-    target.seek(position)
+        target.write(some)
+        offset += len(some)
 
 
 def _stored(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:

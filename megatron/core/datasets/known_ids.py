@@ -1,6 +1,6 @@
 """The ids of a token file against the vocabulary that is to read them: a table of words has no row for another."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -19,34 +19,23 @@ def joined(
 ) -> np.ndarray:
     """The tokens of `parts` end to end; part k begins at places[k], (sequence, offset) of the file.
 
-    Raises ConfigError for an id that is negative or past the vocabulary, with its place. Looking for one takes 10 microseconds for
-    2,048 tokens.
+    Raises ConfigError for an id that is negative or past the vocabulary, with its place. Looking for one takes 10
+    microseconds for 2,048 tokens.
     """
     tokens = np.concatenate(parts)
     smallest = 0 if tokens.dtype.kind == "u" else tokens.min(initial=0)
-    if smallest < 0 or tokens.max(initial=0) >= vocab_size:
-        _refuse(tokens, parts, places, indexed, vocab_size, tokenizer)
-    return tokens
-
-
-def _refuse(
-    tokens: np.ndarray,
-    parts: list[np.ndarray],
-    places: list[tuple[int, int]],
-    indexed: IndexedDataset,
-    vocab_size: int,
-    tokenizer: str,
-) -> NoReturn:
-    """Name the first id that the vocabulary does not have, and where in the file it is."""
-    first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
-    ends = np.cumsum([len(part) for part in parts])
-    k = int(np.searchsorted(ends, first, side="right"))  # the part it is in; empty ones are passed over
-    (sequence, offset), token = places[k], tokens[first]
-    offset += first - int(ends[k]) + len(parts[k])
+    if smallest >= 0 and tokens.max(initial=0) < vocab_size:
+        return tokens
+    unknown = [np.flatnonzero((part < 0) | (part >= vocab_size)) for part in parts]
+    k = next(k for k, found in enumerate(unknown) if len(found))
+    first = int(unknown[k][0])
+    token = parts[k][first]
+    sequence, offset = places[k]
     reason = (
         "and no id is negative: the file is damaged, or no tokenizer made it; preprocess again"
         if token < 0
-        else f"but the tokenizer's vocabulary has {vocab_size} ({tokenizer}): the data were made with another tokenizer; use that "
-        "one or preprocess again"
+        else f"but the tokenizer's vocabulary has {vocab_size} ({tokenizer}): the data were made with another tokenizer; "
+        "use that one or preprocess again"
     )
-    raise ConfigError(f"{indexed.data_path} holds token {token} (sequence {sequence}, offset {offset}), {reason}")
+    place = f"(sequence {sequence}, offset {offset + first})"
+    raise ConfigError(f"{indexed.data_path} holds token {token} {place}, {reason}")
