@@ -220,35 +220,29 @@ def _walk_rows(
 
 
 def exhaustive_indices(sizes: list[int]) -> BlendIndices:
-    """All samples of all data sets: shares as the sizes are, without those that have no samples left."""
-    shares = np.array([size / sum(sizes) for size in sizes])
-    left, counts = np.array(sizes), np.zeros(len(sizes))
-    chosen = np.empty(sum(sizes), np.int16)
-    errors = np.empty(len(sizes))
-    spent = left == 0
-    for i in range(len(chosen)):
-        np.multiply(shares, max(i, 1), out=errors)
-        errors -= counts
-        errors[spent] = -np.inf
-        d = int(errors.argmax())
-        chosen[i] = d
+    """All samples of all data sets: shares as the sizes are, without those that have no samples left.
+
+    Before the last few rows none is spent, so that the choices are those of `weighted_indices`.
+    """
+    shares, left = normalized(sizes), np.array(sizes)
+    begun = weighted_indices(shares, max(0, sum(sizes) - 4 * len(sizes))).dataset_index
+    counts = np.bincount(begun, minlength=len(sizes))
+    if (counts > left).any():  # one was spent already
+        begun, counts = begun[:0], np.zeros_like(counts)
+    chosen = np.append(begun, np.empty(sum(sizes) - len(begun), np.int16))
+    weights = np.array(shares)
+    for i in range(len(begun), len(chosen)):
+        chosen[i] = d = np.where(counts < left, weights * max(i, 1) - counts, -np.inf).argmax()
         counts[d] += 1
-        spent[d] = counts[d] == left[d]
-    return _numbered(chosen, len(sizes))
+    return BlendIndices(chosen, _number_within(chosen, len(sizes)))
 
 
-def _numbered(chosen: np.ndarray, count: int) -> BlendIndices:
-    return BlendIndices(chosen, number_within(chosen, count))
-
-
-def number_within(chosen: np.ndarray, count: int) -> np.ndarray:
+def _number_within(chosen: np.ndarray, count: int) -> np.ndarray:
     """The number that each sample has within its data set, of `count` data sets: int64."""
     order = np.argsort(chosen, kind="stable")  # a radix sort
-    ends = np.cumsum(np.bincount(chosen, minlength=count))
+    counts = np.bincount(chosen, minlength=count)
     numbers = np.empty(len(chosen), np.int64)
-    for d in range(count):
-        first = int(ends[d - 1]) if d else 0
-        numbers[order[first : ends[d]]] = np.arange(ends[d] - first)
+    numbers[order] = np.arange(len(chosen)) - np.repeat(np.cumsum(counts) - counts, counts)
     return numbers
 
 

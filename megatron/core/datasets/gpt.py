@@ -15,8 +15,14 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, reading
 from megatron.core.datasets.document_ends import note_without_ends
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
-from megatron.core.datasets.found_cache import FoundCaches, shape_problem
-from megatron.core.datasets.index_map import IndexRequest, Indices, build_indices, number_of_samples, split_tokens
+from megatron.core.datasets.index_map import (
+    IndexRequest,
+    Indices,
+    build_indices,
+    number_of_samples,
+    shape_problem,
+    split_tokens,
+)
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import joined, tokenizer_name
 from megatron.core.datasets.split_plan import (
@@ -210,10 +216,6 @@ class GPTSamples(SampleKind):
 
     def reading(self, part: Part, samples: int) -> Reading:
         return reading(part.indexed, part.request, samples)
-
-    def find(self, part: Part, found: FoundCaches) -> tuple[Indices, str] | None:
-        lengths = part.indexed.sequence_lengths
-        return found.indices(part.cache.folder, part.indexed.prefix, part.split, part.request, lengths)
 
 
 def build_gpt_datasets(

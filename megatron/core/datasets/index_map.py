@@ -224,6 +224,20 @@ def number_of_samples(lengths: np.ndarray, request: IndexRequest) -> int:
     return samples_in(num_epochs(tokens, request) * tokens, request)
 
 
+def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
+    """Why these arrays are not as long as those of `request` are; None if they are. Their numbers are not read."""
+    tokens = split_tokens(lengths, request)
+    epochs = num_epochs(tokens, request)
+    total = samples_in(epochs * tokens, request)
+    documents = epochs * (request.ids_range[1] - request.ids_range[0])
+    shapes = {"document_index": (documents,), "sample_index": (total + 1, 2), "shuffle_index": (total,)}
+    for name, shape in shapes.items():
+        array = getattr(indices, name)
+        if array.dtype.kind not in "iu" or array.shape != shape:
+            return f"its {name} is {array.dtype} {array.shape}, these data give whole numbers {shape}"
+    return None
+
+
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
     """All three arrays. lengths: tokens of every sequence of the file, by id. Raises as `check_enough_tokens` does."""
     check_enough_tokens(lengths, request)

@@ -27,7 +27,6 @@ from megatron.core.datasets.blend import (
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, lines
-from megatron.core.datasets.found_cache import FoundCaches
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.indexed import IndexedDataset
@@ -90,10 +89,6 @@ class SampleKind:
         """What a run reads of `part` when it takes so many samples, for a line at its start."""
         return None
 
-    def find(self, part: "Part", found: FoundCaches) -> tuple[tuple[np.ndarray, ...], str] | None:
-        """Arrays that Megatron has left, and where."""
-        return None
-
 
 @dataclass(frozen=True)
 class Part:
@@ -110,16 +105,11 @@ class Part:
     def num_samples(self) -> int:
         return len(self.cache.load()[-1]) if self.known_samples is None else self.known_samples
 
-    def build(self, where: str, found: FoundCaches, building: Building) -> None:
+    def build(self, where: str, building: Building) -> None:
         if self.cache.is_complete(building.say):
             return
-        prefix, known = self.indexed.prefix, self.known_samples
-        if there := self.kind.find(self, found):
-            building.progress(f"taking the index of {prefix} from Megatron's cache {there[1]} ({where})")
-            self.cache.write(there[0])
-            return
-        samples = "" if known is None else f"{known:,} samples of "
-        building.progress(f"building the index of {samples}{prefix} ({where})")
+        samples = "" if self.known_samples is None else f"{self.known_samples:,} samples of "
+        building.progress(f"building the index of {samples}{self.indexed.prefix} ({where})")
         self.cache.write(self.kind.build(self, building.say))
 
 
@@ -163,18 +153,14 @@ class SplitPlan:
             shares, size = normalized(once), sum(taken)
         return {"shares": shares, "size": size, "sizes": sizes if size is None else None}, taken
 
-    def build(self, found: FoundCaches, building: Building) -> None:
+    def build(self, building: Building) -> None:
         """Write the arrays of each part into its cache, then the order of the blend."""
         for number, part in enumerate(self.parts, start=1):
-            part.build(f"{self.split}, {number} of {len(self.parts)}", found, building)
+            part.build(f"{self.split}, {number} of {len(self.parts)}", building)
         if self.blend is None or (order := self.order_cache()).is_complete(building.say):
             return
-        fields = order.fields
-        if there := found.blend(order.folder, self.split, fields, len(self.parts)):
-            building.progress(f"taking the order of a blend from Megatron's cache {there[1]}")
-            order.write(there[0])
-            return
         building.progress(f"building the order of a blend of {len(self.parts)} data sets")
+        fields = order.fields
         whole = fields["size"] is None
         order.write(
             exhaustive_indices(fields["sizes"]) if whole else weighted_indices(fields["shares"], fields["size"])
@@ -212,9 +198,8 @@ def _build(plans: list[SplitPlan], kind: SampleKind, building: Building) -> None
     kind.look_at_all(list(files.values()), building)
     for folder in {folder for plan in plans for folder in plan.folders}:
         remove_abandoned(folder)
-    found = FoundCaches(building.say)
     for plan in plans:
-        plan.build(found, building)
+        plan.build(building)
 
 
 def plan_splits(
