@@ -7,3 +7,9 @@ def tells(message: object, facts: str) -> bool:
     """Whether each of the words `facts`, divided by blanks, stands in the message (an error, a text, lines) as a word of its own."""
     text = "\n".join(message) if isinstance(message, list | tuple) else str(message)
     return all(re.search(rf"(?<![\w-]){re.escape(fact)}(?![\w-])", text) for fact in facts.split())
+
+
+def tells_each(problems: list[str], facts: str) -> bool:
+    """Whether there are as many problems as parts of `facts`, divided by |, and each in turn names its part."""
+    parts = facts.split("|")
+    return len(problems) == len(parts) and all(tells(*pair) for pair in zip(problems, parts))
