@@ -36,7 +36,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.random import DropoutKeys, initialize_parameters
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import train_step
 
@@ -54,15 +54,12 @@ def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, Drop
         attention_dropout=0.0,
     )
     keys = DropoutKeys(1)
-    tp = TensorParallel(mesh["tp"], False, config.params_dtype, kv=mesh["kv"], fills=False)
     model = GPTModel(
         config,
         vocab_size=options.vocab,
         positions=options.sequence,
         layers=range(options.layers),
-        tp=tp,
-        keys=keys,
-        ends=mesh["embd"],
+        context=LayerContext.on(mesh, config.params_dtype, keys, fills=False),
     )
     initialize_parameters(model, 1, mesh)
     return model, keys

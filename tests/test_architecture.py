@@ -232,6 +232,20 @@ def test_imports_stand_at_the_top_of_product_files():
                     )
 
 
+def test_layers_never_reach_the_current_mesh():
+    """A layer is handed its axes (`LayerContext`, `TensorParallel`); Megatron's signatures, in core/classic, look them up."""
+    reaching = {
+        "megatron.core.current_mesh",
+        "megatron.core.parallel_state",
+        "megatron.core.mpu",
+        "megatron.core.classic",
+    }
+    for folder in ("tensor_parallel", "transformer", "models"):
+        for path in sorted((CORE / folder).rglob("*.py")):
+            found = [name for name in imported_modules(path) if any(f"{name}.".startswith(f"{r}.") for r in reaching)]
+            assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
 def test_no_memory_waits_for_a_stream():
     """A buffer is freed on the stream that allocated it, so that a run needs the same memory each time."""
     for path in PRODUCT_FILES:

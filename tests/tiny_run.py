@@ -27,11 +27,10 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.storage.stored import start_reading
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.offload_config import OffloadConfig, make_tier
 from megatron.core.tiers.tier import Tier
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kernels import Documents
-from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
@@ -183,23 +182,18 @@ def build_chunks(
     pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
     config, last = layout.applied_to(config), pp.size * layout.v - 1
     for stage in range(pp.rank, last + 1, pp.size):
-        tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, weight_grads=store, kv=mesh["kv"], fills=False)
+        options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False}
         model = subject.make(
             config,
             vocab_size=vocab,
             layers=layers_of_stage(config.num_layers, last + 1, stage),
-            tp=tp,
-            keys=keys,
-            ends=mesh["embd"],
+            context=LayerContext.on(mesh, config.params_dtype, keys, tier=tier, **options),
             pre_process=stage == 0,
             post_process=stage == last,
         )
         initialize_parameters(model, SEED, mesh)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or frozen not in name)
-        for layers in model.modules():
-            if isinstance(layers, ParallelTransformer):
-                layers.activations.keep_in(tier)
         params_tier = tier if layout.offload.offload_params else None
         poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
         chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier)

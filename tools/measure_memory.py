@@ -369,8 +369,6 @@ def _chunks_of(runtime: Runtime, script: ModuleType) -> Iterator[tuple[int, Dist
         model = script.model_provider(stage == 0, stage == last, number)
         for parameter in model.parameters():
             parameter.data.zero_()  # no weight matters, but a chance one may be no number
-        if config.offload.tier == "file":
-            model.language_model.decoder.activations.keep_in(runtime.tier)
         tier = runtime.tier if config.offload.offload_params else None
         yield stage, DistributedDataParallel(model, mesh, config.data_parallel, runtime.weight_grads, tier=tier)
 

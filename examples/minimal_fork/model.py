@@ -16,11 +16,10 @@ from torch.nn import functional
 from megatron.core.config import ConfigError, knob
 from megatron.core.models.gpt import GPTModel
 from megatron.core.placement import Normal
-from megatron.core.random import DropoutKeys, HiddenDropout
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.norm import make_norm
@@ -49,15 +48,13 @@ class SideBySideConfig:
 class SideBySideLayer(nn.Module):
     """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles) -> the same shape."""
 
-    def __init__(
-        self, config: TransformerConfig, own: SideBySideConfig, layer: int, *, tp: TensorParallel, keys: DropoutKeys
-    ):
+    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext, *, own: SideBySideConfig):
         super().__init__()
         self.scale = own.branch_scale
-        self.layernorm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon, tp)
-        self.self_attention = ParallelAttention(config, layer, tp=tp, keys=keys)
-        self.mlp = ParallelMLP(config, tp=tp)
-        self.dropout = HiddenDropout(config.hidden_dropout, keys, "side by side", layer, tp.sequence_axis)
+        self.layernorm = make_norm(config, context)
+        self.self_attention = ParallelAttention(config, layer, context)
+        self.mlp = ParallelMLP(config, layer, context)
+        self.dropout = context.hidden_dropout(config.hidden_dropout, "side by side", layer)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None) -> Tensor:
         normed = self.layernorm(x)
@@ -68,8 +65,9 @@ class SideBySideModel(GPTModel):
     """One pipeline stage. forward(tokens, position_ids, labels=..., restarts=...) -> on the last stage (losses of the words, of the
     restarts), both [b, s]; without labels as a GPT."""
 
-    def __init__(self, config: TransformerConfig, *, tp: TensorParallel, **parts: Any):
-        super().__init__(config, tp=tp, **parts)
+    def __init__(self, config: TransformerConfig, *, context: LayerContext, **parts: Any):
+        super().__init__(config, context=context, **parts)
+        tp = context.tp
         self.gathers = tp.sequence_parallel
         if self.language_model.post_process:
             self.restart_head = tp.replicated((config.hidden_size,), Normal(config.init_method_std), partial=False)

@@ -43,7 +43,7 @@ def own(config_class: type) -> Any:
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
     """This stage of our model, with layers of our own."""
     config, parts = get_runtime().config.transformer, get_runtime().model_parts(pre_process, post_process, vp_stage)
-    make_layer = partial(SideBySideLayer, config, own(SideBySideConfig), tp=parts["tp"], keys=parts["keys"])
+    make_layer = partial(SideBySideLayer, own=own(SideBySideConfig))
     return SideBySideModel(config, **parts, make_layer=make_layer)
 
 

@@ -17,8 +17,6 @@ from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Placement
 from megatron.core.random import initialize_parameters
-from megatron.core.tiers.tier import FileTier
-from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.runtime import Runtime
 
 ModelProvider = Callable[..., nn.Module]
@@ -56,10 +54,6 @@ def in_buffers(made: dict[int, nn.Module], runtime: Runtime) -> dict[int, Distri
         chunks[stage] = DistributedDataParallel(
             chunk, mesh, config.data_parallel, runtime.weight_grads, tier=params_tier
         )
-        if isinstance(runtime.tier, FileTier):  # without, activations go to the host
-            for layers in chunk.modules():
-                if isinstance(layers, ParallelTransformer):
-                    layers.activations.keep_in(runtime.tier)
     return chunks
 
 

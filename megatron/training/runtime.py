@@ -14,10 +14,10 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.tiers.tier import Tier
+from megatron.core.tiers.tier import FileTier, Tier
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
+from megatron.core.transformer.context import LayerContext
 from megatron.training.arguments import Arguments
 from megatron.training.settings.config import Config
 from megatron.training.watch.flops import ModelShape
@@ -88,16 +88,16 @@ class Runtime:
         return ModelShape.of(config.transformer, self.vocab_size, config.data.seq_length)
 
     @property
-    def tensor_parallel(self) -> TensorParallel:
-        """What the layers of this rank's model are told of the ranks that share them."""
-        config = self.config
-        return TensorParallel(
-            self.mesh["tp"],
-            config.parallel.sequence_parallel_on,
-            config.transformer.params_dtype,
-            self.device.torch_device,
-            self.weight_grads,
-            kv=self.mesh["kv"],
+    def layer_context(self) -> LayerContext:
+        """All that the layers of this rank's model are handed."""
+        return LayerContext.on(
+            self.mesh,
+            self.config.transformer.params_dtype,
+            self.dropout_keys,
+            tier=self.tier if isinstance(self.tier, FileTier) else None,
+            sequence_parallel=self.config.parallel.sequence_parallel_on,
+            device=self.device.torch_device,
+            weight_grads=self.weight_grads,
             products=self.products,
             fills=not self.mesh.fills_by_name,
         )
@@ -111,9 +111,7 @@ class Runtime:
             "vocab_size": self.vocab_size,
             "positions": self.config.positions,
             "layers": self.config.layer_split[(vp_stage or 0) * pp.size + pp.rank],
-            "tp": self.tensor_parallel,
-            "keys": self.dropout_keys,
-            "ends": self.mesh["embd"],
+            "context": self.layer_context,
             "pre_process": pre_process,
             "post_process": post_process,
         }

@@ -32,8 +32,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.random import DropoutKeys, initialize_parameters
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.offload_config import OffloadConfig
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MODEL = replace(TINY_GPT2, fp64=False)
@@ -198,15 +198,12 @@ def train_with_fsdp2(mesh: Mesh, model: TransformerConfig, batch: int) -> dict[s
 
 def build_plain(mesh: Mesh, model: TransformerConfig) -> torch.nn.Module:
     """The model with its first weights, in no buffers."""
-    tp = TensorParallel(mesh["tp"], False, model.params_dtype, kv=mesh["kv"], fills=False)
     module = GPTModel(
         model,
         positions=SEQ,
         vocab_size=VOCAB,
         layers=range(model.num_layers),
-        tp=tp,
-        keys=DropoutKeys(SEED),
-        ends=mesh["embd"],
+        context=LayerContext.on(mesh, model.params_dtype, DropoutKeys(SEED), fills=False),
     )
     initialize_parameters(module, SEED, mesh)
     return module

@@ -31,13 +31,12 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers import activations
 from megatron.core.tiers.activations import StageActivations, TierRoom
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tiers.slots import SlotBuffer
 from megatron.core.tiers.tier import FileTier
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -379,9 +378,9 @@ def scales(mesh: Mesh, log: list, n: int = 3, **settings) -> ParallelTransformer
     config = TransformerConfig(
         num_layers=n, hidden_size=8, num_attention_heads=1, cpu_offloading_num_layers=n, **settings
     )
-    tp = TensorParallel(mesh["tp"], False, torch.float32)
+    context = LayerContext.on(mesh, torch.float32)
     return ParallelTransformer(
-        config, range(n), tp=tp, keys=DropoutKeys(0), post_process=False, make_layer=lambda i: Scale(i, log)
+        config, range(n), context, post_process=False, make_layer=lambda config, i, context: Scale(i, log)
     )
 
 

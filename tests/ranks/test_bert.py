@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.models.bert import BertModel
-from megatron.core.random import DropoutKeys, initialize_parameters
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.random import initialize_parameters
+from megatron.core.transformer.context import LayerContext
 
 CONFIGS = {
     "bert": TINY_GPT2,
@@ -105,13 +105,10 @@ def whole_model(config, **more) -> BertModel:
     """The model of one process, with its initial weights."""
 
     def work(mesh):
-        tp = TensorParallel(mesh["tp"], dtype=config.params_dtype)
         parts = {
             "vocab_size": VOCAB,
             "layers": range(config.num_layers),
-            "tp": tp,
-            "keys": DropoutKeys(1),
-            "ends": mesh["embd"],
+            "context": LayerContext.on(mesh, config.params_dtype),
         }
         model = make(config, **parts, **more)
         initialize_parameters(model, 1, mesh)

@@ -14,8 +14,8 @@ from megatron.core.boxes import slices
 from megatron.core.classic.utils import VocabUtility, init_method_normal, scaled_init_method_normal
 from megatron.core.models.gpt import GPTModel
 from megatron.core.placement import Constant, pieces
-from megatron.core.random import DropoutKeys, initialize_parameters, normal_box
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.random import initialize_parameters, normal_box
+from megatron.core.transformer.context import LayerContext
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids
 
 # Rank r holds x, is handed back the gradient g of the result, and ends with (y, dx). All by hand.
@@ -268,9 +268,7 @@ def test_a_model_made_by_hand_begins_as_one_process_has_it(dtype):
             vocab_size=VOCAB,
             positions=SEQ,
             layers=range(config.num_layers),
-            tp=TensorParallel(mesh["tp"], dtype=dtype),
-            keys=DropoutKeys(SEED),
-            ends=mesh["embd"],
+            context=LayerContext.on(mesh, dtype),
             pre_process=True,
             post_process=True,
         )
@@ -297,9 +295,7 @@ def test_a_tied_table_made_by_hand_begins_alike_on_both_stages(sizes):
             vocab_size=VOCAB,
             positions=SEQ,
             layers=[pp.rank],
-            tp=TensorParallel(mesh["tp"]),
-            keys=DropoutKeys(SEED),
-            ends=mesh["embd"],
+            context=LayerContext.on(mesh, torch.float32),
             pre_process=pp.is_first,
             post_process=pp.is_last,
         )

@@ -219,7 +219,7 @@ class Quiet(ParallelTransformerLayer):
 
 def quiet_gpt(pre_process=True, post_process=True):
     config, parts = get_runtime().config.transformer, get_runtime().model_parts(pre_process, post_process)
-    return GPTModel(config, **parts, make_layer=lambda i: Quiet(config, i, tp=parts["tp"], keys=parts["keys"]))
+    return GPTModel(config, **parts, make_layer=Quiet)
 
 
 class Louder(GPTModel):

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.config import ConfigError
+from megatron.core.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.kernels import KERNELS, AttentionCase, Documents, Kernel, kernel_for
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
 
 CASE = AttentionCase(torch.float32, "cpu", 4, 4, 8, 9, 9, None, 0.0, False)
@@ -37,7 +41,8 @@ def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_us
         parse_args(["--attention-backend", "mean"])
     monkeypatch.setitem(KERNELS, "mean", Kernel(mean_of_values, refuses))
     assert parse_args(["--attention-backend", "mean"])[0].transformer.attention_backend == "mean"
-    attention = CoreAttention("mean", AttentionDropout(0.5, DropoutKeys(0), 0, first_head=0))
+    config = TransformerConfig(attention_backend="mean", attention_dropout=0.5)
+    attention = CoreAttention(config, 0, LayerContext(TensorParallel(ALONE), DropoutKeys(0)))
     q, k, v = torch.randn(3, 5, 2, 4, 8).unbind()
     torch.testing.assert_close(attention(q, k, v), v.mean(dim=0, keepdim=True).expand_as(v).flatten(2))
     assert asked == [AttentionCase(torch.float32, "cpu", 4, 4, 8, 5, 5, None, 0.5, False)]

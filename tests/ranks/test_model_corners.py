@@ -23,6 +23,7 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing import model_tensors, optimizer_tensors
@@ -123,7 +124,7 @@ def test_an_axis_of_another_size_is_refused(kv: int):
 
 def test_a_layer_without_the_axis_is_refused():
     def attention(mesh):
-        return ParallelAttention(ONE_GROUP, 0, tp=TensorParallel(mesh["tp"]), keys=DropoutKeys(0))
+        return ParallelAttention(ONE_GROUP, 0, LayerContext(TensorParallel(mesh["tp"]), DropoutKeys(0)))
 
     with pytest.raises(RuntimeError, match=r"(?s)1.*initialize_model_parallel"):
         run_ranks({"tp": 2}, attention, ranks_per_kv_head=2)

@@ -13,7 +13,7 @@ from megatron.training.chunks import model_problems, place_plain_parameters
 
 def with_plain_norms(config, **parts):
     """A GPT whose layers have torch's norm at one place, as a fork's would."""
-    model, divided = GPTModel(config, positions=SEQ, **parts), parts["tp"].sequence_parallel
+    model, divided = GPTModel(config, positions=SEQ, **parts), parts["context"].tp.sequence_parallel
     for layer in model.language_model.decoder.layers.values():
         norm = layer.input_layernorm = nn.LayerNorm(config.hidden_size)
         for p in norm.parameters():

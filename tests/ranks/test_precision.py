@@ -34,7 +34,7 @@ from megatron.core.placement import Placement
 from megatron.core.products import NATIVE, Products, Way
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.linear import weight_gradient
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
@@ -104,16 +104,13 @@ class Rank:
 
 def start(mesh: Mesh, run: Run) -> Rank:
     pp, keys, store, config, layout = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), run.config, run.layout
-    parts = {"weight_grads": store, "kv": mesh["kv"], "products": run.products, "fills": False}
-    tp = TensorParallel(mesh["tp"], layout.sp, config.params_dtype, **parts)
+    options = {"sequence_parallel": layout.sp, "weight_grads": store, "products": run.products, "fills": False}
     model = GPTModel(
         config,
         vocab_size=VOCAB,
         positions=SEQ,
         layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
-        tp=tp,
-        keys=keys,
-        ends=mesh["embd"],
+        context=LayerContext.on(mesh, config.params_dtype, keys, **options),
         pre_process=pp.is_first,
         post_process=pp.is_last,
     )

@@ -14,12 +14,16 @@ from torch import Tensor
 import pretrain_gpt
 from megatron.core import products
 from megatron.core.enums import ModelType
+from megatron.core.grid import ALONE
 from megatron.core.mesh import Mesh
 from megatron.core.products import NATIVE, Products, choose, from_json, settle, times, times_transposed
-from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.kernels import Documents
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.training import pretrain
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative
@@ -72,9 +76,12 @@ def test_widened_attention_is_as_good_as_rounding_its_result(backend: str, maske
     q, k, v = (drawn(9, 2, heads, 8, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2))
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]]).expand(2, -1)
     mask = Documents(numbers) if masked else None
+    config = TransformerConfig(attention_backend=backend, attention_dropout=0.0)
 
     def run(*factors: Tensor, way: str) -> tuple[Tensor, ...]:
-        attention = CoreAttention(backend, AttentionDropout(0.0, DropoutKeys(0), 0, first_head=0), way)
+        attention = CoreAttention(
+            config, 0, LayerContext(TensorParallel(ALONE, products=Products(attention=way)), DropoutKeys(0))
+        )
         out = attention(*factors, mask)
         return out, *torch.autograd.grad((out * out.detach()).sum(), factors)
 

@@ -9,8 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_config import grid_for
 from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
-from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint
@@ -82,11 +81,7 @@ def _stage(
         vocab_size=vocab_size,
         positions=positions,
         layers=range(pp.rank * n // pp.size, (pp.rank + 1) * n // pp.size),
-        tp=TensorParallel(
-            mesh["tp"], dtype=config.params_dtype, device=device, kv=mesh["kv"], products=products, fills=False
-        ),
-        keys=DropoutKeys(seed=0),  # never asked: there is no dropout in evaluation mode
-        ends=mesh["embd"],
+        context=LayerContext.on(mesh, config.params_dtype, device=device, products=products, fills=False),
         pre_process=pp.is_first,
         post_process=pp.is_last,
     )

@@ -11,7 +11,7 @@ from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear import linear
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,8 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Dense(nn.Module):
     """x W^T + b with W whole on every rank. `partial`: whether a rank sees only a part of what passes here."""
 
-    def __init__(self, width: int, out: int, std: float, tp: TensorParallel, *, partial: bool | None = None):
+    def __init__(self, width: int, out: int, std: float, context: LayerContext, *, partial: bool | None = None):
         super().__init__()
+        tp = context.tp
         self.store, self.products = tp.weight_grads, tp.products
         self.weight = tp.replicated((out, width), Normal(std), partial=partial)
         self.bias = tp.replicated((out,), Constant(0.0), partial=partial)
@@ -33,10 +34,10 @@ class Pooler(nn.Module):
     """tanh(W x + b) of one position of the sequence. forward(x [s, b, h], or [s/t, b, h] under sequence parallelism) -> [b, h],
     the same on every tensor-parallel rank."""
 
-    def __init__(self, config: TransformerConfig, tp: TensorParallel):
+    def __init__(self, config: TransformerConfig, context: LayerContext):
         super().__init__()
-        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
-        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, tp, partial=False)
+        self.axis, self.sequence_parallel = context.tp.axis, context.tp.sequence_parallel
+        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, context, partial=False)
 
     def forward(self, x: Tensor, position: int = 0) -> Tensor:
         whole = mappings.whole_sequence(x, self.axis) if self.sequence_parallel else x
@@ -46,8 +47,9 @@ class Pooler(nn.Module):
 class WordBias(nn.Module):
     """scores + b, one bias for each of this rank's words. forward(scores [s, b, padded vocabulary / t])"""
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, tp: TensorParallel):
+    def __init__(self, config: TransformerConfig, vocab_size: int, context: LayerContext):
         super().__init__()
+        tp = context.tp
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
         self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))
 
@@ -58,10 +60,10 @@ class WordBias(nn.Module):
 class BertHead(nn.Module):
     """What stands before the output layer. forward(x [s, b, h]) -> the same shape"""
 
-    def __init__(self, config: TransformerConfig, tp: TensorParallel):
+    def __init__(self, config: TransformerConfig, context: LayerContext):
         super().__init__()
-        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, tp)
-        self.norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon, tp)
+        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, context)
+        self.norm = make_norm(config, context)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(functional.gelu(self.dense(x), approximate="tanh"))
@@ -81,22 +83,22 @@ class BertModel(nn.Module):
         config: TransformerConfig,
         *,
         vocab_size: int,
-        tp: TensorParallel,
+        context: LayerContext,
         num_tokentypes: int = 2,
         add_binary_head: bool = True,
         **parts: Any,
     ):
         super().__init__()
-        self.config, self.vocab_size, self.axis = config, vocab_size, tp.axis
+        self.config, self.vocab_size, self.axis = config, vocab_size, context.tp.axis
         self.language_model = TransformerLanguageModel(
-            config, vocab_size=vocab_size, tp=tp, num_tokentypes=num_tokentypes, **parts
+            config, vocab_size=vocab_size, context=context, num_tokentypes=num_tokentypes, **parts
         )
         self.lm_head = self.word_bias = self.pooler = self.binary_head = None
         if self.language_model.post_process:
-            self.lm_head, self.word_bias = BertHead(config, tp), WordBias(config, vocab_size, tp)
+            self.lm_head, self.word_bias = BertHead(config, context), WordBias(config, vocab_size, context)
             if add_binary_head:
-                self.pooler = Pooler(config, tp)
-                self.binary_head = Dense(config.hidden_size, 2, config.init_method_std, tp, partial=False)
+                self.pooler = Pooler(config, context)
+                self.binary_head = Dense(config.hidden_size, 2, config.init_method_std, context, partial=False)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.language_model.set_input_tensor(x)

@@ -2,20 +2,19 @@
 
 from torch import Tensor, nn
 
-from megatron.core.grid import Axis
 from megatron.core.placement import Normal
-from megatron.core.random import DropoutKeys, HiddenDropout
-from megatron.core.tensor_parallel.linear_layers import TensorParallel, VocabParallelEmbedding, my_sequence_part
+from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, my_sequence_part
 from megatron.core.tensor_parallel.lookup import lookup
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class WholeEmbedding(nn.Module):
     """A learned vector per id (a position, a kind of token), whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
 
-    def __init__(self, size: int, config: TransformerConfig, tp: TensorParallel):
+    def __init__(self, size: int, config: TransformerConfig, context: LayerContext):
         super().__init__()
-        self.weight = tp.replicated((size, config.hidden_size), Normal(config.init_method_std))
+        self.weight = context.tp.replicated((size, config.hidden_size), Normal(config.init_method_std))
 
     def forward(self, ids: Tensor) -> Tensor:
         return lookup(ids, self.weight)
@@ -34,30 +33,29 @@ class Embedding(nn.Module):
         config: TransformerConfig,
         vocab_size: int,
         positions: int,
+        context: LayerContext,
         *,
-        tp: TensorParallel,
-        keys: DropoutKeys,
-        ends: Axis | None = None,
         num_tokentypes: int = 0,
         words_only: bool = False,
     ):
         super().__init__()
+        tp, tied = context.tp, not config.untie_embeddings_and_output_weights
         self.tp, self.dtype = tp, config.residual_dtype
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
             tp=tp,
             init=Normal(config.init_method_std),
-            ends=ends,
+            ends=context.ends if tied else None,
             padded_size=config.padded_vocab_size(vocab_size, tp.axis.size),
         )
         self.position_embeddings = None
         if not words_only and config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = WholeEmbedding(positions, config, tp)
+            self.position_embeddings = WholeEmbedding(positions, config, context)
         self.tokentype_embeddings = None
         if not words_only and num_tokentypes:
-            self.tokentype_embeddings = WholeEmbedding(num_tokentypes, config, tp)
-        self.dropout = HiddenDropout(config.hidden_dropout, keys, "embedding", 0, tp.sequence_axis)
+            self.tokentype_embeddings = WholeEmbedding(num_tokentypes, config, context)
+        self.dropout = context.hidden_dropout(config.hidden_dropout, "embedding", 0)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
         x = self.word_embeddings(tokens.t()).to(self.dtype)

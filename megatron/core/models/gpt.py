@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron.core.models.language_model import TransformerLanguageModel
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,10 +20,10 @@ class GPTModel(nn.Module):
     cache: of the tokens before these, for generation; the last stage then gives the scores of the last token, [b, 1, ..].
     """
 
-    def __init__(self, config: TransformerConfig, *, vocab_size: int, tp: TensorParallel, **parts: Any):
+    def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
         super().__init__()
-        self.config, self.vocab_size, self.axis = config, vocab_size, tp.axis
-        self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, tp=tp, **parts)
+        self.config, self.vocab_size, self.axis = config, vocab_size, context.tp.axis
+        self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, context=context, **parts)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.language_model.set_input_tensor(x)

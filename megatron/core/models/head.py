@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from megatron.core.placement import Normal, Placement
 from megatron.core.tensor_parallel.linear import column_linear
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -14,8 +14,11 @@ class LanguageModelHead(nn.Module):
     `shares_table`: this stage's embedding holds the same tensor. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
     """
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, *, tp: TensorParallel, shares_table: bool = False):
+    def __init__(
+        self, config: TransformerConfig, vocab_size: int, context: LayerContext, *, shares_table: bool = False
+    ):
         super().__init__()
+        tp = context.tp
         self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
         self.store, self.products = tp.weight_grads, tp.products
         if shares_table:

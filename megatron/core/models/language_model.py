@@ -4,14 +4,13 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from megatron.core.grid import Axis
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
-from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.transformer import MakeLayer, ParallelTransformer
+from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
 class TransformerLanguageModel(nn.Module):
@@ -19,7 +18,7 @@ class TransformerLanguageModel(nn.Module):
 
     With `pre_process` it takes tokens [b, s], else the hidden states of the stage before, handed to `set_input_tensor`. With
     `post_process` it returns scores [s, b, padded vocabulary / t], else hidden states [s, b, h] ([s/t, b, h] under
-    sequence parallelism). `ends` is the axis of first and last stage, which share the word table when it is tied. With a cache
+    sequence parallelism). `make_layer(config, i, context)` builds layer i. With a cache
     it returns the scores of the last token alone: whoever continues a text asks for no others.
     """
 
@@ -30,13 +29,11 @@ class TransformerLanguageModel(nn.Module):
         vocab_size: int,
         positions: int,
         layers: Iterable[int],
-        tp: TensorParallel,
-        keys: DropoutKeys,
-        ends: Axis | None = None,
+        context: LayerContext,
         pre_process: bool = True,
         post_process: bool = True,
         num_tokentypes: int = 0,
-        make_layer: MakeLayer | None = None,
+        make_layer: MakePart = ParallelTransformerLayer,
     ):
         super().__init__()
         tied = not config.untie_embeddings_and_output_weights
@@ -44,20 +41,11 @@ class TransformerLanguageModel(nn.Module):
         self.embedding = self.output_layer = None
         if pre_process or (post_process and tied):
             self.embedding = Embedding(
-                config,
-                vocab_size,
-                positions,
-                tp=tp,
-                keys=keys,
-                ends=ends if tied else None,
-                num_tokentypes=num_tokentypes,
-                words_only=not pre_process,
+                config, vocab_size, positions, context, num_tokentypes=num_tokentypes, words_only=not pre_process
             )
-        self.decoder = ParallelTransformer(
-            config, layers, tp=tp, keys=keys, post_process=post_process, make_layer=make_layer
-        )
+        self.decoder = ParallelTransformer(config, layers, context, post_process=post_process, make_layer=make_layer)
         if post_process:
-            self.output_layer = LanguageModelHead(config, vocab_size, tp=tp, shares_table=tied and pre_process)
+            self.output_layer = LanguageModelHead(config, vocab_size, context, shares_table=tied and pre_process)
         if tied and pre_process and post_process:
             self.embedding.word_embeddings.weight.uses = 2
         self._input_tensor: Tensor | None = None

@@ -31,18 +31,15 @@ Keep = Callable[
 
 class StageActivations:
     """Where the layers of a stage keep what their backwards need. `offloaded`: the first so many layers, in a tier; `contiguous`: the
-    inputs of recomputed layers behind these, in slots on the device. smallest: elements of the least memory that is worth moving."""
+    inputs of recomputed layers behind these, in slots on the device. smallest: elements of the least memory that is worth moving.
+    tier: memory of the host when None."""
 
-    def __init__(self, offloaded: int = 0, *, smallest: int = 0, contiguous: bool = False):
+    def __init__(self, offloaded: int = 0, *, smallest: int = 0, contiguous: bool = False, tier: Tier | None = None):
         self.offloaded, self.smallest, self.contiguous = offloaded, smallest, contiguous
         self.slots = SlotBuffer()
-        self._tier: Tier | None = None
+        self._tier = tier
         self._room: TierRoom | None = None
         self._last: Callable[[], _Layer | None] = lambda: None
-
-    def keep_in(self, tier: Tier | None) -> None:
-        """Offload to this tier; to memory of the host when None, or when nobody calls."""
-        self._tier, self._room = tier, None
 
     def room(self, device: torch.device) -> "TierRoom":
         """What is in the tier; made when something first goes there."""

@@ -5,13 +5,13 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron.core.placement import Normal, Rows
-from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
     size_per_rank,
 )
+from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import make_norm
@@ -38,8 +38,11 @@ class ParallelAttention(nn.Module):
     With a cache the queries of x see the keys and values of the tokens before them too.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, *, tp: TensorParallel, keys: DropoutKeys):
+    def __init__(
+        self, config: TransformerConfig, layer: int, context: LayerContext, *, make_core: MakePart = CoreAttention
+    ):
         super().__init__()
+        tp = context.tp
         n, groups, d = config.num_attention_heads, config.query_groups, config.head_width
         heads = size_per_rank("--num-attention-heads", n, tp.axis)
         if problem := query_group_problem(groups, tp.axis.size):
@@ -58,15 +61,9 @@ class ParallelAttention(nn.Module):
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             # Whole on every rank, yet each rank sees only its own heads, with and without sequence parallelism.
-            self.q_layernorm, self.k_layernorm = (
-                make_norm(config.normalization, d, config.norm_epsilon, tp, partial=True) for _ in range(2)
-            )
-        self.core_attention = CoreAttention(
-            config.attention_backend,
-            AttentionDropout(config.attention_dropout, keys, layer, first_head=tp.axis.rank * heads),
-            tp.products.attention,
-        )
-        self.keys, self.layer = keys, layer
+            self.q_layernorm, self.k_layernorm = (make_norm(config, context, width=d, partial=True) for _ in range(2))
+        self.core_attention = make_core(config, layer, context)
+        self.keys, self.layer = context.keys, layer
         self.recomputes_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear

@@ -3,26 +3,26 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.products import Way
 from megatron.core.random import AttentionDropout
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kernels import AttentionCase, Documents, Mask, kernel_for
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = ["CoreAttention", "Documents"]
 
 
 class CoreAttention(nn.Module):
-    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d], causal when the mask is None.
+    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d] of this rank's heads, causal when the mask is None."""
 
-    backend: a name in `KERNELS`. way: "widened" computes in float32 and rounds the result.
-    """
-
-    def __init__(self, backend: str, dropout: AttentionDropout, way: Way = "native"):
+    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
         super().__init__()
-        self.backend, self.dropout, self.way = backend, dropout, way
+        first_head = context.tp.axis.rank * config.num_attention_heads // context.tp.axis.size
+        self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
+        self.backend, self.way = config.attention_backend, context.tp.products.attention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         dtype = q.dtype
-        if self.way == "widened":
+        if self.way == "widened":  # computed in float32, and rounded once
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
         kernel = kernel_for(self.backend, self._case(q, k, mask))

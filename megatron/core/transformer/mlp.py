@@ -4,7 +4,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.placement import Normal
-from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -14,9 +15,10 @@ class ParallelMLP(nn.Module):
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism)) -> the same shape.
     """
 
-    def __init__(self, config: TransformerConfig, *, tp: TensorParallel):
+    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
         super().__init__()
-        f = config.ffn_size
+        del layer  # all layers have the same
+        f, tp = config.ffn_size, context.tp
         self.activation = gated_silu if config.swiglu else gelu
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,

@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from megatron.core.placement import Constant
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LayerNorm(nn.Module):
@@ -41,5 +43,8 @@ class RMSNorm(nn.Module):
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def make_norm(kind: str, width: int, epsilon: float, tp: TensorParallel, *, partial: bool | None = None) -> nn.Module:
-    return _NORMS[kind](width, epsilon, tp, partial)
+def make_norm(
+    config: TransformerConfig, context: LayerContext, *, width: int | None = None, partial: bool | None = None
+) -> nn.Module:
+    """The norm that --normalization names, over the residual stream or over another width."""
+    return _NORMS[config.normalization](width or config.hidden_size, config.norm_epsilon, context.tp, partial)

@@ -1,14 +1,13 @@
 """The layers of one pipeline stage."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.activations import StageActivations
+from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
@@ -16,14 +15,12 @@ from megatron.core.transformer.rotary import rotary_angles
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
-MakeLayer = Callable[[int], nn.Module]
-
 
 class ParallelTransformer(nn.Module):
     """The layers numbered `layers` (from 0, over the whole model) and, behind the last layer of all, the final norm.
 
-    Layers are kept under their global number, so that a parameter's name is the same in every layout. `make_layer(i)` builds
-    layer i; a fork passes its own. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache) -> the same shape.
+    Layers are kept under their global number, so that a parameter's name is the same in every layout. `make_layer(config, i, context)`
+    builds layer i; a fork passes its own. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache) -> the same shape.
     With a cache, x are the tokens that follow those in it; it says their positions and what they see.
     """
 
@@ -31,26 +28,24 @@ class ParallelTransformer(nn.Module):
         self,
         config: TransformerConfig,
         layers: Iterable[int],
+        context: LayerContext,
         *,
-        tp: TensorParallel,
-        keys: DropoutKeys,
         post_process: bool = True,
-        make_layer: MakeLayer | None = None,
+        make_layer: MakePart = ParallelTransformerLayer,
     ):
         super().__init__()
-        self.config, self.keys = config, keys
+        tp = context.tp
+        self.config, self.keys = config, context.keys
         self.parts_over = tp.axis if config.distribute_saved_activations else None
         self.activations = StageActivations(
             config.cpu_offloading_num_layers,
             smallest=config.min_offloaded_tensor_size,
             contiguous=config.contiguous_checkpointing,
+            tier=context.tier,
         )
         self.sequence_ranks = tp.axis.size if tp.sequence_parallel else 1
-        make_layer = make_layer or (lambda layer: ParallelTransformerLayer(config, layer, tp=tp, keys=keys))
-        self.layers = nn.ModuleDict({str(layer): make_layer(layer) for layer in layers})
-        self.final_layernorm = None
-        if post_process:
-            self.final_layernorm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon, tp)
+        self.layers = nn.ModuleDict({str(layer): make_layer(config, layer, context) for layer in layers})
+        self.final_layernorm = make_norm(config, context) if post_process else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         config, angles, length = self.config, None, x.shape[0] * self.sequence_ranks

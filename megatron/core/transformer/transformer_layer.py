@@ -5,9 +5,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron.core.random import DropoutKeys, HiddenDropout
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.norm import make_norm
@@ -19,21 +18,29 @@ class ParallelTransformerLayer(nn.Module):
     """x -> x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
 
     The sums have the dtype of x, the blocks that of their weights: with `--fp32-residual-connection` x is float32.
-    `layer` counts from 0 over the whole model. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache).
+    `layer` counts from 0 over the whole model. `make_attention` and `make_mlp` build the two blocks: a model hands in its own with
+    `make_layer=partial(ParallelTransformerLayer, make_mlp=OwnMLP)`. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache).
     Per forward: two all-reduces of [s, b, h] over tp; under sequence parallelism two all-gathers and two reduce-scatters.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, *, tp: TensorParallel, keys: DropoutKeys):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        context: LayerContext,
+        *,
+        make_attention: MakePart = ParallelAttention,
+        make_mlp: MakePart = ParallelMLP,
+    ):
         super().__init__()
-        norm, width, epsilon = config.normalization, config.hidden_size, config.norm_epsilon
-        self.input_layernorm = make_norm(norm, width, epsilon, tp)
-        self.self_attention = ParallelAttention(config, layer, tp=tp, keys=keys)
-        self.attention_dropout = HiddenDropout(config.hidden_dropout, keys, "after attention", layer, tp.sequence_axis)
-        self.pre_mlp_layernorm = make_norm(norm, width, epsilon, tp)
-        self.mlp = ParallelMLP(config, tp=tp)
-        self.keys = keys
+        self.input_layernorm = make_norm(config, context)
+        self.self_attention = make_attention(config, layer, context)
+        self.attention_dropout = context.hidden_dropout(config.hidden_dropout, "after attention", layer)
+        self.pre_mlp_layernorm = make_norm(config, context)
+        self.mlp = make_mlp(config, layer, context)
+        self.keys = context.keys
         self.recomputes_mlp, self.recomputes_norms = config.recomputes("mlp"), config.recomputes("layernorm")
-        self.mlp_dropout = HiddenDropout(config.hidden_dropout, keys, "after mlp", layer, tp.sequence_axis)
+        self.mlp_dropout = context.hidden_dropout(config.hidden_dropout, "after mlp", layer)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None

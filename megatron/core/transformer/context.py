@@ -1,0 +1,48 @@
+"""The one object that every layer is handed beside the config of its model and its own number."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.grid import Axis
+from megatron.core.random import DropoutKeys, HiddenDropout
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tiers.tier import Tier
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """The place of a model chunk in the layout, made once and handed to all of its layers.
+
+    A layer looks nothing up, neither the current mesh nor the settings of the run: a new axis is a new field here.
+    """
+
+    tp: TensorParallel  # the ranks that share a layer; dtype, device and products of its tensors
+    keys: DropoutKeys
+    ends: Axis | None = None  # the first and the last stage, which share a tied word table
+    tier: Tier | None = None  # holds the offloaded activations; None: memory of the host
+
+    @classmethod
+    def on(
+        cls,
+        mesh: Mapping[str, Axis],
+        dtype: torch.dtype,
+        keys: DropoutKeys | None = None,
+        *,
+        tier: Tier | None = None,
+        **of_tensors: Any,
+    ) -> "LayerContext":
+        """The context of this rank's chunks. of_tensors: further fields of `TensorParallel`, by name."""
+        tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **of_tensors)
+        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier)
+
+    def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
+        """Dropout of hidden states. site: a name of its own for each place in a layer."""
+        return HiddenDropout(probability, self.keys, site, layer, self.tp.sequence_axis)
+
+
+MakePart = Callable[[TransformerConfig, int, LayerContext], nn.Module]  # of a layer's number over the whole model
