@@ -11,5 +11,5 @@ def tells(message: object, facts: str) -> bool:
 
 def tells_each(problems: list[str], facts: str) -> bool:
     """Whether there are as many problems as parts of `facts`, divided by |, and each in turn names its part."""
-    parts = facts.split("|")
+    parts = facts.split("|") if facts else []
     return len(problems) == len(parts) and all(tells(*pair) for pair in zip(problems, parts))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from said import tells
+from said import tells, tells_each
 
 from megatron.core.config import (
     ConfigError,
@@ -121,35 +121,35 @@ def test_a_flag_is_spelt_like_its_field_unless_it_says_otherwise():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--loaves two", "--loaves: 'two' is not a whole number"),
-        ("--loaves 2.5", "--loaves: '2.5' is not a whole number"),
-        ("--loaves", "--loaves: expected one argument"),
-        ("--seeds", "--seeds: expected at least one argument"),
-        ("--fan=yes", "--fan: ignored explicit argument 'yes'"),
-        ("--old-yeast much", "--yeast/--old-yeast: 'much' is not a number"),
-        ("--hours inf", "--hours: inf is not a finite number"),
-        ("--hours nan", "--hours: nan is not a finite number"),
-        ("--flour=", "--flour: the value is empty; give one, or leave the flag out"),
-        ("--heat left", "--heat: 'left' is not one of top, bottom"),
-        ("--level 4", "--level: '4' is not one of 1, 2, 3"),
-        ("--loav 3", "unknown flag --loav; did you mean --loaves?"),
-        ("--light", "unknown flag --light; did you mean --no-light?"),
-        ("--derived 3", "unknown flag --derived; --help lists the known ones"),
-        ("-1", "-1 does not belong to any flag"),
+        ("--loaves two", "--loaves two"),
+        ("--loaves 2.5", "--loaves 2.5"),
+        ("--loaves", "--loaves"),
+        ("--seeds", "--seeds"),
+        ("--fan=yes", "--fan yes"),
+        ("--old-yeast much", "--yeast/--old-yeast much"),
+        ("--hours inf", "--hours"),
+        ("--hours nan", "--hours"),
+        ("--flour=", "--flour"),
+        ("--heat left", "--heat left"),
+        ("--level 4", "--level 4 1 2 3"),
+        ("--loav 3", "--loav --loaves"),
+        ("--light", "--light --no-light"),
+        ("--derived 3", "--derived --help"),
+        ("-1", "-1"),
         ("bread butter", "bread butter does not belong to any flag"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_a_config_error(line: str, message: str):
     with pytest.raises(ConfigError) as error:
         read(line)
-    assert str(error.value) == message
+    assert tells(error.value, message)
 
 
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--loavs", "unknown flag --loavs; did you mean --loaves?"),
-        ("--hour=3", "unknown flag --hour=3; did you mean --hours?"),
+        ("--loavs", "--loavs --loaves"),
+        ("--hour=3", "--hour=3 --hours"),
         ("--no-fan", "unknown flag --no-fan; did you mean --fan?"),
         ("-loaves", "unknown flag -loaves; did you mean --loaves?"),
         ("--door_open", "unknown flag --door_open; --help lists the known ones"),
@@ -163,7 +163,7 @@ def test_a_mistake_on_the_command_line_is_a_config_error(line: str, message: str
 def test_an_unknown_flag_comes_with_the_nearest_known_one(flag: str, message: str):
     parser = FlagParser()
     add_flags(parser, Oven)
-    assert unknown_flag_message(flag, parser.known_flags()) == message
+    assert tells(unknown_flag_message(flag, parser.known_flags()), message)
 
 
 def test_a_flag_that_may_abbreviate_several_comes_with_them():
@@ -223,22 +223,19 @@ def test_help_gives_each_knob_with_its_default_under_the_first_line_of_the_docst
 
 
 @pytest.mark.parametrize(
-    ("line", "lines"),
+    ("line", "named"),
     [
-        ("", []),
-        ("--loaves 3 --fan", []),
-        ("--loaves 3 --loaves 4", ["--loaves is given 2 times: the last one counts"]),
-        (
-            "--loaves=3 --fan --loaves=4 --fan",
-            ["--loaves is given 2 times: the last one counts", "--fan is given 2 times: the last one counts"],
-        ),
-        ("--yeast 1 --old-yeast 2 --yeast 3", ["--yeast/--old-yeast is given 3 times: the last one counts"]),
+        ("", ""),
+        ("--loaves 3 --fan", ""),
+        ("--loaves 3 --loaves 4", "--loaves 2"),
+        ("--loaves=3 --fan --loaves=4 --fan", "--loaves 2|--fan 2"),
+        ("--yeast 1 --old-yeast 2 --yeast 3", "--yeast/--old-yeast 3"),
     ],
 )
-def test_flags_given_twice_are_noted(line: str, lines: list[str]):
+def test_flags_given_twice_are_noted(line: str, named: str):
     parser = FlagParser()
     add_flags(parser, Oven)
-    assert repeated_flags(parser, line.split()) == lines
+    assert tells_each(repeated_flags(parser, line.split()), named)
 
 
 def test_help_lists_every_knob_of_a_run():
@@ -276,12 +273,8 @@ _OF_A_FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
 @pytest.mark.parametrize(
     ("flags", "with_effect", "said"),
     [
-        ("--ddp-bucket-size 9 --zero-stage 3", None, "--ddp-bucket-size: ZeRO stage 3 sums and gathers layer by layer"),
-        (
-            "--ddp-bucket-size 9",
-            "--overlap-grad-reduce",
-            "--ddp-bucket-size: a buffer is one bucket, unless --overlap-grad-reduce",
-        ),
+        ("--ddp-bucket-size 9 --zero-stage 3", None, "--ddp-bucket-size ZeRO 3"),
+        ("--ddp-bucket-size 9", "--overlap-grad-reduce", "--ddp-bucket-size --overlap-grad-reduce"),
         (
             "--offload-dir x --optimizer-offload-fraction 0",
             "--cpu-offloading-num-layers 1",
@@ -292,16 +285,12 @@ _OF_A_FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
             None,
             "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves",
         ),
-        (
-            f"--vocab-size 9 {_OF_A_FILE}",
-            None,
-            "--vocab-size: --tokenizer-type HuggingFaceTokenizer has a vocabulary of its own",
-        ),
+        (f"--vocab-size 9 {_OF_A_FILE}", None, "--vocab-size --tokenizer-type HuggingFaceTokenizer"),
     ],
 )
 def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, with_effect: str | None, said: str):
     (note,) = parse_args(flags.split())[2]
-    assert tells(note, f"{said}")
+    assert tells(note, said)
     assert with_effect is None or parse_args(f"{flags} {with_effect}".split())[2] == []
 
 
@@ -313,30 +302,15 @@ def test_a_vocabulary_size_that_is_read_is_not_noted(tokenizer: str):
 @pytest.mark.parametrize(
     ("flags", "valid", "test", "said"),
     [
-        (
-            "--split 100,0,0 --eval-iters 5",
-            None,
-            None,
-            "no validation set: nothing is validated or tested, whatever --eval-iters (5); --split 100,0,0 leaves it no share",
-        ),
-        (
-            "--split 90,0,10",
-            None,
-            [1],
-            "no validation set: nothing is validated, whatever --eval-iters (100); --split 90,0,10",
-        ),
-        (
-            "--train-data-path x",
-            None,
-            None,
-            "no validation set: nothing is validated or tested, whatever --eval-iters (100)",
-        ),
-        ("--split 100,0,0 --eval-iters 0", None, None, None),
-        ("--split 99,1,0", [1], None, None),
+        ("--split 100,0,0 --eval-iters 5", None, None, "--eval-iters 5 --split 100,0,0"),
+        ("--split 90,0,10", None, [1], "--eval-iters 100 --split 90,0,10"),
+        ("--train-data-path x", None, None, "--eval-iters 100"),
+        ("--split 100,0,0 --eval-iters 0", None, None, ""),
+        ("--split 99,1,0", [1], None, ""),
     ],
 )
-def test_a_run_without_a_validation_set_says_so(flags: str, valid: list | None, test: list | None, said: str | None):
+def test_a_run_without_a_validation_set_says_so(flags: str, valid: list | None, test: list | None, said: str):
     config = parse_args(flags.split())[0]
     notes = notes_of_no_validation(config.training, config.data, valid, test)
-    assert len(notes) == (said is not None) and "".join(notes).startswith(said or "")
+    assert tells_each(notes, said)
     assert ("--split" in "".join(notes)) == ("--split" in (said or ""))

@@ -2,6 +2,7 @@
 mpiexec (5.0) and Open MPI's prterun (5.0) give their processes."""
 
 import pytest
+from said import tells
 
 from megatron.core.config import ConfigError
 from megatron.core.launch import Launch, discover, first_node, threads_per_rank
@@ -78,31 +79,22 @@ KNOWN = {
     "one process by hand inside salloc": (SALLOC | {"RANK": "0", "WORLD_SIZE": "1"}, Launch("torchrun", port=29500)),
 }
 
-NOT_BY_SRUN = ["SLURM job of 8 tasks", "srun did not start this process", "RANK=0 WORLD_SIZE=1"]
+NOT_BY_SRUN = "SLURM 8|RANK=0 WORLD_SIZE=1"
 REFUSED = {
-    "rank alone": ({"RANK": "0"}, ["RANK is set but WORLD_SIZE is not", "torchrun"]),
-    "world size alone": ({"WORLD_SIZE": "2"}, ["WORLD_SIZE is set but RANK is not"]),
-    "an empty rank": ({"WORLD_SIZE": "2", "RANK": ""}, ["WORLD_SIZE is set but RANK is not"]),
-    "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, ["WORLD_SIZE is set but MASTER_ADDR and MASTER_PORT are not"]),
-    "rank too large": (TORCHRUN | {"RANK": "8"}, ["RANK is 8, but WORLD_SIZE is 8; ranks are 0 to 7"]),
-    "no numbers": (
-        TORCHRUN | {"RANK": "one", "MASTER_PORT": "http"},
-        [
-            "RANK is 'one'; it must be a whole number",
-            "MASTER_PORT is 'http'; it must be a whole number from 1 to 65535",
-        ],
-    ),
-    "negative": (TORCHRUN | {"RANK": "-1"}, ["RANK is '-1'"]),
-    "no ranks": (TORCHRUN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE is '0'; it must be a whole number of at least 1"]),
-    "port too large": (TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT is '65536'"]),
+    "rank alone": ({"RANK": "0"}, "RANK WORLD_SIZE|torchrun"),
+    "world size alone": ({"WORLD_SIZE": "2"}, "WORLD_SIZE RANK"),
+    "an empty rank": ({"WORLD_SIZE": "2", "RANK": ""}, "WORLD_SIZE RANK"),
+    "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE MASTER_ADDR MASTER_PORT"),
+    "rank too large": (TORCHRUN | {"RANK": "8"}, "RANK 8 WORLD_SIZE 0 7"),
+    "no numbers": (TORCHRUN | {"RANK": "one", "MASTER_PORT": "http"}, "RANK one|MASTER_PORT http 1 65535"),
+    "negative": (TORCHRUN | {"RANK": "-1"}, "RANK -1"),
+    "no ranks": (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE 0 1"),
+    "port too large": (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT 65536"),
     "salloc's shell": (SALLOC, NOT_BY_SRUN),
     "salloc's shell as a step": (SALLOC | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}, NOT_BY_SRUN),
     "the batch script": (SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, NOT_BY_SRUN),
-    "PMI alone": ({"PMI_RANK": "0"}, ["PMI_RANK is set but PMI_SIZE is not"]),
-    "mpirun on two machines": (
-        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-        ["Open MPI started 2 processes on several machines", "MASTER_ADDR", "mpirun -x"],
-    ),
+    "PMI alone": ({"PMI_RANK": "0"}, "PMI_RANK PMI_SIZE"),
+    "mpirun on two machines": (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MPI 2|MASTER_ADDR|mpirun -x"),
 }
 
 
@@ -115,8 +107,7 @@ def test_a_launcher_is_recognised(environment, expected):
 def test_wrong_and_partial_variables_are_refused_in_words(environment, said):
     with pytest.raises(ConfigError) as refused:
         discover(environment)
-    for text in said:
-        assert text in str(refused.value)
+    assert all(tells(refused.value, facts) for facts in said.split("|"))
 
 
 def test_the_ranks_of_a_step_agree_on_a_port_and_other_jobs_have_another():
