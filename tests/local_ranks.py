@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.grid import grid_of
+from megatron.core.grid import AxisSizes
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.parallel_config import ORDER
 
@@ -173,13 +173,11 @@ def run_ranks(
     order: str = ORDER,
     ranks_per_kv_head: int = 1,
 ) -> list:
-    """work(mesh) of every rank, run as threads; results in rank order. `sizes`: tp, pp, dp or dp_outer and dp_inner."""
-    sizes = dict(sizes)
-    sizes.setdefault("dp_inner", sizes.pop("dp", 1))
-    grid = grid_of(order, sizes)
+    """work(mesh) of every rank, run as threads; results in rank order. `sizes`: those of `AxisSizes`."""
+    sizes = AxisSizes(**sizes, order=order)
     turn, failed = threading.Lock(), threading.Event()
     meetings: dict[tuple, _Meeting] = defaultdict(lambda: None)
-    results: list = [None] * grid.world_size
+    results: list = [None] * sizes.world_size
     errors: list[tuple[int, BaseException]] = []
 
     def one(rank: int) -> None:
@@ -192,7 +190,7 @@ def run_ranks(
 
         with turn:
             try:
-                mesh = build_mesh(grid, rank, make_group, ranks_per_kv_head)
+                mesh = build_mesh(sizes, rank, make_group, ranks_per_kv_head)
                 parallel_state.use_mesh(mesh)
                 results[rank] = work(mesh)
                 left = [what for group in groups for what in group.unfinished()]
@@ -205,7 +203,7 @@ def run_ranks(
             finally:
                 parallel_state.use_mesh(None)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(grid.world_size)]
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(sizes.world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -89,7 +89,7 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Of the axes, as `run_ranks` takes them."""
         replicas = self.data_parallel.num_distributed_optimizer_instances
-        return {"tp": self.tp, "pp": self.pp, "dp_outer": replicas, "dp_inner": self.dp // replicas}
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "replicas": replicas}
 
     def applied_to(self, config: TransformerConfig) -> TransformerConfig:
         """The model with this layout's recomputation."""

@@ -30,7 +30,6 @@ from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.parallel_config import grid_for
 from megatron.core.products import NATIVE, WAYS, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tiers.offload_config import make_tier
@@ -238,15 +237,9 @@ class SilentGroup:
 def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     """The axes of one rank of a job whose others are not there."""
     parallel = config.parallel
-    grid = grid_for(
-        world_size,
-        tensor=parallel.tensor_model_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-        replicas=config.data_parallel.num_distributed_optimizer_instances,
-        order=parallel.order,
-    )
+    sizes = parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
     sharing = config.transformer.ranks_per_kv_head(parallel.tensor_model_parallel_size)
-    mesh = build_mesh(grid, rank, lambda name, ranks: SilentGroup(len(ranks), ranks.index(rank)), sharing)
+    mesh = build_mesh(sizes, rank, lambda name, ranks: SilentGroup(len(ranks), ranks.index(rank)), sharing)
     mesh.sequence_parallel = parallel.sequence_parallel_on
     mesh.virtual_size = config.chunks_per_rank if config.chunks_per_rank > 1 else None
     return mesh

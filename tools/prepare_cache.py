@@ -86,7 +86,7 @@ def world_size_of(config: Config, given: int | None) -> int:
     has_size = training.global_batch_size is not None or training.step_batch_size_schedule is not None
     if given is None and (not has_size or training.decrease_batch_size_if_needed):
         raise ConfigError("the step size depends on the number of processes; give --prepare-cache-world-size")
-    return given or config.parallel.model_parallel_size * config.data_parallel.num_distributed_optimizer_instances
+    return given or config.parallel.ranks_per_sample * config.data_parallel.num_distributed_optimizer_instances
 
 
 def prepare(argv: Sequence[str] | None, say: Say, progress: Say) -> dict[str, int]:

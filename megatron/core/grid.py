@@ -8,6 +8,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from megatron.core.config import ConfigError
+
 
 @dataclass(frozen=True, eq=False)
 class Axis:
@@ -71,20 +73,81 @@ class Grid:
         return [sum(self._strides[name] * at for name, at in zip(names, point)) for point in points]
 
 
-def grid_of(order: str, sizes: dict[str, int]) -> Grid:
-    """A grid from Megatron's order string, whose leftmost axis varies fastest: "tp-cp-ep-dp-pp".
+ORDER = "tp-cp-ep-dp-pp"
 
-    Axes that `order` leaves out must have size one. The data-parallel axis "dp" stands for its two parts: "dp_outer"
-    (replicas) around "dp_inner" (the ranks that may share one copy of sharded state).
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """How many ranks of a job share what, and the grids that follow from it, both over the same ranks:
+
+        dense     pp, dp, cp, tp      what every token passes through: attention, norms, embeddings, losses
+        expert    pp, edp, ep, etp    experts: one is cut over etp, different ones lie on ep, copies of them on edp
+
+    A pipeline stage is the same ranks in both; inside it experts are laid out by themselves, since the tokens travel to them anyway
+    (arXiv:2504.14960). With tp 2, dp 4 and ep 4, etp 1, hence edp 2:
+
+        rank             0    1    2    3    4    5    6    7
+        (dp, tp)         0,0  0,1  1,0  1,1  2,0  2,1  3,0  3,1
+        (edp, ep, etp)   000  010  020  030  100  110  120  130
+
+    order: Megatron's, whose leftmost axis varies fastest; etp stands at "tp" and edp at "dp". It may leave out axes of one rank.
+    replicas: dp and edp are each an axis "_outer" of so many groups around an axis "_inner" of neighbours, which may share one copy
+    of sharded state.
     """
-    names = order.split("-")
-    if unknown := set(names) - {"tp", "cp", "ep", "dp", "pp"}:
-        raise ValueError(f"order {order!r} names unknown axes {sorted(unknown)}; allowed are tp, cp, ep, dp and pp")
-    if len(set(names)) < len(names):
-        raise ValueError(f"order {order!r} names an axis twice")
-    parts = {"dp": ("dp_outer", "dp_inner")}
-    large = [n for n in ("tp", "cp", "dp", "pp") if any(sizes.get(part, 1) > 1 for part in parts.get(n, (n,)))]
-    if missing := [n for n in large if n not in names]:
-        raise ValueError(f"order {order!r} leaves out {missing}, of size above one; name every such axis in it")
-    slow_to_fast = [part for n in reversed(names) for part in parts.get(n, (n,))]
-    return Grid({name: sizes.get(name, 1) for name in slow_to_fast if name != "ep"})
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None  # tp when None
+    replicas: int = 1
+    order: str = ORDER
+
+    def __post_init__(self) -> None:
+        names = self.order.split("-")
+        if unknown := set(names) - {"tp", "cp", "ep", "dp", "pp"}:
+            raise ValueError(
+                f"order {self.order!r} names unknown axes {sorted(unknown)}; allowed are tp, cp, ep, dp and pp"
+            )
+        if len(set(names)) < len(names):
+            raise ValueError(f"order {self.order!r} names an axis twice")
+        if missing := [n for n in ("tp", "cp", "ep", "dp", "pp") if getattr(self, n) > 1 and n not in names]:
+            raise ValueError(
+                f"order {self.order!r} leaves out {missing}, of size above one; name every such axis in it"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    def dense(self) -> Grid:
+        return self._grid({"tp": ("tp", self.tp), "cp": ("cp", self.cp), "dp": ("dp", self.dp), "pp": ("pp", self.pp)})
+
+    def expert(self) -> Grid:
+        """Raises ConfigError where experts do not fit the ranks of a stage."""
+        etp, stage = self.tp if self.etp is None else self.etp, self.world_size // self.pp
+        names = f"expert-tensor-parallel-size ({etp}) x expert-model-parallel-size ({self.ep})"
+        if stage % (etp * self.ep * self.replicas):
+            raise ConfigError(
+                f"the {stage} ranks of a pipeline stage are not a multiple of {etp * self.ep * self.replicas} = {names} x optimizer "
+                f"instances ({self.replicas}); change the sizes"
+            )
+        edp = stage // (etp * self.ep)
+        grid = self._grid({"tp": ("etp", etp), "ep": ("ep", self.ep), "dp": ("edp", edp), "pp": ("pp", self.pp)})
+        if set(grid.groups("pp")) != set(self.dense().groups("pp")):
+            raise ConfigError(
+                f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) where pp varies faster than "
+                f"dp (order {self.order}): else a stage's experts would lie on other ranks than the stage; leave out --use-tp-pp-dp-mapping"
+            )
+        return grid
+
+    def _grid(self, axes: dict[str, tuple[str, int]]) -> Grid:
+        """axes: place in the order -> the axis that stands there, and its size."""
+        sizes: dict[str, int] = {}
+        for name, size in (axes[place] for place in reversed(self.order.split("-")) if place in axes):
+            if name.endswith("dp"):
+                sizes |= {f"{name}_outer": self.replicas, f"{name}_inner": size // self.replicas}
+            else:
+                sizes[name] = size
+        return Grid(sizes)

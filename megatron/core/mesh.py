@@ -5,10 +5,15 @@
     pp            the pipeline stage                        scalars of a step
     pp_forward    the same ranks, own communicators         activations to the next stage,
     pp_backward                                             gradients to the previous one
-    dp            the samples: dp_outer x dp_inner          gradients
+    cp            the part of each sequence
+    dp            the samples: dp_outer x dp_inner          data loading
+    dp_cp         the samples or their parts                losses, gradients
+    etp, ep, edp  the part of each expert, the experts,     experts, and their gradients
+                  the copies of experts
     kv            the neighbours in tp that share one       the gradient of shared key/value heads
                   key/value head
-    mp            tp and pp: one whole model                sums over all parameters
+    mp, emp       tp and pp, or etp, ep and pp: one         sums over all parameters
+                  whole model, its experts
     embd          first and last stage, or those that a     the gradient of a tied embedding
                   script names
     pos_embd      the first stage, likewise                 a position table that stages share
@@ -27,8 +32,8 @@ import torch
 
 from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
-from megatron.core.grid import ALONE, Axis, Grid
-from megatron.core.placement import DATA_PARALLEL
+from megatron.core.grid import ALONE, Axis, AxisSizes
+from megatron.core.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.core.products import NATIVE
 
 
@@ -86,7 +91,7 @@ class Mesh(Mapping[str, Axis]):
     @property
     def tokens(self) -> Axis:
         """The ranks that are given different tokens: for sums of losses and of token counts."""
-        return self["dp"]
+        return self["dp_cp"]
 
     def grad_axes(
         self, reduce_over: tuple[str, ...] = DATA_PARALLEL, *, shards: bool = False, divides_outer: bool = False
@@ -99,13 +104,14 @@ class Mesh(Mapping[str, Axis]):
         return GradAxes(reduce, inner, *((ALONE, outer) if divides_outer else (outer, ALONE)), model)
 
     def all_grad_axes(self) -> list[GradAxes]:
-        """One for each kind of parameter that a model may have, the same on all ranks."""
-        return [self.grad_axes(reduce_over) for reduce_over in _GRADS]
+        """One for each kind of parameter that is summed over other ranks than the rest; the same on all ranks."""
+        kinds = [self.grad_axes(reduce_over) for reduce_over in _GRADS]
+        return [kind for i, kind in enumerate(kinds) if kind.model.ranks not in [k.model.ranks for k in kinds[:i]]]
 
 
-# What each axis of the mesh varies in, and which communicator it has: axes with equal ranks share one, except that
+# What each axis of the mesh varies in, by grid, and which communicator it has: axes with equal ranks share one, except that
 # the two directions of the pipeline have their own, since NCCL runs the transfers of one communicator in order.
-_AXES: dict[str, tuple[str, ...]] = {
+_DENSE: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
     "cp": ("cp",),
@@ -116,10 +122,25 @@ _AXES: dict[str, tuple[str, ...]] = {
     "world": ("pp", "dp_outer", "dp_inner", "cp", "tp"),
     "pp_forward": ("pp",),
     "pp_backward": ("pp",),
+    "dp_cp": ("dp_outer", "dp_inner", "cp"),
+    "dp_inner_cp": ("dp_inner", "cp"),
+    "tp_cp": ("cp", "tp"),
+}
+_EXPERT: dict[str, tuple[str, ...]] = {
+    "etp": ("etp",),
+    "ep": ("ep",),
+    "edp": ("edp_outer", "edp_inner"),
+    "edp_outer": ("edp_outer",),
+    "edp_inner": ("edp_inner",),
+    "ep_etp": ("ep", "etp"),
+    "emp": ("pp", "ep", "etp"),
 }
 _OWN_COMMUNICATOR = ("pp_forward", "pp_backward")
 # A placement's `reduce_over` -> the axes that span it, its outer part, its inner part, and one copy of such parameters.
-_GRADS = {DATA_PARALLEL: ("dp", *DATA_PARALLEL, "mp")}
+_GRADS = {
+    DATA_PARALLEL: ("dp_cp", "dp_outer", "dp_inner_cp", "mp"),
+    EXPERT_DATA_PARALLEL: ("edp", "edp_outer", "edp_inner", "emp"),
+}
 
 MakeGroup = Callable[[str, tuple[int, ...]], Group]
 StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # some of the ranks of one pipeline
@@ -130,7 +151,7 @@ def first_and_last(stages: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build_mesh(
-    grid: Grid,
+    sizes: AxisSizes,
     rank: int,
     make_group: MakeGroup,
     ranks_per_kv_head: int = 1,
@@ -142,9 +163,9 @@ def build_mesh(
 
     `ranks_per_kv_head`: so many neighbours on "tp" are an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
     """
-    if (tensor := grid.sizes["tp"]) % ranks_per_kv_head:
+    if sizes.tp % ranks_per_kv_head:
         raise ConfigError(
-            f"{ranks_per_kv_head} ranks per key/value head do not divide {tensor} tensor-parallel ranks; "
+            f"{ranks_per_kv_head} ranks per key/value head do not divide {sizes.tp} tensor-parallel ranks; "
             "give tensor-parallel size / query groups"
         )
     ledger, axes = Ledger(), {}
@@ -152,10 +173,12 @@ def build_mesh(
     def add(name: str, ranks: tuple[int, ...]) -> None:
         shared = next((a for a in axes.values() if a.ranks == ranks and name not in _OWN_COMMUNICATOR), None)
         group = None if len(ranks) == 1 else shared.group if shared else make_group(name, ranks)
-        axes[name] = Axis(name, ranks, ranks.index(rank), group, ledger)
+        called = name if sizes.cp > 1 else name.removesuffix("_cp")  # in the ledger
+        axes[name] = Axis(called, ranks, ranks.index(rank), group, ledger)
 
-    for name, varying in _AXES.items():
-        add(name, next(ranks for ranks in grid.groups(*varying) if rank in ranks))
+    for grid, table in ((sizes.dense(), _DENSE), (sizes.expert(), _EXPERT)):
+        for name, varying in table.items():
+            add(name, next(ranks for ranks in grid.groups(*varying) if rank in ranks))
     sharing: dict[str, tuple[int, ...]] = {}
     for name, ranks_of in (("embd", embedding_ranks), ("pos_embd", position_embedding_ranks)):
         members = sharing[name] = tuple(ranks_of(axes["pp"].ranks))

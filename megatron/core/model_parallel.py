@@ -15,7 +15,7 @@ from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, has_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.job import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
-from megatron.core.parallel_config import ORDER, grid_for
+from megatron.core.parallel_config import ORDER, sizes_for
 
 
 def initialize_model_parallel(
@@ -55,10 +55,13 @@ def initialize_model_parallel(
             f"{launched().launcher} started {launched_world_size()} processes, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first, or initialize_megatron(), which does both"
         )
-    grid = grid_for(
+    sizes = sizes_for(
         launched_world_size(),
         tensor=tensor_model_parallel_size,
         pipeline=pipeline_model_parallel_size,
+        context=context_parallel_size,
+        expert=expert_model_parallel_size,
+        expert_tensor=expert_tensor_parallel_size,
         replicas=num_distributed_optimizer_instances,
         order=order,
     )
@@ -72,7 +75,7 @@ def initialize_model_parallel(
 
     chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
     chosen = {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
-    mesh = build_mesh(grid, launched_rank(), make_group, ranks_per_kv_head, **chosen)
+    mesh = build_mesh(sizes, launched_rank(), make_group, ranks_per_kv_head, **chosen)
     mesh.virtual_size = virtual_pipeline_model_parallel_size
     set_mesh_of_process(mesh)
     all_have_met()

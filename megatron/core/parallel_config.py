@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config import ConfigError, Count, FlagConfig, flag_of, knob
-from megatron.core.grid import Grid, grid_of
-
-ORDER = "tp-cp-ep-dp-pp"
+from megatron.core.grid import ORDER, AxisSizes
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,21 @@ class ParallelConfig(FlagConfig):
             yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+    def ranks_per_sample(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def sizes(self, world_size: int, replicas: int = 1) -> AxisSizes:
+        """Of a job of so many ranks. replicas: --num-distributed-optimizer-instances. Raises ConfigError where they do not fit."""
+        return sizes_for(
+            world_size,
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            replicas=replicas,
+            order=self.order,
+        )
 
     @property
     def sequence_parallel_on(self) -> bool:
@@ -64,15 +74,26 @@ class ParallelConfig(FlagConfig):
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else ORDER
 
 
-def grid_for(world_size: int, *, tensor: int, pipeline: int, replicas: int = 1, order: str = ORDER) -> Grid:
-    """The grid of a job; its data-parallel size is what the other axes leave. Raises ConfigError when they do not fit."""
-    model = tensor * pipeline
-    if world_size % (model * replicas):
+def sizes_for(
+    world_size: int,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    replicas: int = 1,
+    order: str = ORDER,
+) -> AxisSizes:
+    """The axes of a job; its data-parallel size is what the others leave. Raises ConfigError when they do not fit."""
+    held_by = tensor * pipeline * context * replicas
+    if world_size % held_by:
         raise ConfigError(
-            f"world size {world_size} is not a multiple of {model * replicas} = tensor-model-parallel-size ({tensor}) x "
+            f"world size {world_size} is not a multiple of {held_by} = tensor-model-parallel-size ({tensor}) x "
             f"pipeline-model-parallel-size ({pipeline})"
+            + (f" x context-parallel-size ({context})" if context > 1 else "")
             + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
             + "; start another number of processes or change the sizes"
         )
-    inner = world_size // (model * replicas)
-    return grid_of(order, {"tp": tensor, "pp": pipeline, "dp_outer": replicas, "dp_inner": inner})
+    dp = world_size // (tensor * pipeline * context)
+    return AxisSizes(tensor, pipeline, dp, context, expert, expert_tensor, replicas, order)

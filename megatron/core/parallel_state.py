@@ -39,7 +39,7 @@ from megatron.core.model_parallel import (  # noqa: F401
     model_parallel_is_initialized,
     torch_group,
 )
-from megatron.core.parallel_config import ORDER, ParallelConfig, grid_for  # noqa: F401
+from megatron.core.parallel_config import ORDER, ParallelConfig, sizes_for  # noqa: F401
 
 
 def get_tensor_model_parallel_group() -> Any:

@@ -18,7 +18,9 @@ from typing import Any
 from megatron.core.boxes import Box, intersect, relative_to, whole
 from megatron.core.grid import Axis
 
-DATA_PARALLEL = ("dp_outer", "dp_inner")
+# The ranks that hold copies of a parameter, as axes of a grid.
+DATA_PARALLEL = ("dp_outer", "dp_inner", "cp")
+EXPERT_DATA_PARALLEL = ("edp_outer", "edp_inner")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Placement:
     shard: Mapping[str, int] = field(default_factory=dict)  # axis -> the tensor dimension that it divides
     replicated_over: tuple[str, ...] = ()  # axes whose ranks hold the same copy
     partial_grad: tuple[str, ...] = ()  # axes over which each rank holds only a part of the gradient
-    reduce_over: tuple[str, ...] = DATA_PARALLEL  # the data-parallel axes
+    reduce_over: tuple[str, ...] = DATA_PARALLEL  # the axes of its copies
     blocks: tuple[int, ...] = ()  # fused parts (gate|up) of the first dimension in `shard`, each divided by itself
     rows: tuple[Rows, ...] = ()  # what this rank holds of dimension 0, in order, where no equal division says it
 
@@ -99,6 +101,11 @@ def owned_pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mappi
         if rows.shared_over is not None and not mesh[rows.shared_over].is_first
     }
     return [pair for pair in pieces(placement, local_shape, mesh) if pair[1] not in elsewhere]
+
+
+def partial_axes(placement: Placement) -> set[str]:
+    """The axes of which each rank may have a part of the gradient only."""
+    return {*placement.partial_grad, *(rows.shared_over for rows in placement.rows if rows.shared_over is not None)}
 
 
 def partial_grads(placement: Placement, local_shape: tuple[int, ...], axis_name: str) -> list[Box]:

@@ -6,9 +6,9 @@ import pytest
 from said import tells
 
 from megatron.core.config import ConfigError
-from megatron.core.grid import Axis, Grid, grid_of
+from megatron.core.grid import Axis, AxisSizes, Grid
 from megatron.core.mesh import build_mesh
-from megatron.core.parallel_config import ORDER, ParallelConfig, grid_for
+from megatron.core.parallel_config import ORDER, ParallelConfig, sizes_for
 
 PP_BEFORE_DP = "tp-cp-ep-pp-dp"
 
@@ -37,21 +37,90 @@ def parse(groups: str) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("order", SIXTEEN)
 def test_sixteen_ranks_meet_as_in_the_example(order: str):
-    grid = grid_for(16, tensor=2, pipeline=4, order=order)
+    grid = sizes_for(16, tensor=2, pipeline=4, order=order).dense()
     assert grid.world_size == 16
     for axes, expected in SIXTEEN[order].items():
         assert set(grid.groups(*axes)) == parse(expected), axes
 
 
 def test_replicas_divide_the_data_parallel_axis():
-    grid = grid_for(8, tensor=1, pipeline=2, replicas=2)
+    grid = sizes_for(8, pipeline=2, replicas=2).dense()
     assert set(grid.groups("dp_inner")) == parse("0,1 2,3 4,5 6,7")
     assert set(grid.groups("dp_outer")) == parse("0,2 1,3 4,6 5,7")
     assert set(grid.groups("dp_outer", "dp_inner")) == parse("0,1,2,3 4,5,6,7")
 
 
+# Sizes -> groups of the dense and of the expert grid, by Megatron's generators of ranks.
+EXPERTS = [
+    (
+        {"tp": 2, "dp": 4, "ep": 4, "etp": 1},
+        {("ep",): "0,1,2,3 4,5,6,7", ("edp_outer", "edp_inner"): "0,4 1,5 2,6 3,7", ("etp",): "0 1 2 3 4 5 6 7"},
+    ),
+    (
+        {"tp": 2, "pp": 2, "dp": 2, "ep": 2},
+        {
+            ("etp",): "0,1 2,3 4,5 6,7",
+            ("ep",): "0,2 1,3 4,6 5,7",
+            ("ep", "etp"): "0,1,2,3 4,5,6,7",
+            ("pp", "ep", "etp"): "0,1,2,3,4,5,6,7",
+            ("edp_outer", "edp_inner"): "0 1 2 3 4 5 6 7",
+        },
+    ),
+    (
+        {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "ep": 4, "etp": 1},
+        {
+            ("ep",): "0,1,2,3 4,5,6,7 8,9,10,11 12,13,14,15",
+            ("edp_outer", "edp_inner"): "0,4 1,5 2,6 3,7 8,12 9,13 10,14 11,15",
+            ("cp",): "0,2 1,3 4,6 5,7 8,10 9,11 12,14 13,15",
+            ("dp_outer", "dp_inner", "cp"): "0,2,4,6 1,3,5,7 8,10,12,14 9,11,13,15",
+            ("cp", "tp"): "0,1,2,3 4,5,6,7 8,9,10,11 12,13,14,15",
+            ("pp",): "0,8 1,9 2,10 3,11 4,12 5,13 6,14 7,15",
+        },
+    ),
+    (
+        {"cp": 2, "dp": 4, "ep": 4, "etp": 1, "replicas": 2},
+        {("ep",): "0,1,2,3 4,5,6,7", ("edp_outer",): "0,4 1,5 2,6 3,7", ("edp_inner",): "0 1 2 3 4 5 6 7"},
+    ),
+    (
+        {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "etp": 1, "order": PP_BEFORE_DP},
+        {
+            ("ep",): "0,1 2,3 4,5 6,7",
+            ("pp",): "0,2 1,3 4,6 5,7",
+            ("edp_outer", "edp_inner"): "0,4 1,5 2,6 3,7",
+            ("dp_outer", "dp_inner"): "0,4 1,5 2,6 3,7",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "groups"), EXPERTS)
+def test_experts_lie_on_a_grid_of_their_own(sizes: dict, groups: dict):
+    dense, expert = AxisSizes(**sizes).dense(), AxisSizes(**sizes).expert()
+    assert set(expert.groups("pp")) == set(dense.groups("pp"))
+    for axes, expected in groups.items():
+        grid = expert if set(axes) <= set(expert.sizes) and axes != ("pp",) else dense
+        assert set(grid.groups(*axes)) == parse(expected), axes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp": 2, "dp": 4, "ep": 3}, "8 6 expert-tensor-parallel-size (2) expert-model-parallel-size (3)"),
+        ({"tp": 2, "dp": 4, "ep": 2, "replicas": 4}, "8 16 expert-model-parallel-size (2) (4)"),
+        (
+            {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "order": PP_BEFORE_DP},
+            "expert-tensor-parallel-size (2) expert-model-parallel-size (2) --use-tp-pp-dp-mapping",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_a_stage_are_refused(sizes: dict, said: str):
+    with pytest.raises(ConfigError) as error:
+        AxisSizes(**sizes).expert()
+    assert tells(error.value, said)
+
+
 SIZES = [
-    {"tp": t, "pp": p, "dp_outer": o, "dp_inner": i, "cp": c}
+    {"tp": t, "pp": p, "dp": o * i, "replicas": o, "cp": c}
     for t, p, o, i, c in product((1, 2, 3), (1, 4), (1, 2), (1, 2), (1, 2))
 ]
 
@@ -60,13 +129,13 @@ SIZES = [
 def test_the_leftmost_axis_of_the_order_varies_fastest(order: str):
     """rank = tp + TP * (cp + CP * (dp + DP * pp)) in the default order; within dp the inner axis is the faster one."""
     for sizes in SIZES:
-        grid = grid_of(order, sizes)
+        grid = AxisSizes(**sizes, order=order).dense()
         fast_to_slow = [part for n in order.split("-") for part in (("dp_inner", "dp_outer") if n == "dp" else (n,))]
         for rank in range(grid.world_size):
             at, expected, stride = grid.coordinates(rank), 0, 1
             for name in (n for n in fast_to_slow if n != "ep"):
                 expected += at[name] * stride
-                stride *= sizes[name]
+                stride *= grid.sizes[name]
             assert expected == rank
 
 
@@ -74,7 +143,7 @@ def test_the_leftmost_axis_of_the_order_varies_fastest(order: str):
 def test_every_rank_is_in_exactly_one_group_of_each_axis(order: str):
     combinations = [("tp",), ("pp",), ("cp",), ("dp_inner",), ("dp_outer",), ("pp", "tp"), ("dp_outer", "dp_inner")]
     for sizes in SIZES:
-        grid = grid_of(order, sizes)
+        grid = AxisSizes(**sizes, order=order).dense()
         for axes in combinations:
             groups = grid.groups(*axes)
             assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
@@ -85,8 +154,8 @@ def test_every_rank_is_in_exactly_one_group_of_each_axis(order: str):
 
 
 def test_axes_of_size_one_may_be_left_out_of_the_order():
-    short = grid_of("tp-pp", {"tp": 2, "pp": 2, "dp_outer": 1, "dp_inner": 1})
-    assert short.groups("tp") == grid_of(ORDER, {"tp": 2, "pp": 2}).groups("tp") == [(0, 1), (2, 3)]
+    short = AxisSizes(tp=2, pp=2, order="tp-pp").dense()
+    assert short.groups("tp") == AxisSizes(tp=2, pp=2).dense().groups("tp") == [(0, 1), (2, 3)]
     assert short.groups("dp_outer", "dp_inner") == [(0,), (1,), (2,), (3,)]
 
 
@@ -108,8 +177,8 @@ def test_a_grid_numbers_its_points_from_the_last_axis():
 
 @pytest.mark.parametrize(("order", "pairs"), [(ORDER, "0,12 1,13 2,14 3,15"), (PP_BEFORE_DP, "0,6 1,7 8,14 9,15")])
 def test_first_and_last_stage_share_an_embedding_group(order: str, pairs: str):
-    grid = grid_for(16, tensor=2, pipeline=4, order=order)
-    got = {build_mesh(grid, rank, lambda name, ranks: (name, ranks))["embd"].ranks for rank in range(16)}
+    sizes = sizes_for(16, tensor=2, pipeline=4, order=order)
+    got = {build_mesh(sizes, rank, lambda name, ranks: (name, ranks))["embd"].ranks for rank in range(16)}
     assert {ranks for ranks in got if len(ranks) > 1} == parse(pairs)
     in_pairs = {rank for group in parse(pairs) for rank in group}
     assert {ranks for ranks in got if len(ranks) == 1} == {(rank,) for rank in range(16) if rank not in in_pairs}
@@ -122,14 +191,14 @@ def test_axes_of_equal_ranks_share_a_communicator_but_the_pipeline_directions_ha
         made.append(name)
         return name, ranks
 
-    mesh = build_mesh(grid_for(4, tensor=1, pipeline=4), 0, make_group)
+    mesh = build_mesh(AxisSizes(pp=4), 0, make_group)
     assert made == ["pp", "pp_forward", "pp_backward", "embd"]
     assert mesh["mp"].group is mesh["world"].group is mesh["pp"].group
     assert mesh["tp"].group is None, "an axis of one rank needs no communicator"
     made.clear()
-    mesh = build_mesh(grid_for(2, tensor=1, pipeline=1), 0, make_group)
+    mesh = build_mesh(AxisSizes(dp=2), 0, make_group)
     assert made == ["dp"]
-    assert mesh.grad_axes().reduce is mesh["dp"]
+    assert mesh.grad_axes().reduce.group is mesh["dp"].group and mesh.grad_axes().reduce.name == "dp"
 
 
 # ---------------------------------------------------------------- what cannot be
@@ -152,13 +221,13 @@ def test_axes_of_equal_ranks_share_a_communicator_but_the_pipeline_directions_ha
 )
 def test_a_world_that_the_sizes_do_not_divide_is_an_error(arguments: dict, message: str):
     with pytest.raises(ConfigError) as error:
-        grid_for(**arguments)
+        sizes_for(**arguments)
     assert str(error.value) == message
 
 
 def test_an_unknown_axis_in_the_order_is_an_error():
     with pytest.raises(ValueError) as error:
-        grid_of("tp-xp-dp-pp", {"tp": 2})
+        AxisSizes(tp=2, order="tp-xp-dp-pp")
     assert tells(error.value, "tp-xp-dp-pp")
 
 
@@ -167,15 +236,16 @@ def test_an_unknown_axis_in_the_order_is_an_error():
     [
         ("tp-dp", {"tp": 2, "pp": 4}, "['pp']"),
         ("pp-dp", {"tp": 2, "pp": 4}, "['tp']"),
-        ("tp-pp", {"tp": 2, "dp_outer": 2, "dp_inner": 1}, "['dp']"),
-        ("tp-pp", {"tp": 2, "dp_outer": 1, "dp_inner": 2}, "['dp']"),
+        ("tp-pp", {"tp": 2, "dp": 2, "replicas": 2}, "['dp']"),
+        ("tp-pp", {"tp": 2, "dp": 2}, "['dp']"),
         ("tp-dp-pp", {"tp": 2, "cp": 2}, "['cp']"),
+        ("tp-dp-pp", {"dp": 2, "ep": 2}, "['ep']"),
         ("dp", {"tp": 2, "pp": 2}, "['tp', 'pp']"),
     ],
 )
 def test_an_axis_above_one_may_not_be_left_out_of_the_order(order: str, sizes: dict, missing: str):
     with pytest.raises(ValueError) as error:
-        grid_of(order, sizes)
+        AxisSizes(**sizes, order=order)
     assert tells(error.value, f"{order!r} {missing}")
 
 
@@ -208,6 +278,6 @@ def test_sizes_that_cannot_be_are_named_all_at_once(settings: dict, problems: li
 def test_the_mapping_flag_puts_pipeline_ranks_next_to_tensor_ranks():
     assert ParallelConfig().order == ORDER
     assert ParallelConfig(use_tp_pp_dp_mapping=True).order == PP_BEFORE_DP
-    assert ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3).model_parallel_size == 6
+    assert ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3).ranks_per_sample == 6
     assert not ParallelConfig(sequence_parallel=True).sequence_parallel_on, "one rank has nothing to divide"
     assert ParallelConfig(sequence_parallel=True, tensor_model_parallel_size=2).sequence_parallel_on

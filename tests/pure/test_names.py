@@ -7,7 +7,7 @@ import torch
 
 from megatron.core import mpu, parallel_state
 from megatron.core.config import ConfigError
-from megatron.core.grid import Grid
+from megatron.core.grid import AxisSizes
 from megatron.core.mesh import build_mesh
 from megatron.core.model_parallel import stage_ranks
 
@@ -106,8 +106,7 @@ class Ranks:
 
 
 def mesh_of(rank, **options):
-    grid = Grid({"pp": 4, "dp_outer": 1, "dp_inner": 2, "cp": 1, "tp": 2})
-    return build_mesh(grid, rank, Ranks, **options)
+    return build_mesh(AxisSizes(tp=2, pp=4, dp=2), rank, Ranks, **options)
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ def test_bytes_follow_the_types():
     """bfloat16 parameters, float32 gradients that travel in bfloat16, a table of a tenth that is fetched once more."""
     flat = Flat(1000, lent=100, param_bytes=2, sum_bytes=4, sent_bytes=2)
     assert step_traffic(flat, 3, inner=2, outer=2, microbatches=3) == {
-        ("reduce_scatter", "dp_inner"): 3 * 1000 * 2 / 2,
-        ("all_gather", "dp_inner"): 3 * (2000 + 100) * 2 / 2,
-        ("all_reduce", "dp_outer"): 500 * 4,
+        ("reduce_scatter", "shard"): 3 * 1000 * 2 / 2,
+        ("all_gather", "shard"): 3 * (2000 + 100) * 2 / 2,
+        ("all_reduce", "replica"): 500 * 4,
     }
 
 

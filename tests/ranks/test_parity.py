@@ -83,7 +83,7 @@ def test_outer_and_inner_data_parallel_ranks_are_one_axis(sizes: tuple[int, int]
     from local_ranks import run_ranks
 
     outer, inner = sizes
-    meshes = run_ranks({"dp_outer": outer, "dp_inner": inner, "tp": 2}, lambda mesh: mesh)
+    meshes = run_ranks({"dp": outer * inner, "replicas": outer, "tp": 2}, lambda mesh: mesh)
     assert [mesh["dp"].ranks for mesh in meshes[:2]] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert meshes[0]["dp_inner"].ranks == tuple(range(0, 2 * inner, 2))
     assert [mesh["dp_outer"].rank * inner + mesh["dp_inner"].rank for mesh in meshes] == [

@@ -230,7 +230,7 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
         return buffer.plan.numel, table.stop - table.start, large, announced
 
     m = 2
-    for padded, table, calls, announced in run_ranks({"dp_outer": replicas, "dp_inner": d}, work):
+    for padded, table, calls, announced in run_ranks({"dp": 4, "replicas": replicas}, work):
         sent = {
             1: {("reduce_scatter", "dp_inner"): padded * 4, ("all_gather", "dp_inner"): padded // d * 2},
             2: {("reduce_scatter", "dp_inner"): padded * 4 * m, ("all_gather", "dp_inner"): padded // d * 2},
@@ -247,7 +247,8 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
             total[call.op, call.axis] += call.bytes
             on_the_wire[call.op, call.axis] += bytes_sent(call)
         assert total == sent | between
-        assert on_the_wire == pytest.approx(announced, rel=1e-12)
+        names = {"shard": "dp_inner", "replica": "dp_outer", "outer": "dp_outer"}
+        assert on_the_wire == pytest.approx({(op, names[axis]): n for (op, axis), n in announced.items()}, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_a_rank_keeps_its_share_of_masters_and_moments(config: dict):
         ]
 
     outer = config.get("num_distributed_optimizer_instances", 1)
-    for padded, kept in run_ranks({"dp_outer": outer, "dp_inner": 4 // outer}, work):
+    for padded, kept in run_ranks({"dp": 4, "replicas": outer}, work):
         assert kept == [padded // 4] * 3
 
 

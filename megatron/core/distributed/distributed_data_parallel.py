@@ -45,7 +45,7 @@ from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
 from megatron.core.mesh import GradAxes, Mesh
-from megatron.core.placement import Placement, partial_grads
+from megatron.core.placement import Placement, partial_axes, partial_grads
 from megatron.core.storage.stored import Stored
 from megatron.core.tiers.tier import Tier
 
@@ -80,6 +80,8 @@ class DistributedDataParallel(nn.Module):
             parameter.grad_written = partial(self._count_gradient, name)
             parameter.released_name = name
             parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
+        partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
+        self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
         units = units_of(module)
         items = [Item(name, p.numel(), _buffer_key(p), units[name]) for name, p in trained.items()]
         self.buffers = [self._buffer(plan, trained) for plan in lay_out(items, cut_of=self._cut)]
@@ -242,9 +244,8 @@ class DistributedDataParallel(nn.Module):
                 bucket.sum_over_replicas()
         for grads in self._microbatches:
             grads.sum_in_order(self.mesh[ACROSS_STAGES] if _is_tied(grads.buffer) else None)
-        for name in self.mesh:
-            if name != ACROSS_STAGES and self.mesh[name].size > 1:
-                self._sum_partial(name)
+        for name in self._partial_over:
+            self._sum_partial(name)
         if not self._microbatches:
             for buffer in filter(_is_tied, self.buffers):
                 for tensor in buffer.sums.tensors:

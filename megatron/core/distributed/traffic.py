@@ -30,32 +30,32 @@ class Flat:
     sums_wide: bool = False
 
 
-Traffic = dict[tuple[str, str], float]  # (call, axis) -> bytes that a rank sends in a step
+Traffic = dict[tuple[str, str], float]  # (call, field of `GradAxes`) -> bytes that a rank sends in a step
 
 
 def step_traffic(
     flat: Flat, stage: int, *, inner: int, outer: int = 1, microbatches: int = 1, divides_outer: bool = False
 ) -> Traffic:
-    """Bytes that one rank sends in a step, by call and axis; without what an axis of one rank leaves out."""
+    """Bytes that one rank sends in a step; without what an axis of one rank leaves out."""
     gradients, parameters, times = flat.numel * flat.sent_bytes, flat.numel * flat.param_bytes, microbatches
     if stage == 0:
-        return _some({("all_reduce", "dp"): 2 * _share(inner * outer) * gradients})
+        return _some({("all_reduce", "reduce"): 2 * _share(inner * outer) * gradients})
     fetched = 2 * parameters + flat.lent * flat.param_bytes
     sent = {
-        ("all_to_all" if flat.sums_wide else "reduce_scatter", "dp_inner"): _share(inner)
+        ("all_to_all" if flat.sums_wide else "reduce_scatter", "shard"): _share(inner)
         * gradients
         * (times if stage > 1 else 1),
-        ("all_gather", "dp_inner"): _share(inner) * (fetched * times if stage == 3 else parameters),
+        ("all_gather", "shard"): _share(inner) * (fetched * times if stage == 3 else parameters),
     }
     rounds_between = stage == 1 and not flat.sums_wide
     part = flat.numel * (flat.sent_bytes if rounds_between else flat.sum_bytes) / inner
     if divides_outer:
         sent |= {
-            ("reduce_scatter", "dp_outer"): _share(outer) * part,
-            ("all_gather", "dp_outer"): _share(outer) * parameters / inner,
+            ("reduce_scatter", "outer"): _share(outer) * part,
+            ("all_gather", "outer"): _share(outer) * parameters / inner,
         }
     else:
-        sent["all_reduce", "dp_outer"] = 2 * _share(outer) * part
+        sent["all_reduce", "replica"] = 2 * _share(outer) * part
     return _some(sent)
 
 

@@ -4,9 +4,9 @@ import torch
 
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError
+from megatron.core.grid import AxisSizes
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel_config import grid_for
 from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
 from megatron.core.transformer.context import LayerContext
@@ -93,8 +93,7 @@ def lone_mesh() -> Mesh:
     def no_group(name: str, ranks: tuple[int, ...]) -> None:
         raise AssertionError(f"axis {name} of a lone process has ranks {ranks}")
 
-    grid = grid_for(1, tensor=1, pipeline=1)
-    return build_mesh(grid, 0, no_group)
+    return build_mesh(AxisSizes(), 0, no_group)
 
 
 def _check_same_parameters(checkpoint: Checkpoint, whole: GPTModel) -> None:

@@ -112,14 +112,14 @@ class FlatOptimizer:
         """
         if self.fixed_order:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
-        squares = [self._sum_of_squares(axes.reduce, axes.model) for axes in self.mesh.all_grad_axes()]
+        squares = [self._sum_of_squares(axes.model) for axes in self.mesh.all_grad_axes()]
         return torch.stack(squares).sum().sqrt().item()
 
-    def _sum_of_squares(self, reduce: Axis, model: Axis) -> Tensor:
-        """Of the gradients that are summed over `reduce`. `model`: the ranks of one copy of them, all of which must call."""
+    def _sum_of_squares(self, model: Axis) -> Tensor:
+        """Of the gradients of the parameters whose copies are spread over `model`, all of whose ranks must call."""
         total, shard_axes = torch.zeros((), dtype=torch.float64, device=self.device), ()
         for buffer, counted in zip(self.buffers, self._counted):
-            if buffer.axes.reduce is reduce:
+            if buffer.axes.model.ranks == model.ranks:
                 shard_axes = (buffer.axes.shard, buffer.axes.outer)
                 for weight, part in _weighted_gradients(buffer, counted):
                     total += weight * _sum_of_squares(part)  # 0 x infinity is NaN

@@ -151,7 +151,7 @@ class Config:
     own: OwnFlags = OwnFlags()  # of the script
 
     def data_parallel_size(self, world_size: int) -> int:
-        return world_size // self.parallel.model_parallel_size
+        return world_size // self.parallel.ranks_per_sample
 
     def samples_at_once(self, world_size: int) -> int:
         """Samples of one micro-batch of every rank, of which a step has a multiple."""

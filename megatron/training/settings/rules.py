@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
-from megatron.core.parallel_config import grid_for
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.transformer.transformer_config import tensor_parallel_problems
@@ -142,12 +141,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
     try:
-        grid_for(
-            world_size,
-            tensor=parallel.tensor_model_parallel_size,
-            pipeline=stages,
-            replicas=config.data_parallel.num_distributed_optimizer_instances,
-        )
+        parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
     except ConfigError as error:
         return error.problems
     try:
