@@ -1,7 +1,7 @@
 """A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,10 +21,11 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import owned_pieces
+from megatron.core.placement import Placement, owned_pieces
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.storage.stored import start_reading
 from megatron.core.tiers.offload_config import OffloadConfig, make_tier
@@ -177,6 +178,7 @@ def build_chunks(
     subject: Subject = GPT,
     tier: Tier | None = None,
     frozen: str = "",
+    whole_among: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
     """This rank's stages in their buffers. frozen: parameters whose names have this in them are not trained."""
     pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
@@ -195,8 +197,9 @@ def build_chunks(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or frozen not in name)
         params_tier = tier if layout.offload.offload_params else None
+        whole = whole_among({name: p.placement for name, p in model.named_parameters()})
         poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
-        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier)
+        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier, whole=whole)
     return chunks, keys, store
 
 
@@ -250,19 +253,23 @@ class TinyTrainer:
         frozen: str = "",
         scaler: DynamicGradScaler | None = None,
         kind: Callable[..., FlatOptimizer] | None = None,
+        group_of: GroupRule = default_group,
     ):
         """kind: of the optimizer, in place of FlatOptimizer. frozen: as `build_chunks` is given."""
         self.mesh, self.config, self.global_batch, self.texts, self.subject = mesh, config, global_batch, texts, subject
         self.batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
         self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
-        parts = build_chunks(mesh, config, layout, texts.vocab, subject, self.tier, frozen)
+        optimizer = optimizer or OptimizerConfig()
+        whole_among = partial(optimizer.whole_among, group_of=group_of)
+        parts = build_chunks(mesh, config, layout, texts.vocab, subject, self.tier, frozen, whole_among)
         self.chunks = parts[0]
         self.model = list(self.chunks.values())
         self.buffers = [buffer for chunk in self.model for buffer in chunk.buffers]
         self.adam = (kind or FlatOptimizer)(
             self.buffers,
-            optimizer or OptimizerConfig(),
+            optimizer,
             mesh,
+            group_of=group_of,
             fixed_order=layout.data_parallel.fixed_order_grad_reduce,
             tier=self.tier,
             offload_fraction=layout.offload.optimizer_offload_fraction,
@@ -319,10 +326,18 @@ def train_rank(
     optimizer: OptimizerConfig,
     texts: Texts = Texts(),
     subject: Subject = GPT,
+    group_of: GroupRule = default_group,
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
     tiny = TinyTrainer(
-        mesh, config, layout, global_batch=global_batch, optimizer=optimizer, texts=texts, subject=subject
+        mesh,
+        config,
+        layout,
+        global_batch=global_batch,
+        optimizer=optimizer,
+        texts=texts,
+        subject=subject,
+        group_of=group_of,
     )
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
@@ -399,6 +414,7 @@ def run(
     optimizer: OptimizerConfig | None = None,
     texts: Texts = Texts(),
     subject: Subject = GPT,
+    group_of: GroupRule = default_group,
 ) -> Outcome:
     """Train `steps` steps under a layout and collect the outcome from all ranks."""
     optimizer = optimizer or OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
@@ -411,6 +427,7 @@ def run(
         optimizer=optimizer,
         texts=texts,
         subject=subject,
+        group_of=group_of,
     )
     sharing = config.ranks_per_kv_head(layout.tp)
     ranks = run_ranks(layout.sizes, work, delayed=layout.delayed, ranks_per_kv_head=sharing)

@@ -1,8 +1,8 @@
 """Weight gradients put off: what lets a schedule fill its bubble with work that nobody waits for.
 
-A linear layer's backward computes the gradient of its input, which the stage before waits for, and that of its weight, which
-nobody waits for until the end of the step (arXiv:2401.10241, section 2). Layers hold the store from construction: a backward
-may run on another thread, where a global would not be found.
+A linear layer's backward computes the gradient of its input, which the stage before waits for, and that of its weight,
+which nobody waits for until the end of the step (arXiv:2401.10241, section 2). Layers hold the store from construction:
+a backward may run on another thread, where a global would not be found.
 """
 
 import contextlib

@@ -26,7 +26,9 @@ from megatron.training.runtime import Runtime, get_runtime
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 
 
-def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, DistributedDataParallel]:
+def get_model(
+    model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule = default_group
+) -> dict[int, DistributedDataParallel]:
     """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers. Every rank must call."""
     room = Room.now(runtime)
     made = make_chunks(model_provider, runtime)
@@ -34,7 +36,7 @@ def get_model(model_provider: ModelProvider, runtime: Runtime) -> dict[int, Dist
         raise ConfigError(problems)
     check_room(runtime, made.values(), room)
     warn_of_room(runtime, made.values())
-    return in_buffers(made, runtime)
+    return in_buffers(made, runtime, group_of)
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
@@ -78,7 +80,7 @@ def build_model_and_optimizer(
     model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule
 ) -> tuple[dict[int, DistributedDataParallel], FlatOptimizer]:
     """This rank's model chunks by stage, and what updates them. Every rank must call."""
-    chunks = get_model(model_provider, runtime)
+    chunks = get_model(model_provider, runtime, group_of)
     return chunks, build_optimizer(chunks, runtime, group_of)
 
 

@@ -45,14 +45,17 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
     return made
 
 
-def in_buffers(made: dict[int, nn.Module], runtime: Runtime) -> dict[int, DistributedDataParallel]:
+def in_buffers(
+    made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group
+) -> dict[int, DistributedDataParallel]:
     """Model chunks filled with their initial weights, in contiguous buffers."""
     chunks, mesh, config = {}, runtime.mesh, runtime.config
     params_tier = runtime.tier if config.offload.offload_params else None
     for stage, chunk in made.items():
         initialize_parameters(chunk, config.training.seed, mesh)
+        whole = config.optimizer.whole_among({name: p.placement for name, p in chunk.named_parameters()}, group_of)
         chunks[stage] = DistributedDataParallel(
-            chunk, mesh, config.data_parallel, runtime.weight_grads, tier=params_tier
+            chunk, mesh, config.data_parallel, runtime.weight_grads, tier=params_tier, whole=whole
         )
     return chunks
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.core.grid import ALONE
-from megatron.core.optimizer.update import adam_update
+from megatron.core.optimizer.update import UpdateStep, adam_update
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
@@ -98,9 +98,9 @@ def test_the_update_equals_that_of_the_cpu(dtype: torch.dtype, bound: float, fac
     for device in ("cpu", DEVICE):
         values, gradients, first, second = ([on_device(1000, seed=i, dtype=dtype).to(device)] for i in range(4))
         second[0].abs_()
-        adam = adam_update(beta1=0.9, beta2=0.95, eps=1e-8)
         for updates in range(3):
-            adam(values, gradients, {"exp_avg": first, "exp_avg_sq": second}, 1e-2, 0.1, updates, factor)
+            states, step = {"exp_avg": first, "exp_avg_sq": second}, UpdateStep(1e-2, 0.1, updates, factor)
+            adam_update(values, gradients, states, step, beta1=0.9, beta2=0.95, eps=1e-8)
         outcomes.append([x.cpu() for x in (*values, *first, *second)])
     for mine, other in zip(*outcomes):
         torch.testing.assert_close(mine, other, rtol=bound, atol=bound / 100)

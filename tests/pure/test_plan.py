@@ -1,6 +1,8 @@
 """Where parameters lie in their buffers: tables, and what must hold for any of them."""
 
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -103,3 +105,22 @@ def test_buckets_are_cut_into_equal_aligned_parts(parameters, bucket, shards, bu
 def test_what_runs_share_with_a_range():
     assert overlaps([(0, 4), (8, 12)], 2, 10) == [(2, 4), (8, 10)]
     assert overlaps([(0, 4), (8, 12)], 4, 8) == []
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_what_is_updated_whole_lies_in_one_shard_and_the_rest_end_to_end(shards: int):
+    items = [
+        Item(f"p{i}", size, 0, is_whole=i % 3 == 0) for i, size in enumerate([50, 7, 64, 33, 100, 9, 120, 8, 40, 1])
+    ]
+    for bucket in (None, 128):
+        (plan,) = lay_out(items, cut_of=lambda _, bucket=bucket: Cut(bucket, shards))
+        slots = {slot.name: slot for slot in plan.slots}
+        ends = [(slot.start, slot.stop) for slot in plan.slots]
+        assert ends == sorted(ends) and all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+        parts = [part for shard in range(shards) for part in plan.owned(shard)]
+        for item in items:
+            held = overlaps(parts, slots[item.name].start, slots[item.name].stop)
+            assert sum(stop - start for start, stop in held) == item.numel
+            assert len(held) == 1 or not item.is_whole
+        assert plan.numel % (ALIGN * shards) == 0
+        assert shards > 1 or plan.numel == lay_out([replace(x, is_whole=False) for x in items])[0].numel

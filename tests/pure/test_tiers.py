@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from megatron.core.grid import ALONE
 from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
-from megatron.core.optimizer.update import adam_update
+from megatron.core.optimizer.update import UpdateStep, adam_update
 from megatron.core.storage.stored import copy_stored, loaded, start_reading, start_writing
 from megatron.core.tiers import block_file
 from megatron.core.tiers.block_file import BlockFile, OffloadError
@@ -136,6 +137,11 @@ def test_a_file_cut_off_is_an_error_in_words_and_writing_beside_damage_does_not_
         start_reading(stored[80:90])()
 
 
+def adam(beta1: float = 0.9):
+    """The update of every group."""
+    return lambda group: partial(adam_update, beta1=beta1, beta2=0.99, eps=1e-8)
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_an_update_ends_when_its_last_write_does(tier, number, monkeypatch):
     """Two slices of a master and two moments: whichever of the six writes fails, the step that began it does."""
@@ -150,10 +156,10 @@ def test_an_update_ends_when_its_last_write_does(tier, number, monkeypatch):
 
     state = [tier.zeros(32, torch.float32) for _ in range(3)]
     segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), torch.ones(32), None)
-    updater = SlicedUpdater([segment], adam_update(beta1=0.9, beta2=0.99, eps=1e-8), 16)
+    updater = SlicedUpdater([segment], adam(), 16)
     monkeypatch.setattr(BlockFile, "write", fail)
     with pytest.raises(OffloadError, match="this write"):
-        updater.step(lambda _: (0.1, 0.0), 0)
+        updater.step(lambda _: UpdateStep(0.1, 0.0, 0))
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -163,8 +169,8 @@ def test_gradients_are_multiplied_once_where_they_lie_too(copied: bool, monkeypa
         monkeypatch.setattr(sliced, "_start_fetching", lambda stored: lambda: stored.clone())
     state, gradients = [torch.zeros(32) for _ in range(3)], torch.full((32,), 3.0)
     segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), gradients, None, is_away=True)
-    updater = SlicedUpdater([segment], adam_update(beta1=0.0, beta2=0.99, eps=1e-8), 16)
-    updater.step(lambda _: (0.1, 0.0), 0, 0.5)
+    updater = SlicedUpdater([segment], adam(beta1=0.0), 16)
+    updater.step(lambda _: UpdateStep(0.1, 0.0, 0, 0.5))
     torch.testing.assert_close(gradients, torch.full((32,), 1.5))
     torch.testing.assert_close(state[1], torch.full((32,), 1.5))  # with beta1 = 0 the moment is the gradient
 
@@ -333,7 +339,7 @@ def test_slices_cover_a_run_once():
 def test_a_slice_that_would_end_within_a_vector_is_refused(length: int):
     """Adam's bits differ there: by slices of 1, 3, 5 or 7, 683 of 40,001 elements after 20 steps in float32, by 8 none."""
     with pytest.raises(ValueError, match=rf"(?s){length}.*8"):
-        SlicedUpdater([], adam_update(beta1=0.9, beta2=0.99, eps=1e-8), length)
+        SlicedUpdater([], adam(), length)
 
 
 def test_bytes_by_tier_are_the_published_sums():

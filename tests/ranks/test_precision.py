@@ -363,7 +363,10 @@ def test_another_optimizers_state_is_refused(tmp_path):
     check_same_optimizer(mine, {"config": saved})
     for settings, message in (
         ({"optimizer": "sgd"}, "holds the state of --optimizer adam, this run has sgd; --no-load-optim starts"),
-        ({"optimizer": "sgd", "sgd_momentum": 0.9}, "holds no momentum (--sgd-momentum was 0); --no-load-optim starts"),
+        (
+            {"optimizer": "sgd", "sgd_momentum": 0.9},
+            "holds no momentum_buffer (--sgd-momentum was 0.0); --no-load-optim starts",
+        ),
     ):
         theirs = saved
         if "sgd_momentum" in settings:

@@ -1,11 +1,13 @@
 """Whether the ranks that share a model in shards use its parts in one order (ZeRO stages 2 and 3).
 
-Each of them has a part of everyone's parameters and sums. So a rank whose forward takes another branch than the others', as a branch
-on data may, would gather another layer than they do: a wait for ever, or, of layers of one size, wrong numbers without a word.
+Each of them has a part of everyone's parameters and sums. So a rank whose forward takes another branch than the
+others', as a branch on data may, would gather another layer than they do: a wait for ever, or, of layers of one size,
+wrong numbers without a word.
 
     always                        the calls of a step are compared once, before its update: two integers travel
     --poison-released-buffers     each call is compared before it is made, so that ranks do not wait for one another first where layers
-                                  differ in size or number; ranks then run in step, 0.1 to 0.2 ms a call between processes on a CPU
+                                  differ in size or number; ranks then run in step, 0.1 to 0.2 ms a call between
+                                  processes on a CPU
 """
 
 from dataclasses import replace
@@ -24,7 +26,8 @@ class DifferentOrderError(RuntimeError):
 
 
 class UseOrder:
-    """The calls of one model chunk over `axis`. at_once: compare each before it is made, else all of a step at its end."""
+    """The calls of one model chunk over `axis`. at_once: compare each before it is made, else all of a step at its
+    end."""
 
     def __init__(self, axis: Axis, device: torch.device | str, *, at_once: bool):
         # What this sends belongs to no layout's traffic, so it has a ledger of its own.
@@ -33,7 +36,8 @@ class UseOrder:
         self._calls: list[str] = []
 
     def comes(self, call: str) -> None:
-        """This rank is about to make `call`, `gathers the parameters of ..`. Raises DifferentOrderError if others come with another."""
+        """This rank is about to make `call`, `gathers the parameters of ..`. Raises DifferentOrderError if others come
+        with another."""
         if self._axis.size == 1:
             return
         if self._at_once:
@@ -69,7 +73,7 @@ def difference(calls: list[list[str]], ranks: tuple[int, ...]) -> str:
         ranks_at.setdefault(mine[min(at, len(mine) - 1)], []).append(rank)
     where = "; ".join(f"rank {', '.join(map(str, held))} {call}" for call, held in ranks_at.items())
     return (
-        f"data-parallel ranks use different parts of the model at one time: {where}. In ZeRO stages 2 and 3 each rank of such a group has "
-        "a part of everything, so all must use the same layers in the same order, whatever their data; let every rank pass through all "
-        "of them (times zero where it needs none), or use --zero-stage 1, which asks for no order"
+        f"data-parallel ranks use different parts of the model at one time: {where}. In ZeRO stages 2 and 3 each rank of such "
+        "a group has a part of everything, so all must use the same layers in the same order, whatever their data; let every "
+        "rank pass through all of them (times zero where it needs none), or use --zero-stage 1, which asks for no order"
     )

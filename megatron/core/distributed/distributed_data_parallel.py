@@ -1,4 +1,5 @@
-"""Data parallelism: a model chunk whose gradients lie in contiguous buffers, summed over the ranks that hold its copies.
+"""Data parallelism: a model chunk whose gradients lie in contiguous buffers, summed over the ranks that hold its
+copies.
 
     backward        every gradient is added to its parameter's `main_grad`, a view of a buffer
     REDUCE action   start_grad_reduce(): begins the sum over the data-parallel ranks; with `overlap` most of it is under way,
@@ -8,9 +9,9 @@
     after the       gather_params(): with ZeRO, where a rank has the sum of its shard only (reduce-scatter) and updates that,
     update          the ranks give one another what they updated
 
-A buffer holds the parameters of one dtype that are reduced over one group; a tied embedding has a buffer of its own, laid out
-alike on the first and the last stage. What is whole and what is in shards over the data-parallel ranks, and what is sent, in a step
-of m microbatches (ZeRO, arXiv:1910.02054, section 5):
+A buffer holds the parameters of one dtype that are reduced over one group; a tied embedding has a buffer of its own,
+laid out alike on the first and the last stage. What is whole and what is in shards over the data-parallel ranks, and
+what is sent, in a step of m microbatches (ZeRO, arXiv:1910.02054, section 5):
 
     stage   parameters   gradients   sums, masters, moments   sent
     0       whole        whole       whole                    all-reduce of gradients
@@ -23,7 +24,7 @@ and moments divided over those ranks as well (--outer-dp-sharding-strategy optim
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,11 +54,14 @@ ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at diff
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and call alike.
+    """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and call
+    alike.
 
-    A parameter without a placement (of a plain torch module) is taken to be whole on every rank. weight_grads: where the module's
-    linear layers put off weight gradients, if a schedule asks for it; in stages 2 and 3 the gradients of its other layers follow.
-    tier: where the shards of ZeRO stage 3 are kept; in the device's memory when None.
+    A parameter without a placement (of a plain torch module) is taken to be whole on every rank. weight_grads: where
+    the module's linear layers put off weight gradients, if a schedule asks for it; in stages 2 and 3 the gradients of
+    its other layers follow.
+    tier: where the shards of ZeRO stage 3 are kept; in the device's memory when None. whole: the names of
+    parameters whose optimizer computes with whole tensors; a shard of ZeRO stage 1 has all of one, or nothing.
     """
 
     def __init__(
@@ -68,10 +72,12 @@ class DistributedDataParallel(nn.Module):
         weight_grads: WeightGradStore | None = None,
         *,
         tier: Tier | None = None,
+        whole: Collection[str] = (),
     ):
         super().__init__()
         self._tier = tier
-        self.module, self.mesh, self.config = module, mesh, config or DataParallelConfig()
+        self.module, self.mesh = module, mesh
+        self.config = config or DataParallelConfig()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
         trained = self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
@@ -83,7 +89,7 @@ class DistributedDataParallel(nn.Module):
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
         units = units_of(module)
-        items = [Item(name, p.numel(), _buffer_key(p), units[name]) for name, p in trained.items()]
+        items = [Item(n, p.numel(), _buffer_key(p), units[n], n in whole) for n, p in trained.items()]
         self.buffers = [self._buffer(plan, trained) for plan in lay_out(items, cut_of=self._cut)]
         self._microbatches = [MicrobatchGrads(b) for b in self.buffers] if self.config.fixed_order_grad_reduce else []
         self._written: Counter[str] = Counter()  # gradients added to each parameter in this step
@@ -176,8 +182,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self, num_microbatches: int | None = None) -> None:
         """Forget the gradients of the step before, and what is left of one that an error ended.
 
-        num_microbatches: those of the step to come. Where they are others than before, or unknown after an error, overlap begins
-        again from not knowing how often a gradient is written.
+        num_microbatches: those of the step to come. Where they are others than before, or unknown after an error,
+        overlap begins again from not knowing how often a gradient is written.
         """
         knows = self.is_complete and num_microbatches == self._num_microbatches
         counts = (self._expected or Counter()) | self._written  # a step may leave a layer out
@@ -197,19 +203,22 @@ class DistributedDataParallel(nn.Module):
             bucket.missing = {name for name in bucket.plan.names if self._expected is None or self._expected[name] > 0}
 
     def _check_parameters(self) -> None:
-        """Raise RuntimeError where the model computes with something else than what is trained: it would go on, and learn nothing there."""
+        """Raise RuntimeError where the model computes with something else than what is trained: it would go on, and
+        learn nothing there."""
         thawed = [name for name, p in self._frozen.items() if p.requires_grad]
         if thawed:
             raise RuntimeError(
-                f"{', '.join(thawed[:5])}: frozen when the model was wrapped in DistributedDataParallel, and so without a gradient buffer and "
-                "an optimizer's state; call requires_grad_(True) before, and requires_grad_(False) after, where training begins later"
+                f"{', '.join(thawed[:5])}: frozen when the model was wrapped in DistributedDataParallel, and so without a "
+                "gradient buffer and an optimizer's state; call requires_grad_(True) before, and requires_grad_(False) "
+                "after, where training begins later"
             )
         with torch._C.DisableTorchFunctionSubclass():  # which would wait for parameters that are on their way
             moved = [name for name, at in self._addresses.items() if self._trained[name].data_ptr() != at]
         if moved:
             raise RuntimeError(
-                f"{', '.join(moved[:5])}: no longer in the buffer that is trained, since something has set `.data`, as module.to(dtype) does; "
-                "do that before the model is wrapped in DistributedDataParallel, or copy values with parameter.data.copy_() before the optimizer is made"
+                f"{', '.join(moved[:5])}: no longer in the buffer that is trained, since something has set `.data`, as "
+                "module.to(dtype) does; do that before the model is wrapped in DistributedDataParallel, or copy values with "
+                "parameter.data.copy_() before the optimizer is made"
             )
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
@@ -221,7 +230,8 @@ class DistributedDataParallel(nn.Module):
             grads.begin(microbatch)
 
     def start_grad_reduce(self) -> None:
-        """Begin to sum what is not under way; no backward of this chunk may follow before the next `zero_grad_buffer`."""
+        """Begin to sum what is not under way; no backward of this chunk may follow before the next
+        `zero_grad_buffer`."""
         self._reduce_begun = True
         for bucket in self._buckets if not self._microbatches else ():
             if self.config.stage < 2 or bucket.is_written:
@@ -230,8 +240,8 @@ class DistributedDataParallel(nn.Module):
             order.end()
 
     def finish_grad_reduce(self) -> None:
-        """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this returns. A step is summed
-        once, whoever asks for it and how often: later calls change nothing."""
+        """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this
+        returns. A step is summed once, whoever asks for it and how often: later calls change nothing."""
         if self.is_complete:
             return
         if not self._reduce_begun:
@@ -255,7 +265,8 @@ class DistributedDataParallel(nn.Module):
     # Megatron's names of these, for a fork's own loop.
 
     def no_sync(self) -> AbstractContextManager:
-        """Nothing is to be held back: a sum begins with the last gradient of its step, or in stages 2 and 3 of its microbatch."""
+        """Nothing is to be held back: a sum begins with the last gradient of its step, or in stages 2 and 3 of its
+        microbatch."""
         return nullcontext()
 
     def start_grad_sync(self) -> None:
@@ -265,9 +276,9 @@ class DistributedDataParallel(nn.Module):
         self.finish_grad_reduce()
 
     def gather_params(self) -> None:
-        """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the next
-        forward, where each module waits for its own; call `finish_param_gather` before anything else reads parameters.
-        In stage 3 each forward fetches for itself, from ranks that hold a shard up to date."""
+        """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the
+        next forward, where each module waits for its own; call `finish_param_gather` before anything else reads
+        parameters. In stage 3 each forward fetches for itself, from ranks that hold a shard up to date."""
         if self._fetcher is not None:
             for bucket in self._buckets if self.config.divides_over_outer else ():
                 bucket.gather_updated()
@@ -279,15 +290,16 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_gather()
 
     def finish_param_gather(self) -> None:
-        """Every rank has all parameters of the chunk when this returns; in stage 3, its shards of them and nothing else."""
+        """Every rank has all parameters of the chunk when this returns; in stage 3, its shards of them and nothing
+        else."""
         if self._fetcher is not None:
             self._fetcher.release()
         for bucket in self._buckets:
             bucket.finish_gather()
 
     def param_shards(self) -> dict[str, tuple[tuple[int, int], Stored]]:
-        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds, and them, in memory
-        or in a file."""
+        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds,
+        and them, in memory or in a file."""
         return {
             slot.name: (buffer.kept_values(slot), buffer.held_params.values(slot))
             for buffer in self.buffers
@@ -310,7 +322,8 @@ class DistributedDataParallel(nn.Module):
         return result
 
     def _count_gradient(self, name: str) -> None:
-        """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will come.
+        """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will
+        come.
 
         A step writes no more often than those before; a bucket whose parameters all have what they expect is complete.
         """
@@ -328,20 +341,22 @@ class DistributedDataParallel(nn.Module):
             return
         if self._written[name] > self._expected[name]:
             raise RuntimeError(
-                f"the gradient of {name} was written {self._written[name]} times in this step and {self._expected[name]} times at "
-                "most in those before, so it may be on its way already; leave out --overlap-grad-reduce for such a model"
+                f"the gradient of {name} was written {self._written[name]} times in this step and {self._expected[name]} "
+                "times at most in those before, so it may be on its way already; leave out --overlap-grad-reduce for such a "
+                "model"
             )
         if self._written[name] == self._expected[name]:
             self._bucket_of[name].missing.discard(name)
             self._start_complete_buckets()
 
     def _begin_again(self, name: str) -> None:
-        """A gradient comes after the sums of a step. Of a step without gradients, as of validation, there was nothing to sum."""
+        """A gradient comes after the sums of a step. Of a step without gradients, as of validation, there was nothing
+        to sum."""
         if self._written:
             raise RuntimeError(
-                f"the gradient of {name} was added to those of a step that are summed over the ranks already, where it would be counted "
-                "otherwise than they are; call zero_grad_buffer() of each model chunk before the first forward of a step, and run all "
-                "microbatches of the step in one call of get_forward_backward_func()"
+                f"the gradient of {name} was added to those of a step that are summed over the ranks already, where it would "
+                "be counted otherwise than they are; call zero_grad_buffer() of each model chunk before the first forward of "
+                "a step, and run all microbatches of the step in one call of get_forward_backward_func()"
             )
         self._reduce_begun = self.is_complete = False
 
@@ -351,8 +366,9 @@ class DistributedDataParallel(nn.Module):
             bucket.release_params()
 
     def _sum(self, bucket: Bucket) -> None:
-        """Stages 2 and 3: hand a microbatch's gradients on, one bucket at a time travelling. A bucket that is written less often than
-        expected is summed with the next microbatch, or at the end of the step, one that is written more often is twice."""
+        """Stages 2 and 3: hand a microbatch's gradients on, one bucket at a time travelling. A bucket that is written
+        less often than expected is summed with the next microbatch, or at the end of the step, one that is written more
+        often is twice."""
         if self._travelling is not None:
             self._travelling.finish_reduce()
         bucket.start_reduce()
@@ -368,8 +384,8 @@ class DistributedDataParallel(nn.Module):
             bucket.start_reduce()
 
     def _sum_partial(self, axis_name: str) -> None:
-        """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism, shared key/value
-        heads), in one message."""
+        """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism, shared
+        key/value heads), in one message."""
         for buffer in self.buffers:
             parts = [
                 buffer.sums.at(start, stop)
@@ -384,8 +400,9 @@ class DistributedDataParallel(nn.Module):
                 part.copy_(total)
 
     def _move_to_main_grad(self, parameter: nn.Parameter) -> None:
-        """Add what autograd has left in `.grad`. A linear layer has written into the buffer itself, and left nothing. Where weight
-        gradients are put off, those of the other layers are too, else a bucket's memory would wait for its linear layers."""
+        """Add what autograd has left in `.grad`. A linear layer has written into the buffer itself, and left nothing.
+        Where weight gradients are put off, those of the other layers are too, else a bucket's memory would wait for its
+        linear layers."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and self.config.stage > 1 and self._weight_grads.is_collecting:
             self._weight_grads.keep(partial(_add_to_main_grad, parameter, gradient))
@@ -404,8 +421,8 @@ class DistributedDataParallel(nn.Module):
 def _refuse_other_tensors(module: nn.Module, state: dict, prefix: str, metadata: dict, *_: Any) -> None:
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(
-            "load_state_dict(assign=True) would put tensors of its own where parameters are views of contiguous buffers; leave "
-            "out assign=True, or load before the model is wrapped"
+            "load_state_dict(assign=True) would put tensors of its own where parameters are views of contiguous buffers; "
+            "leave out assign=True, or load before the model is wrapped"
         )
 
 
@@ -421,8 +438,8 @@ def finalize_model_grads(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """The end of a step's gradient sums, over all chunks of this rank. Every rank must call; of a step that is finished, as
-    `get_forward_backward_func` leaves it, nothing is summed or divided again.
+    """The end of a step's gradient sums, over all chunks of this rank. Every rank must call; of a step that is
+    finished, as `get_forward_backward_func` leaves it, nothing is summed or divided again.
 
     num_tokens: this rank's tokens of the step, of which those on the last stage count, to divide the sums by their sum.
     pg_collection, force_all_reduce: without effect; the chunks know their groups, and which shards they need.

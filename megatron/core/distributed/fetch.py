@@ -1,10 +1,11 @@
 """ZeRO stage 3: a unit's parameters are fetched before it is used, forward and backward, and given up after.
 
-A unit is what is used together: a layer of a list of layers, or, outside of lists, a module that holds parameters itself. Hooks say
-when it is used, and how often (`uses.py`). In a backward a unit's parameters stay until their gradients are complete, or put off
-(zero-bubble schedules); recomputation inside a backward fetches, and leaves giving up to that. So a layer with a backward of its own
-must compute its input's gradient before the last one of its parameters, as ours do; and a parent must leave its children's parameters
-to them, or hand them to a module that uses them (`released.py` says so where it does not).
+A unit is what is used together: a layer of a list of layers, or, outside of lists, a module that holds parameters
+itself. Hooks say when it is used, and how often (`uses.py`). In a backward a unit's parameters stay until their
+gradients are complete, or put off (zero-bubble schedules); recomputation inside a backward fetches, and leaves giving
+up to that. So a layer with a backward of its own must compute its input's gradient before the last one of its
+parameters, as ours do; and a parent must leave its children's parameters to them, or hand them to a module that uses
+them (`released.py` says so where it does not).
 """
 
 from collections.abc import Iterator, Mapping

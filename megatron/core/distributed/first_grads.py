@@ -1,8 +1,8 @@
 """Which gradients need zeros to be added to, and which are put in place of whatever memory holds. Pure.
 
-A matrix product can add to what is there or overwrite it. Whether a parameter's first gradient of a step comes from such a product shows
-in the step before: where it did, the parameter is left out when gradients are set to zero, and if something else turns out to come
-first, or nothing at all, its zeros are made up for then.
+A matrix product can add to what is there or overwrite it. Whether a parameter's first gradient of a step comes from
+such a product shows in the step before: where it did, the parameter is left out when gradients are set to zero, and if
+something else turns out to come first, or nothing at all, its zeros are made up for then.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ class FirstGrads:
         self._opened, self.unset = set(), set(self._overwritten)
 
     def open(self, name: str, *, overwrites: bool) -> tuple[bool, bool]:
-        """A gradient is about to be added by somebody who may overwrite instead. (whether to set zeros for it, whether it must overwrite)."""
+        """A gradient is about to be added by somebody who may overwrite instead. (whether to set zeros for it, whether
+        it must overwrite)."""
         if name in self._opened:
             return False, False
         self._opened.add(name)

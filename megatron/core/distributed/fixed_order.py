@@ -1,8 +1,8 @@
 """Gradients summed in one order for every number of ranks, so that runs which differ in layout only agree to the bit.
 
-Floating-point sums depend on their order. Microbatch k of data-parallel rank r is number k * ranks + r of the step, whatever the
-ranks are; here each one's gradients are kept apart, and added up by that number. It costs the memory of all of them and an
-all-gather of each: a tool for finding where two runs part.
+Floating-point sums depend on their order. Microbatch k of data-parallel rank r is number k * ranks + r of the step,
+whatever the ranks are; here each one's gradients are kept apart, and added up by that number. It costs the memory of
+all of them and an all-gather of each: a tool for finding where two runs part.
 """
 
 from megatron.core import comm
@@ -25,7 +25,8 @@ class MicrobatchGrads:
         self._point_to(self._kept[microbatch])
 
     def sum_in_order(self, ends: Axis | None) -> None:
-        """Put the sum over all microbatches of all data-parallel ranks into the buffer. Every rank of the axes must call.
+        """Put the sum over all microbatches of all data-parallel ranks into the buffer. Every rank of the axes must
+        call.
 
         ends: first and last stage, if both hold this tensor; their parts of a microbatch are added first.
         """

@@ -4,11 +4,14 @@
       bucket 0                        bucket 1                            bucket 2          each reduced by a call of its own
       shard 0 | shard 1 | shard 2     shard 0 | shard 1 | shard 2         ..                ZeRO: each bucket in equal parts
 
-Parameters are laid in reverse order of creation, the order in which a backward finishes their gradients, each start aligned. A
-parameter lies in one bucket, so that a shard has at most one run of its elements.
+Parameters are laid in reverse order of creation, the order in which a backward finishes their gradients, each start
+aligned. A parameter lies in one bucket, so that a shard has at most one run of its elements.
+
+A parameter whose update needs it whole lies in one shard: it starts at a border of shards where it would cross one,
+which leaves a gap.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 ALIGN = 8  # elements, 16 bytes in bfloat16: what matrix units ask of an operand; costs nothing in common shapes
@@ -22,6 +25,7 @@ class Item:
     numel: int
     key: Hashable  # parameters of one key share a buffer
     unit: Hashable = None  # those of one unit are used together
+    is_whole: bool = False  # in one shard
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a buffer is divided: into buckets of about `bucket` elements (None: one) or one a unit, each into `shards` equal parts."""
+    """How a buffer is divided: into buckets of about `bucket` elements (None: one) or one a unit, each into `shards`
+    equal parts."""
 
     bucket: int | None = None
     shards: int = 1
@@ -64,8 +69,8 @@ class BufferPlan:
         return self.buckets[-1].stop
 
     def owned(self, part: int, shards: int | None = None) -> list[tuple[int, int]]:
-        """(start, stop) of what shard number `part` has of each bucket; of one shard, the whole. shards: where there are fewer, each
-        of several of the smallest."""
+        """(start, stop) of what shard number `part` has of each bucket; of one shard, the whole. shards: where there
+        are fewer, each of several of the smallest."""
         shards = self.shards if shards is None else shards
         if shards == 1:
             return [(0, self.numel)]
@@ -89,17 +94,41 @@ def lay_out(
 def _lay_out_buffer(key: Hashable, items: list[Item], align: int, cut: Cut) -> BufferPlan:
     slots: list[Slot] = []
     buckets: list[BucketPlan] = []
-    start, at, names = 0, 0, []
-    for i, item in enumerate(items):
-        slots.append(Slot(item.name, at, at + item.numel))
-        names.append(item.name)
-        at = _round_up(at + item.numel, align)
-        is_full = cut.bucket is not None and at - start >= cut.bucket
-        if i + 1 == len(items) or (items[i + 1].unit != item.unit if cut.by_unit else is_full):
-            at = start + _round_up(at - start, align * cut.shards)
-            buckets.append(BucketPlan(start, at, tuple(names)))
-            start, names = at, []
+    start = 0
+    for held in _in_buckets(items, align, cut):
+        places, part = _place(held, align, cut.shards)
+        slots += [Slot(item.name, start + at, start + at + item.numel) for item, at in zip(held, places)]
+        buckets.append(BucketPlan(start, start + part * cut.shards, tuple(item.name for item in held)))
+        start = buckets[-1].stop
     return BufferPlan(key, tuple(slots), tuple(buckets), cut.shards)
+
+
+def _in_buckets(items: list[Item], align: int, cut: Cut) -> Iterator[list[Item]]:
+    held, size = [], 0
+    for item, following in zip(items, [*items[1:], None]):
+        held.append(item)
+        size += _round_up(item.numel, align)
+        is_full = cut.bucket is not None and size >= cut.bucket
+        if following is None or (following.unit != item.unit if cut.by_unit else is_full):
+            yield held
+            held, size = [], 0
+
+
+def _place(items: list[Item], align: int, shards: int) -> tuple[list[int], int]:
+    """(where each item of a bucket starts, length of a shard): the shortest that is found by growing it by what does
+    not fit."""
+    part = _round_up(sum(_round_up(item.numel, align) for item in items), align * shards) // shards
+    part = max([part, *(_round_up(item.numel, align) for item in items if item.is_whole)])
+    while True:
+        places, at = [], 0
+        for item in items:
+            if item.is_whole and at % part + item.numel > part:
+                at = _round_up(at, part)
+            places.append(at)
+            at += _round_up(item.numel, align)
+        if at <= part * shards:
+            return places, part
+        part += _round_up(at - part * shards, align * shards) // shards
 
 
 def overlaps(held: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:

@@ -1,8 +1,9 @@
-"""What a parameter, or a `main_grad`, is while its values are elsewhere: it has a shape and a name, and says so when these are asked for.
+"""What a parameter, or a `main_grad`, is while its values are elsewhere: it has a shape and a name, and says so when
+these are asked for.
 
-One whose memory is released changes its class to `ReleasedParameter` (stage 3) or `ReleasedGradient` (2 and 3) and back: torch then
-calls `__torch_function__` before it touches the memory, which would else end the process. That costs an assignment where memory comes and goes, and nothing
-where it is there.
+One whose memory is released changes its class to `ReleasedParameter` (stage 3) or `ReleasedGradient` (2 and 3) and
+back: torch then calls `__torch_function__` before it touches the memory, which would else end the process. That costs
+an assignment where memory comes and goes, and nothing where it is there.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +35,8 @@ _FACTS = {
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter without its values. What is known without them can be asked for; everything else is an error with its name."""
+    """A parameter without its values. What is known without them can be asked for; everything else is an error with its
+    name."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -45,15 +47,15 @@ class ReleasedParameter(nn.Parameter):
         if getattr(func, "__name__", "") == "__repr__":
             return f"ReleasedParameter({name}, {tuple(held[0].shape)})"
         raise RuntimeError(
-            f"{name} is used while ZeRO stage 3 has released it: a rank has its values only while the module that holds it runs. "
-            "Compute with it inside that module's forward, or pass the parameter to a module without children as an argument of "
-            "its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
+            f"{name} is used while ZeRO stage 3 has released it: a rank has its values only while the module that holds it "
+            "runs. Compute with it inside that module's forward, or pass the parameter to a module without children as an "
+            "argument of its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
         )
 
 
 class ArrivingParameter(nn.Parameter):
-    """A parameter whose updated values are on their way, in stages 1 and 2: who asks for them waits, be it outside the forward of the
-    module that holds it, for which a hook waits."""
+    """A parameter whose updated values are on their way, in stages 1 and 2: who asks for them waits, be it outside the
+    forward of the module that holds it, for which a hook waits."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -71,9 +73,9 @@ class ReleasedGradient(Tensor):
             return _as_plain(func, args, kwargs)
         held = _of_class(cls, args, kwargs)
         raise RuntimeError(
-            f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: a rank has it only from its first gradient of "
-            "a microbatch until it is summed over the ranks. To add to it, call megatron.core.main_grad.open_main_grad(parameter) first; to "
-            "look at gradients, use --zero-stage 1"
+            f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: a rank has it only from its "
+            "first gradient of a microbatch until it is summed over the ranks. To add to it, call "
+            "megatron.core.main_grad.open_main_grad(parameter) first; to look at gradients, use --zero-stage 1"
         )
 
 

@@ -1,7 +1,7 @@
 """What data parallelism sends in a step, by ZeRO stage, from the size of the buffers. Pure numbers.
 
-Of P elements in m microbatches over d ranks, in groups of n that each hold all shards, with bandwidth-optimal collectives, which send
-(k - 1) / k of a tensor from each of k ranks, an all-reduce twice that:
+Of P elements in m microbatches over d ranks, in groups of n that each hold all shards, with bandwidth-optimal
+collectives, which send (k - 1) / k of a tensor from each of k ranks, an all-reduce twice that:
 
     stage             inside a group (over n)                              between groups (over d / n)
     0                 an all-reduce of P gradients, over all d
@@ -10,7 +10,8 @@ Of P elements in m microbatches over d ranks, in groups of n that each hold all 
     3                 m reduce-scatters of P, 2 m all-gathers of P         the same
     3, outer optim    the same as 3                                        a reduce-scatter and an all-gather of P / n
 
-Sums of what tensor-parallel ranks hold parts of, and of a table that two stages share, are not counted: no stage changes them.
+Sums of what tensor-parallel ranks hold parts of, and of a table that two stages share, are not counted: no stage
+changes them.
 """
 
 from collections.abc import Iterable
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flat:
-    """A buffer by its numbers: elements, those fetched once more in a forward since two units use them, bytes of an element, and
-    whether what is sent is summed in the type of the sums."""
+    """A buffer by its numbers: elements, those fetched once more in a forward since two units use them, bytes of an
+    element, and whether what is sent is summed in the type of the sums."""
 
     numel: int
     lent: int
@@ -74,8 +75,8 @@ def traffic_line(
         words.append(f"{name}: {sent / 2**20:,.1f} MiB{' (chosen)' if chosen else ''}")
     groups = f"{outer} groups of {inner} ranks" if outer > 1 else f"{inner} ranks"
     return (
-        f"data-parallel traffic that rank 0 sends in a step of {microbatches} microbatches over {groups}, by ZeRO stage: "
-        + (", ".join(words))
+        f"data-parallel traffic that rank 0 sends in a step of {microbatches} microbatches over {groups}, by ZeRO "
+        "stage: " + (", ".join(words))
     )
 
 

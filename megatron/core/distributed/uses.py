@@ -1,13 +1,14 @@
 """How many gradients a bucket gets in one backward: what tells that the backward is through with it. Pure.
 
-A parameter that one layer uses once gets one gradient. A layer that is applied several times in a forward gets one or several: autograd
-adds up the uses before it hands the sum on, a layer that writes into the buffer itself writes once a use. So the number is found out:
-of a unit entered once it is at first taken to be what the model says (one a parameter, or its `uses`), of a unit entered more often
-nothing is known unless the model says it, and it is kept until the end of the first such backward. From then on it is the largest
-number that a backward of as many entries had, and no less than was said: a bucket may wait longer than it must, never give up early.
+A parameter that one layer uses once gets one gradient. A layer that is applied several times in a forward gets one or
+several: autograd adds up the uses before it hands the sum on, a layer that writes into the buffer itself writes once a
+use. So the number is found out: of a unit entered once it is at first taken to be what the model says (one a parameter,
+or its `uses`), of a unit entered more often nothing is known unless the model says it, and it is kept until the end of
+the first such backward. From then on it is the largest number that a backward of as many entries had, and no less than
+was said: a bucket may wait longer than it must, never give up early.
 
-A backward whose weight gradients are put off is in two: the first passes over all parameters, and is through with their values; the
-second writes as many gradients as the first has put off.
+A backward whose weight gradients are put off is in two: the first passes over all parameters, and is through with their
+values; the second writes as many gradients as the first has put off.
 """
 
 from collections import Counter
@@ -17,8 +18,8 @@ Bucket = Hashable
 
 
 class Uses:
-    """Counts of one model chunk. said: the gradients of one backward, by bucket; guessed: the buckets whose number holds for units
-    that are entered once."""
+    """Counts of one model chunk. said: the gradients of one backward, by bucket; guessed: the buckets whose number
+    holds for units that are entered once."""
 
     def __init__(self, said: Mapping[Bucket, int], guessed: Collection[Bucket]):
         self._said, self._guessed = dict(said), set(guessed)
@@ -35,7 +36,8 @@ class Uses:
         self._written: Counter[Bucket] = Counter()
 
     def begin(self, microbatch: int, *, backward: bool, puts_off: bool = False) -> None:
-        """A part of this microbatch's work follows. `puts_off`: a backward that leaves weight gradients to a part of their own."""
+        """A part of this microbatch's work follows. `puts_off`: a backward that leaves weight gradients to a part of
+        their own."""
         self.end()
         self._microbatch, self._is_forward = microbatch, not backward
         self._writes_later = microbatch in self._put_off and not puts_off and backward
@@ -62,7 +64,8 @@ class Uses:
             self._entered[self._microbatch][bucket] += 1
 
     def passes(self, bucket: Bucket) -> bool:
-        """The backward has come past a parameter, whose gradient is written or put off. True if it is through with them all."""
+        """The backward has come past a parameter, whose gradient is written or put off. True if it is through with them
+        all."""
         self._passed[bucket] += 1
         return not self._writes_later and self._passed[bucket] == self._expected(bucket)
 

@@ -1,8 +1,10 @@
-"""The factor that lifts float16 gradients out of underflow: state machines told, step by step, whether it was too large.
+"""The factor that lifts float16 gradients out of underflow: state machines told, step by step, whether it was too
+large.
 
 good good good ... good          `loss_scale_window` good steps in a row: scale x 2, patience restored
 bad                              an overflow: the step is skipped, patience falls by one
-bad                              no patience left: scale x 1/2, and again at every further overflow until the next growth
+bad                              no patience left: scale x 1/2, and again at every further overflow until the next
+growth
 """
 
 import math
@@ -60,7 +62,8 @@ class ConstantGradScaler:
 class DynamicGradScaler:
     """A scale that doubles after a window of good steps and halves when overflows have used up its patience.
 
-    The patience is restored by growth alone, not by a good step: two overflows far apart within one window halve the scale.
+    The patience is restored by growth alone, not by a good step: two overflows far apart within one window halve the
+    scale.
     """
 
     def __init__(self, initial: float, *, minimum: float, window: int, hysteresis: int):
@@ -70,7 +73,8 @@ class DynamicGradScaler:
 
     @property
     def can_fall(self) -> bool:
-        """Whether another overflow may be the scale's fault: not the second in a row at the lowest scale, with no patience left."""
+        """Whether another overflow may be the scale's fault: not the second in a row at the lowest scale, with no
+        patience left."""
         return self.scale > self.minimum or self.patience > 0 or self.good_steps > 0
 
     def update(self, overflow: bool) -> None:

@@ -1,7 +1,8 @@
 """The learning rate and the weight decay as functions of the samples consumed. Pure numbers.
 
-The unit is samples even where the user speaks of iterations (iterations x global batch size), as Megatron saves it. A schedule is
-its numbers and nothing else, so that a checkpoint can hold it and a resumed run can compare it with its own:
+The unit is samples even where the user speaks of iterations (iterations x global batch size), as Megatron saves it. A
+schedule is its numbers and nothing else, so that a checkpoint can hold it and a resumed run can compare it with its
+own:
 
     settings --learning_rate_schedule--> LearningRateSchedule --at(samples)--> rate
                                               | asdict, saved
@@ -45,7 +46,8 @@ class LearningRateConfig(FlagConfig):
     lr_warmup_init: float = knob(0.0, "rate at the start of the warm-up")
     override_opt_param_scheduler: bool = knob(
         False,
-        "a resumed run follows the learning rate and weight decay schedules of its own settings, whatever the checkpoint's were",
+        "a resumed run follows the learning rate and weight decay schedules of its own settings, whatever the "
+        "checkpoint's were",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler", "--override-lr-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = knob(
@@ -155,7 +157,8 @@ class LearningRateSchedule:
         return lowest + self._share_left(samples) * (highest - lowest)
 
     def _share_left(self, samples: int) -> float:
-        """What is left of the way from the highest rate to the lowest: 1 after the warm-up, 0 at the end of the decay."""
+        """What is left of the way from the highest rate to the lowest: 1 after the warm-up, 0 at the end of the
+        decay."""
         if self.style != "WSD":
             done = (samples - self.warmup) / (self.decay - self.warmup)
             return _FALLS[self.style](done)
@@ -218,7 +221,8 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """`at(samples)` is the weight decay of the iteration that begins after `samples` samples, growing over `samples`."""
+    """`at(samples)` is the weight decay of the iteration that begins after `samples` samples, growing over
+    `samples`."""
 
     start: float
     end: float
@@ -246,8 +250,8 @@ def schedule_in_force(
 ) -> AnySchedule:
     """What a resumed run follows: its own schedule, or the one `saved` with the checkpoint (None: it has none).
 
-    Raises ConfigError if they differ in what matters and no flag says which. `what` names the schedule in messages, which
-    tell what either gives the next step, the one after `samples` samples.
+    Raises ConfigError if they differ in what matters and no flag says which. `what` names the schedule in messages,
+    which tell what either gives the next step, the one after `samples` samples.
     """
     if saved is None or config.override_opt_param_scheduler:
         return mine
@@ -273,7 +277,8 @@ def differences(theirs: AnySchedule, mine: AnySchedule) -> dict[str, str]:
 
 
 def _told_apart(one: Any, other: Any) -> tuple[str, str]:
-    """Two different values, floats with as few digits as tell them apart: 22.4 for 0.01 * 2240, which is 22.400000000000002."""
+    """Two different values, floats with as few digits as tell them apart: 22.4 for 0.01 * 2240, which is
+    22.400000000000002."""
     for digits in (6, 12, 17):
         texts = [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (one, other)]
         if texts[0] != texts[1]:

@@ -1,18 +1,56 @@
-"""The settings of the optimizer. Pure."""
+"""The settings of the optimizer, and the table of the optimizers that there are. Pure."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
-from megatron.core.config import BelowOne, FlagConfig, NotNegative, Positive, knob
+from megatron.core import optimizer
+from megatron.core.config import BelowOne, ConfigError, FlagConfig, NotNegative, Positive, knob
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
+from megatron.core.optimizer.param_groups import GroupRule
+from megatron.core.placement import Placement
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """One optimizer: a line of OPTIMIZERS. The settings that it reads are those of OptimizerConfig, or of the script
+    that adds the line.
+
+    update: settings -> `update.Update`, which changes parameters in place. states: settings -> the names of what is
+    kept for each element of a parameter, zeros at first; checkpoints hold it under these names. whole: an update
+    computes with whole tensors, and not element by element; it is handed `whole.WholeTensor`s too, and needs ZeRO stage
+    0 or 1. scales: it multiplies gradients by the step's factor itself, as a fused kernel can; else they are multiplied
+    before.
+    """
+
+    update: Callable[["OptimizerConfig"], Callable[..., None]]
+    states: Callable[["OptimizerConfig"], tuple[str, ...]]
+    whole: bool = False
+    scales: bool = False
+
+
+def _adam(config: "OptimizerConfig") -> Callable[..., None]:
+    return partial(optimizer.adam_update, beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps)
+
+
+def _sgd(config: "OptimizerConfig") -> Callable[..., None]:
+    return partial(optimizer.sgd_update, momentum=config.sgd_momentum)
+
+
+# A script adds a line before it calls pretrain(), and --optimizer takes its name. The states of these are torch's
+# names.
+OPTIMIZERS: dict[str, UpdateRule] = {
+    "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True),
+    "sgd": UpdateRule(_sgd, lambda config: ("momentum_buffer",) if config.sgd_momentum else ()),
+}
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(FlagConfig):
     """Optimizer."""
 
-    optimizer: Literal["adam", "sgd"] = knob("adam", "AdamW, or gradient descent with momentum")
+    optimizer: str = knob("adam", "AdamW, or gradient descent with momentum", names=OPTIMIZERS)
     weight_decay: NotNegative = knob(
         0.01,
         "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
@@ -32,8 +70,9 @@ class OptimizerConfig(FlagConfig):
     clip_grad: NotNegative = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
     reuse_fp32_param: bool = knob(
         False,
-        "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights are "
-        "the masters rounded to nearest even, as without it; one master in 131,072 is kept one unit in the last place nearer to zero",
+        "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights "
+        "are the masters rounded to nearest even, as without it; one master in 131,072 is kept one unit in the last place "
+        "nearer to zero",
     )
 
     def problems(self) -> list[str]:
@@ -62,9 +101,18 @@ class OptimizerConfig(FlagConfig):
             self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style, samples
         )
 
+    def rule(self, name: str | None = None) -> UpdateRule:
+        """The optimizer of that name, of --optimizer if None. Raises ConfigError for a name that OPTIMIZERS lacks."""
+        name = name or self.optimizer
+        if name not in OPTIMIZERS:
+            raise ConfigError(f"the optimizer {name} is not one of OPTIMIZERS: {', '.join(OPTIMIZERS)}")
+        return OPTIMIZERS[name]
+
+    def whole_among(self, placements: Mapping[str, Placement], group_of: GroupRule) -> set[str]:
+        """The parameters whose optimizer computes with whole tensors, of those of these placements."""
+        return {name for name, it in placements.items() if self.rule(group_of(name, it).optimizer).whole}
+
     @property
     def moments(self) -> tuple[str, ...]:
-        """What is kept of past gradients: torch's names, under which checkpoints hold them."""
-        if self.optimizer == "adam":
-            return ("exp_avg", "exp_avg_sq")
-        return ("momentum_buffer",) if self.sgd_momentum else ()
+        """What --optimizer keeps of past gradients, by the names under which checkpoints hold it."""
+        return self.rule().states(self)

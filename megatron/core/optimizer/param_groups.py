@@ -17,13 +17,15 @@ class ParamGroup:
     weight_decay_multiplier: float = 1.0
     lr_multiplier: float = 1.0
     decoupled: bool = False  # follows --decoupled-lr, if that is given, instead of --lr
+    optimizer: str | None = None  # the one of OPTIMIZERS that updates it; --optimizer when None
 
 
 GroupRule = Callable[[str, Placement], ParamGroup]
 
 
 def default_group(name: str, placement: Placement) -> ParamGroup:
-    """Megatron's rule: vectors (biases, norm weights) do not decay; word table and output layer may have their own rate."""
+    """Megatron's rule: vectors (biases, norm weights) do not decay; word table and output layer may have their own
+    rate."""
     return ParamGroup(
         weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
         decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),

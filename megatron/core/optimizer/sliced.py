@@ -1,10 +1,11 @@
-"""AdamW and SGD slice by slice, over state that need not be in memory, nor be tensors as they are.
+"""An update slice by slice, over state that need not be in memory, nor be tensors as they are.
 
     the tier's thread   read 1 | read 2            | write 0, read 3 | write 1 ...
     this thread                  update 0           | update 1        | update 2 ...
 
-Of each kind three slices are in memory at a time, whatever the size of the model. An element's update has the same bits in a
-slice as in a whole buffer: slices begin at multiples of what a vector holds, counted from where a whole update begins.
+Of each kind three slices are in memory at a time, whatever the size of the model. An element's update has the same bits
+in a slice as in a whole buffer: slices begin at multiples of what a vector holds, counted from where a whole update
+begins.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from megatron.core.device import start_to_host
 from megatron.core.distributed.plan import ALIGN
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.optimizer.update import Update
+from megatron.core.optimizer.update import Update, UpdateStep
+from megatron.core.optimizer.whole import WholeTensor
 from megatron.core.storage.stored import Stored, start_reading, start_writing
 from megatron.core.tiers.plan import SLICE, cut_in_slices
 
@@ -26,8 +28,8 @@ from megatron.core.tiers.plan import SLICE, cut_in_slices
 class Segment:
     """Neighbouring elements that are updated alike, each tensor laid out like the others.
 
-    parameters: the rounded copy of the masters that the model reads; None where writing the masters is writing that. is_away: kept in
-    a tier, and updated on the host; else where the gradients are.
+    parameters: the rounded copy of the masters that the model reads; None where writing the masters is writing that.
+    is_away: kept in a tier, and updated on the host; else where the gradients are.
     """
 
     group: ParamGroup
@@ -36,6 +38,7 @@ class Segment:
     gradients: Tensor
     parameters: Stored | None
     is_away: bool = False
+    whole: WholeTensor | None = None  # of a parameter that is updated as such: the tensors have its shape
 
     @property
     def is_tensors(self) -> bool:
@@ -54,15 +57,16 @@ class Segment:
 
 
 class SlicedUpdater:
-    """`step` updates all segments, and what the model reads of them. length: elements of a slice, a multiple of ALIGN."""
+    """`step` updates all segments, and what the model reads of them. update_of: how those of a group are updated.
+    length: elements of a slice, a multiple of ALIGN."""
 
-    def __init__(self, segments: Sequence[Segment], update: Update, length: int = SLICE):
+    def __init__(self, segments: Sequence[Segment], update_of: Callable[[ParamGroup], Update], length: int = SLICE):
         if length < 1 or length % ALIGN:
             raise ValueError(
-                f"slices of {length} elements: an update is computed in vectors, and a slice that ends within one has other bits than a "
-                f"whole update; give a multiple of {ALIGN}"
+                f"slices of {length} elements: an update is computed in vectors, and a slice that ends within one has other "
+                f"bits than a whole update; give a multiple of {ALIGN}"
             )
-        self._update = update
+        self._update_of = update_of
         self._slices = [
             segment.part(start, stop)
             for segment in segments
@@ -72,18 +76,18 @@ class SlicedUpdater:
         ]
 
     @torch.no_grad()
-    def step(self, rates: Callable[[ParamGroup], tuple[float, float]], updates: int, factor: float = 1.0) -> None:
-        """rates: group -> (learning rate, weight decay). updates: those before this one. factor: of the gradients. All is written when it
-        returns."""
+    def step(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
+        """step_of: the numbers of each group's update. All is written when it returns."""
         reading = _Reading(self._slices[0]) if self._slices else None
         writing: list[Callable[[], None]] = []
         for current, following in zip(self._slices, [*self._slices[1:], None]):
             master, moments, gradients = reading.result()
             reading = _Reading(following) if following is not None else None
             states = {kind: [values] for kind, values in moments.items()}
-            self._update([master], [gradients], states, *rates(current.group), updates, factor)
+            step = step_of(current.group)
+            self._update_of(current.group)([master], [gradients], states, step)
             if gradients.data_ptr() != current.gradients.data_ptr():  # a copy on the host was multiplied
-                current.gradients.mul_(factor)
+                current.gradients.mul_(step.factor)
             for written in writing:
                 written()
             writing = _start_writing(current, master, moments)

@@ -1,17 +1,19 @@
-"""A float32 master held as the bfloat16 weight that the model reads and a signed 16-bit residual: two bytes a parameter less.
+"""A float32 master held as the bfloat16 weight that the model reads and a signed 16-bit residual: two bytes a parameter
+less.
 
     bits of the master, an int32    =    65536 x bits of the weight, an int16    +    residual, -32768 .. 32767
 
-The weight is the master rounded to nearest, ties to even: the weight of a run that holds masters whole. 65,537 masters round to an even
-weight, one more than 16 bits tell apart: the weight itself, 32,767 on each side of it, and a tie at each end. So the tie farther from zero
-is broken before it is stored: that master moves one unit in the last place towards zero, and still rounds to the same weight.
+The weight is the master rounded to nearest, ties to even: the weight of a run that holds masters whole. 65,537 masters
+round to an even weight, one more than 16 bits tell apart: the weight itself, 32,767 on each side of it, and a tie at
+each end. So the tie farther from zero is broken before it is stored: that master moves one unit in the last place
+towards zero, and still rounds to the same weight.
 
     lower half of the master    8000 after an odd upper half    residual -32768    rounds up, kept exactly
                                 8000 after an even upper half   residual  32767    rounds down, kept as 7FFF
 
-That is one master in 131,072, by chance; every other comes back to the bit, and one that was broken is never changed again. A finite
-master too large for bfloat16 has an infinite weight, as with any rounding, and is kept exactly. The weight of a NaN is a NaN; which NaN
-it was is forgotten.
+That is one master in 131,072, by chance; every other comes back to the bit, and one that was broken is never changed
+again. A finite master too large for bfloat16 has an infinite weight, as with any rounding, and is kept exactly. The
+weight of a NaN is a NaN; which NaN it was is forgotten.
 """
 
 from collections.abc import Callable

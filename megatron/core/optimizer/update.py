@@ -1,6 +1,7 @@
 """What AdamW and SGD do to tensors, in place: torch's own functions, whose state is ours."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,83 +9,99 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.core.device import has_fused_adam
-
-# (parameters, gradients, moments by kind, learning rate, weight decay, updates before, factor of the gradients) -> updates the first and
-# the moments, and multiplies the gradients
-Update = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], float, float, int, float], None]
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
-def adam_update(*, beta1: float, beta2: float, eps: float) -> Update:
-    """torch.optim.AdamW's step, in one pass over each tensor where the device has that, the multiplication of gradients included: a pass
-    of its own for that is a quarter of the update's time (CPU)."""
+class UpdateStep(NamedTuple):
+    """The numbers of one update of one group."""
 
-    def update(
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        moments: dict[str, list[Tensor]],
-        lr: float,
-        weight_decay: float,
-        updates: int,
-        factor: float,
-    ) -> None:
-        device = parameters[0].device
-        fused = has_fused_adam(device)
-        divisor = _as_divisor(factor, gradients) if fused else None
-        if divisor is None:
-            _multiply(gradients, factor)
-        steps = torch.full((len(parameters),), float(updates), device=device if fused else "cpu").unbind()
-        adamw(
-            parameters,
-            gradients,
-            moments["exp_avg"],
-            moments["exp_avg_sq"],
-            [],
-            list(steps),
-            fused=fused,
-            amsgrad=False,
-            maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            lr=lr,
-            weight_decay=weight_decay,
-            grad_scale=divisor,
-        )
-
-    return update
+    lr: float
+    weight_decay: float
+    updates: int  # before this one
+    factor: float = 1.0  # of the gradients
 
 
-def sgd_update(momentum: float) -> Update:
-    """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike Adam's, the decay passes through the momentum."""
+# (parameters, gradients, states by name, step) -> updates the first and the states, and multiplies the gradients. An
+# update of whole
+# tensors is given a list of WholeTensor too.
+Update = Callable[..., None]
 
-    def update(
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        moments: dict[str, list[Tensor]],
-        lr: float,
-        weight_decay: float,
-        updates: int,
-        factor: float,
-    ) -> None:
-        del updates
-        _multiply(gradients, factor)
-        sgd(
-            parameters,
-            gradients,
-            moments.get("momentum_buffer", [None] * len(parameters)),
-            momentum=momentum,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            lr=lr,
-            weight_decay=weight_decay,
-        )
 
-    return update
+def make_update(config: OptimizerConfig, name: str | None) -> Update:
+    """The update of the optimizer of that name, of --optimizer if None."""
+    rule = config.rule(name)
+    update = rule.update(config)
+
+    def scaled(parameters: list[Tensor], gradients: list[Tensor], *others: Any) -> None:
+        _multiply(gradients, others[1].factor)
+        update(parameters, gradients, *others)
+
+    return update if rule.scales else scaled
+
+
+def adam_update(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: dict[str, list[Tensor]],
+    step: UpdateStep,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """torch.optim.AdamW's step, in one pass over each tensor where the device has that, the multiplication of gradients
+    included: a pass of its own for that is a quarter of the update's time (CPU)."""
+    device = parameters[0].device
+    fused = has_fused_adam(device)
+    divisor = _as_divisor(step.factor, gradients) if fused else None
+    if divisor is None:
+        _multiply(gradients, step.factor)
+    steps = torch.full((len(parameters),), float(step.updates), device=device if fused else "cpu").unbind()
+    adamw(
+        parameters,
+        gradients,
+        states["exp_avg"],
+        states["exp_avg_sq"],
+        [],
+        list(steps),
+        fused=fused,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        grad_scale=divisor,
+    )
+
+
+def sgd_update(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: dict[str, list[Tensor]],
+    step: UpdateStep,
+    *,
+    momentum: float,
+) -> None:
+    """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike Adam's, the decay passes through the
+    momentum."""
+    sgd(
+        parameters,
+        gradients,
+        states.get("momentum_buffer", [None] * len(parameters)),
+        momentum=momentum,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+    )
 
 
 def _as_divisor(factor: float, gradients: list[Tensor]) -> Tensor | None:
-    """By what the fused kernel divides gradients: a float32, so that it is None where that would not be as exact as their own type."""
+    """By what the fused kernel divides gradients: a float32, so that it is None where that would not be as exact as
+    their own type."""
     if factor == 1 or gradients[0].dtype != torch.float32 or not 1e-30 < abs(factor) < 1e30:
         return None
     return torch.full((), 1 / factor, device=gradients[0].device)

@@ -7,8 +7,9 @@ import torch
 
 from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint, LocalTensor
-from megatron.core.config import ConfigError
+from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
@@ -195,10 +196,15 @@ def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
             f"--load {runtime.config.checkpoint.load} holds the state of --optimizer {theirs['optimizer']}, this run has "
             f"{mine['optimizer']}; --no-load-optim starts with the weights alone"
         )
-    if mine["optimizer"] == "sgd" and bool(mine["sgd_momentum"]) > bool(theirs["sgd_momentum"]):
+    before = build(OptimizerConfig, theirs)
+    if lacking := [kind for kind in runtime.config.optimizer.moments if kind not in before.moments]:
+        was = ", ".join(
+            f"{flags_of(field)[0]} was {theirs[field.name]}"
+            for field in knobs(OptimizerConfig)
+            if theirs.get(field.name, mine[field.name]) != mine[field.name]
+        )
         raise ConfigError(
-            f"--load {runtime.config.checkpoint.load} holds no momentum (--sgd-momentum was 0); --no-load-optim starts "
-            "with the weights alone"
+            f"--load {runtime.config.checkpoint.load} holds no {', '.join(lacking)} ({was}); --no-load-optim starts with the weights alone"
         )
 
 

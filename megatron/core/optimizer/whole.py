@@ -1,0 +1,79 @@
+"""The whole tensor of a parameter whose parts lie on several tensor-parallel ranks, for updates that compute with
+matrices.
+
+    whole = tensor.gather(momentum)        one all-gather over tp; every rank of it must call, for its parameters in their order
+    momentum_part = tensor.part(direction(whole))
+
+So an update is written as for one process, and is the same in every layout. A rank computes what its neighbours in tp
+compute too.
+"""
+
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import comm
+from megatron.core.boxes import Box, slices
+from megatron.core.config import ConfigError
+from megatron.core.grid import ALONE, Axis
+from megatron.core.mesh import Mesh
+from megatron.core.placement import pieces
+
+Pieces = list[tuple[Box, Box]]  # (box in the whole tensor, box in the local one)
+
+
+class WholeTensor:
+    """One parameter. shape: of the whole; local: of the part, padding included; pieces: those of each rank of the
+    axis."""
+
+    def __init__(self, shape: tuple[int, ...], local: tuple[int, ...], axis: Axis, pieces: list[Pieces]):
+        self.shape, self._local = shape, local
+        self._axis, self._pieces = axis, pieces
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """The whole of something laid out like the parameter, without padding; `mine` itself where it is all of it."""
+        if self._axis.size == 1:
+            return mine
+        whole = mine.new_zeros(self.shape)
+        for part, held in zip(comm.all_gather(mine.contiguous(), self._axis).chunk(self._axis.size), self._pieces):
+            for box, local in held:
+                whole[slices(box)] = part[slices(local)]
+        return whole
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What this rank holds of it, with zeros as padding."""
+        if self._axis.size == 1:
+            return whole
+        mine = whole.new_zeros(self._local)
+        for box, local in self._pieces[self._axis.rank]:
+            mine[slices(local)] = whole[slices(box)]
+        return mine
+
+
+def whole_tensors(
+    parameters: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device | str
+) -> dict[str, WholeTensor]:
+    """Of each parameter. The ranks of tp tell one another what they hold: every one of them must call, with its parts
+    of the same ones."""
+    tp = mesh["tp"]
+    found, divided = {}, {}
+    for name, parameter in parameters.items():
+        placement, local = parameter.placement, tuple(parameter.shape)
+        if others := set(placement.shard) - {"tp"}:
+            raise ConfigError(
+                f"{name} is divided over {', '.join(others)}; an optimizer of whole tensors gathers over tp only"
+            )
+        if placement.shard or placement.rows:
+            divided[name] = pieces(placement, local, mesh)
+        else:
+            found[name] = WholeTensor(local, local, ALONE, [])
+    if not divided:
+        return found
+    held = [json.loads(text) for text in comm.all_gather_texts(json.dumps(divided), tp, device)]
+    for name in divided:
+        parameter = parameters[name]
+        of_rank = [theirs[name] for theirs in held]
+        found[name] = WholeTensor(parameter.placement.shape, tuple(parameter.shape), tp, of_rank)
+    return found
