@@ -27,6 +27,7 @@ ROWS = [
         "boxes",
         "enums",
         "errors",
+        "pending",
         "lazy",
         "batch_size",
         "launch",

@@ -387,7 +387,7 @@ def my_pieces(
             continue
         slot, shard, buffer = held[name]
         for start, stop in overlaps(buffer.owned, slot.start, slot.stop) if buffer.axes.replica.is_first else ():
-            values, run = start_reading(shard.at(start, stop))(), (start - slot.start, stop - slot.start)
+            values, run = start_reading(shard.at(start, stop)).wait(), (start - slot.start, stop - slot.start)
             for box, ((first, last),) in pieces_of_run(owned, run, shape):
                 result.append((name, placement.shape, box, values[first:last].reshape(size_of(box)).clone()))
     return result

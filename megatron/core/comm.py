@@ -15,6 +15,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.grid import Axis
+from megatron.core.pending import Pending, done
 
 # ---------------------------------------------------------------- the ledger
 
@@ -81,20 +83,16 @@ def bytes_sent(call: Call) -> float:
 # ---------------------------------------------------------------- what a group can do
 
 
-class Work(Protocol):
-    def wait(self) -> Any: ...
-
-
 class Group(Protocol):
     """The communicator behind an axis: torch.distributed in a job, a double in tests. Every call starts, none waits."""
 
-    def all_reduce(self, x: Tensor, op: str) -> Work: ...
-    def all_gather(self, out: Tensor, x: Tensor) -> Work: ...
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work: ...
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work: ...
-    def broadcast(self, x: Tensor, source: int) -> Work: ...
-    def send(self, x: Tensor, to: int) -> Work: ...
-    def recv(self, x: Tensor, source: int) -> Work: ...
+    def all_reduce(self, x: Tensor, op: str) -> Pending[Any]: ...
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
+    def broadcast(self, x: Tensor, source: int) -> Pending[Any]: ...
+    def send(self, x: Tensor, to: int) -> Pending[Any]: ...
+    def recv(self, x: Tensor, source: int) -> Pending[Any]: ...
 
 
 # torch 2.13 renames these two and warns of the old names; older releases know the old ones only.
@@ -131,52 +129,43 @@ def as_peer_error() -> Iterator[None]:
         raise LostPeerError(f"lost contact with another rank: {reason}") from error
 
 
-class TorchWork:
-    """A started call of torch.distributed. On an accelerator `wait` lets the stream that computes wait, and not the host."""
-
-    def __init__(self, work: dist.Work):
-        self._work = work
-
-    def wait(self) -> None:
-        with as_peer_error():
-            self._work.wait()
-
-
 class TorchGroup:
     """A torch.distributed process group as a `Group`. Positions within the group, not global ranks, name the peers."""
 
     def __init__(self, process_group: dist.ProcessGroup):
         self.process_group = process_group
 
-    def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> TorchWork:
+    def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> Pending[None]:
+        """On an accelerator waiting for it lets the stream that computes wait, and not the host."""
         with as_peer_error():
-            return TorchWork(call(*tensors, group=self.process_group, **options))
+            work = call(*tensors, group=self.process_group, **options)
+        return Pending(partial(_wait_for, work))
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
+    def all_reduce(self, x: Tensor, op: str) -> Pending[Any]:
         return self._start(dist.all_reduce, x, op=_OPS[op], async_op=True)
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
         return self._start(_all_gather_single, out, x, async_op=True)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
         return self._start(_reduce_scatter_single, out, x, async_op=True)
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending[Any]:
         return self._start(dist.all_to_all_single, out, x, async_op=True)
 
-    def broadcast(self, x: Tensor, source: int) -> Work:
+    def broadcast(self, x: Tensor, source: int) -> Pending[Any]:
         return self._start(dist.broadcast, x, group_src=source, async_op=True)
 
-    def send(self, x: Tensor, to: int) -> Work:
+    def send(self, x: Tensor, to: int) -> Pending[Any]:
         return self._start(dist.isend, x, group_dst=to)
 
-    def recv(self, x: Tensor, source: int) -> Work:
+    def recv(self, x: Tensor, source: int) -> Pending[Any]:
         return self._start(dist.irecv, x, group_src=source)
 
 
-class _Done:
-    def wait(self) -> None:
-        """It has been waited for."""
+def _wait_for(work: dist.Work) -> None:
+    with as_peer_error():
+        work.wait()
 
 
 class StoreGroup:
@@ -191,18 +180,18 @@ class StoreGroup:
     def __init__(self, store: dist.Store, rank: int, size: int):
         self._store, self._rank, self._size = store, rank, size
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
+    def all_reduce(self, x: Tensor, op: str) -> Pending[Any]:
         key = self._put(x)
         if self._rank == 0:
             parts = torch.stack([self._get(f"{key}/{rank}", x) for rank in range(self._size)])
             self._store.set(key, (parts.sum(0) if op == "sum" else parts.amax(0)).numpy().tobytes())
         x.copy_(self._get(key, x))
-        return _Done()
+        return done()
 
-    def broadcast(self, x: Tensor, source: int) -> Work:
+    def broadcast(self, x: Tensor, source: int) -> Pending[Any]:
         key = self._put(x)
         x.copy_(self._get(f"{key}/{source}", x))
-        return _Done()
+        return done()
 
     def _put(self, x: Tensor) -> str:
         key = f"megatron/agreement/{next(self._calls)}"
@@ -217,64 +206,33 @@ class StoreGroup:
         return torch.frombuffer(data, dtype=x.dtype).view(x.shape) if data else x
 
 
-class Pending:
-    """A started call. `wait()` gives its result; until then the object keeps every tensor of the call alive."""
-
-    def __init__(self, result: Tensor, work: Work | None = None, *keep: Tensor):
-        self._result, self._work, self._keep = result, work, keep
-
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work, self._keep = None, ()
-        return self._result
-
-
-class _WideSum(Pending):
-    """A started exchange of parts, whose result is their sum in another dtype, in the order of the ranks."""
-
-    def __init__(self, parts: Pending, ranks: int, dtype: torch.dtype):
-        self._parts: Pending | None = parts
-        self._ranks, self._dtype = ranks, dtype
-
-    def wait(self) -> Tensor:
-        if self._parts is not None:
-            first, *others = self._parts.wait().chunk(self._ranks)
-            self._result, self._parts = first.to(self._dtype), None
-            for part in others:
-                self._result.add_(part)
-        return self._result
-
-
-class _RangedWork:
-    """A work whose wait is a range in torch's profiler."""
-
-    def __init__(self, name: str, work: Work):
-        self._name, self._work_inside = name, work
-
-    def wait(self) -> Any:
-        with record_function(self._name):
-            return self._work_inside.wait()
-
-
-def _issue(op: str, axis: Axis, x: Tensor, start: Callable[[], Work]) -> Work:
-    """Enter the call in the ledger, and start it."""
+def _issue(
+    op: str, axis: Axis, x: Tensor, start: Callable[[], Pending[Any]], result: Tensor | None = None
+) -> Pending[Tensor]:
+    """Enter the call in the ledger, and start it. result: what the call fills, where that is not `x`."""
     call = Call(op, axis.name, x.numel() * x.element_size(), axis.size)
     axis.ledger.note(call)
-    if not axis.ledger.profiled:
-        return start()
-    with record_function(f"{op} {axis.name} ({call.bytes} bytes)"):
-        return _RangedWork(f"wait for {op} {axis.name}", start())
+    span = record_function if axis.ledger.profiled else contextlib.nullcontext
+    result = x if result is None else result
+    with span(f"{op} {axis.name} ({call.bytes} bytes)"):
+        work = start()
+
+    def finish() -> Tensor:
+        with span(f"wait for {op} {axis.name}"):
+            work.wait()
+        return result
+
+    return Pending(finish, result, x)
 
 
 # ---------------------------------------------------------------- collectives: every rank of the axis must call
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
     """Begin the sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
     if axis.size == 1:
-        return Pending(x)
-    return Pending(x, _issue("all_reduce", axis, x, lambda: axis.group.all_reduce(x, op)))
+        return done(x)
+    return _issue("all_reduce", axis, x, lambda: axis.group.all_reduce(x, op))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -282,16 +240,16 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return start_all_reduce(x, axis, op).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending[Tensor]:
     """Begin to put the ranks' `x` one after the other along dimension 0, into `out` if given. All ranks' x have one shape.
 
     `out` must be contiguous and share no memory with x. One rank alone gets its x back, and `out` stays as it is.
     """
     if axis.size == 1:
-        return Pending(x)
+        return done(x)
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
-    return Pending(out, _issue("all_gather", axis, x, lambda: axis.group.all_gather(out, x)), x)
+    return _issue("all_gather", axis, x, lambda: axis.group.all_gather(out, x), out)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -303,13 +261,13 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return start_all_gather(x.movedim(dim, 0), axis).wait().movedim(0, dim).contiguous()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Begin to sum `x` over the axis, each rank receiving its part of dimension 0."""
     if axis.size == 1:
-        return Pending(x)
+        return done(x)
     x = x.contiguous()
     out = x.new_empty((my_part(x.shape[0], axis).stop - my_part(x.shape[0], axis).start, *x.shape[1:]))
-    return Pending(out, _issue("reduce_scatter", axis, x, lambda: axis.group.reduce_scatter(out, x)), x)
+    return _issue("reduce_scatter", axis, x, lambda: axis.group.reduce_scatter(out, x), out)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -317,17 +275,25 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(x, axis).wait()
 
 
-def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Begin what `start_reduce_scatter` does, but sum in `dtype`: every part travels once, as in a reduce-scatter, and as it is,
     where that would round each partial sum. Always in the order of the ranks. One rank alone gets its x back.
     """
     if axis.size == 1:
-        return Pending(x)
+        return done(x)
     my_part(x.shape[0], axis)  # which must come out even
     x = x.contiguous()
     out = torch.empty_like(x)
-    exchanging = Pending(out, _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x)), x)
-    return _WideSum(exchanging, axis.size, dtype)
+    exchanging = _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out)
+    return Pending(lambda: _sum_in(dtype, exchanging.wait().chunk(axis.size)), out)
+
+
+def _sum_in(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
+    """Added up in the order given."""
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total.add_(part)
+    return total
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
@@ -351,15 +317,15 @@ def my_part(size: int, axis: Axis) -> slice:
 # ---------------------------------------------------------------- transfers between two ranks of an axis
 
 
-def start_send(x: Tensor, axis: Axis, to: int) -> Pending:
+def start_send(x: Tensor, axis: Axis, to: int) -> Pending[Tensor]:
     """Begin to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order they were sent."""
     x = x.contiguous()
-    return Pending(x, _issue("send", axis, x, lambda: axis.group.send(x, to)))
+    return _issue("send", axis, x, lambda: axis.group.send(x, to))
 
 
-def start_recv(x: Tensor, axis: Axis, source: int) -> Pending:
+def start_recv(x: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
     """Begin to fill `x` with what the rank at position `source` sends. The shape and dtype must be the sender's."""
-    return Pending(x, _issue("recv", axis, x, lambda: axis.group.recv(x, source)))
+    return _issue("recv", axis, x, lambda: axis.group.recv(x, source))
 
 
 # ---------------------------------------------------------------- agreement

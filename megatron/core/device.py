@@ -3,13 +3,13 @@
 import ctypes
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
+from megatron.core.pending import Pending, done
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
@@ -212,11 +212,10 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True)  # the allocator lends that memory again once it is read
 
 
-def start_to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy `x` into memory of the host; the call that is returned, on any thread, waits for that and gives it. What is there
-    already is given as it is."""
+def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
+    """Begin to copy `x` into memory of the host; any thread may wait for it. What is there already is given as it is."""
     if x.device.type == "cpu":
-        return lambda: x
+        return done(x)
     there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     there.copy_(x, non_blocking=True)
     arrived = torch.Event(device=x.device)
@@ -226,7 +225,7 @@ def start_to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
         arrived.synchronize()
         return there
 
-    return result
+    return Pending(result)
 
 
 def has_fused_adam(device: torch.device) -> bool:

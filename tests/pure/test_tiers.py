@@ -23,6 +23,7 @@ from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.update import UpdateStep, adam_update
+from megatron.core.pending import done
 from megatron.core.storage.stored import copy_stored, loaded, start_reading, start_writing
 from megatron.core.tiers import block_file
 from megatron.core.tiers.block_file import BlockFile, OffloadError
@@ -64,11 +65,11 @@ def test_a_file_tensor_is_a_tensor_to_those_who_read_and_write_ranges(tier):
         else:
             expected, read = mirror[start:stop].clone(), start_reading(stored[start:stop])
             compared.append((read, expected))
-    assert all(torch.equal(read(), expected) for read, expected in compared)
+    assert all(torch.equal(read.wait(), expected) for read, expected in compared)
     for written in pending:
-        written()
+        written.wait()
     assert torch.equal(torch.cat(list(loaded(stored))), mirror)
-    assert start_reading(other)().tolist() == [0.0] * 10
+    assert start_reading(other).wait().tolist() == [0.0] * 10
 
 
 def test_boxes_of_a_file_tensor_are_those_of_a_tensor(tier):
@@ -80,11 +81,11 @@ def test_boxes_of_a_file_tensor_are_those_of_a_tensor(tier):
         values = torch.arange(mirror[where].numel()).view(mirror[where].shape) + 10.0 * number
         stored.put(box, values)
         mirror[where] = values.bfloat16()
-    assert torch.equal(start_reading(stored)(), mirror)
-    assert torch.equal(start_reading(stored.box(((1, 3), (0, 4), (0, 3))))(), mirror[1:3])
+    assert torch.equal(start_reading(stored).wait(), mirror)
+    assert torch.equal(start_reading(stored.box(((1, 3), (0, 4), (0, 3)))).wait(), mirror[1:3])
     scalar = tier.zeros(1, torch.float32).view(())
     scalar.put((), torch.tensor(3.0))
-    assert start_reading(scalar)().item() == 3.0
+    assert start_reading(scalar).wait().item() == 3.0
 
 
 def test_copies_between_file_and_memory_convert(tier, monkeypatch):
@@ -100,8 +101,8 @@ def test_copies_between_file_and_memory_convert(tier, monkeypatch):
 
 def test_nothing_can_be_read_and_written(tier):
     empty = tier.zeros(8, torch.float32)[:0]
-    start_writing(empty, torch.empty(0))()
-    assert start_reading(empty)().shape == (0,) and list(loaded(empty)) == []
+    start_writing(empty, torch.empty(0)).wait()
+    assert start_reading(empty).wait().shape == (0,) and list(loaded(empty)) == []
 
 
 # ---------------------------------------------------------------- damage
@@ -109,7 +110,7 @@ def test_nothing_can_be_read_and_written(tier):
 
 def test_a_flipped_bit_is_found_wherever_it_is(tier):
     stored = tier.zeros(100, torch.float32)
-    start_writing(stored, torch.randn(100))()
+    start_writing(stored, torch.randn(100)).wait()
     path = tier.folder.path / "state"
     for at in (0, 63, 64, 250, 399):
         data = bytearray(path.read_bytes())
@@ -117,24 +118,24 @@ def test_a_flipped_bit_is_found_wherever_it_is(tier):
         path.write_bytes(data)
         number = at // 4
         with pytest.raises(OffloadError, match=f"{at // 64 * 64}"):
-            start_reading(stored[number : number + 1])()
+            start_reading(stored[number : number + 1]).wait()
         data[at] ^= 1 << (at % 8)
         path.write_bytes(data)
-    start_reading(stored)()
+    start_reading(stored).wait()
 
 
 def test_a_file_cut_off_is_an_error_in_words_and_writing_beside_damage_does_not_bless_it(tier):
     stored = tier.zeros(100, torch.float32)
-    start_writing(stored, torch.ones(100))()
+    start_writing(stored, torch.ones(100)).wait()
     path = tier.folder.path / "state"
     with open(path, "r+b") as file:
         file.seek(5)
         file.write(b"x")
     with pytest.raises(OffloadError, match="are not those that were written"):
-        start_writing(stored[8:9], torch.ones(1))()
+        start_writing(stored[8:9], torch.ones(1)).wait()
     os.truncate(path, 300)
     with pytest.raises(OffloadError, match=r"(?s)320.*448.*--offload-dir"):
-        start_reading(stored[80:90])()
+        start_reading(stored[80:90]).wait()
 
 
 def adam(beta1: float = 0.9):
@@ -166,7 +167,7 @@ def test_an_update_ends_when_its_last_write_does(tier, number, monkeypatch):
 def test_gradients_are_multiplied_once_where_they_lie_too(copied: bool, monkeypatch):
     """The host updates with a copy of what lies on an accelerator, and what looks at gradients afterwards finds the clipped ones."""
     if copied:
-        monkeypatch.setattr(sliced, "_start_fetching", lambda stored: lambda: stored.clone())
+        monkeypatch.setattr(sliced, "_start_fetching", lambda stored: done(stored.clone()))
     state, gradients = [torch.zeros(32) for _ in range(3)], torch.full((32,), 3.0)
     segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), gradients, None, is_away=True)
     updater = SlicedUpdater([segment], adam(beta1=0.0), 16)

@@ -75,7 +75,7 @@ GONE = "NCCL error in: NCCLUtils.cpp:94, remote process exited\nncclRemoteError:
 )
 def test_an_error_of_the_own_device_is_not_taken_for_a_lost_rank(error: Exception, is_own: bool):
     with pytest.raises(type(error) if is_own else comm.LostPeerError) as caught:
-        comm.TorchWork(Failing(error)).wait()
+        comm.TorchGroup(None)._start(lambda group: Failing(error)).wait()
     assert isinstance(caught.value, comm.LostPeerError) is not is_own
 
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
+from megatron.core.pending import Pending
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.tiers import activations
 from megatron.core.tiers.activations import StageActivations, TierRoom
@@ -56,13 +57,7 @@ class LateCopies:
             target.fill_(float("nan"))
         else:
             target.fill_(255)  # bytes of a NaN
-        held = [target, source]
-
-        def wait() -> None:
-            held[0].copy_(held[1])
-            held.clear()
-
-        return wait
+        return Pending(lambda: target.copy_(source))
 
 
 @pytest.fixture

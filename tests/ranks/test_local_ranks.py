@@ -43,7 +43,7 @@ STARTS = [comm.start_all_reduce, comm.start_all_gather, comm.start_reduce_scatte
 def test_a_late_result_is_poisoned_until_the_wait(start: Callable):
     def work(mesh):
         pending = start(mine(mesh), mesh["tp"])
-        early = pending._result.clone()
+        early = pending._keep[0].clone()
         return early, pending.wait()
 
     for early, late in run_ranks({"tp": 2}, work, delayed=True):

@@ -124,7 +124,7 @@ def state_of(tiny: TinyTrainer) -> list[Tensor]:
     tiny.finish_param_gather()
     kept = checkpointing.model_tensors(tiny.model, tiny.mesh) | checkpointing.optimizer_tensors(tiny.adam, tiny.mesh)
     whole = [local.tensor for _, local in sorted(kept.items())]
-    return [start_reading(x)().detach().flatten().clone() for x in whole]
+    return [start_reading(x).wait().detach().flatten().clone() for x in whole]
 
 
 def trained(
@@ -175,7 +175,7 @@ def test_what_was_read_ahead_is_forgotten_before_an_update(tmp_path):
         bucket = chunk._buckets[0]
         bucket.read_ahead()
         for stored in chunk.buffers[0].owned_params.tensors:
-            start_writing(stored, torch.full(stored.shape, 7.0))()
+            start_writing(stored, torch.full(stored.shape, 7.0)).wait()
         chunk.finish_param_gather()
         bucket.start_gather()
         bucket.finish_gather()

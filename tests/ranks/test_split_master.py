@@ -46,7 +46,7 @@ class Whole(FlatOptimizer):
     def step(self, *rates, **options) -> None:
         super().step(*rates, **options)  # rounds masters to nearest even, as torch does
         for stored in (tensor for masters in self.masters for tensor in masters.tensors):
-            start_writing(stored, kept(start_reading(stored)()))()
+            start_writing(stored, kept(start_reading(stored).wait())).wait()
 
 
 # ---------------------------------------------------------------- one number
@@ -88,16 +88,16 @@ def test_what_is_no_number_stays_none():
 def test_a_split_master_is_used_like_a_tensor():
     weight, residual = torch.ones(12, dtype=torch.bfloat16), torch.zeros(12, dtype=torch.int16)
     master = SplitMaster(weight, residual)
-    assert start_reading(master)().tolist() == [1.0] * 12
+    assert start_reading(master).wait().tolist() == [1.0] * 12
     new = torch.randn(12, generator=torch.Generator().manual_seed(1))
-    master[2:8].start_writing(new[2:8])()
+    master[2:8].start_writing(new[2:8]).wait()
     master.view((3, 4)).put(((2, 3), (1, 3)), new[9:11].view(1, 2))
     expected = torch.ones(12)
     expected[2:8], expected[9:11] = new[2:8], new[9:11]
-    assert torch.equal(start_reading(master)(), expected)
+    assert torch.equal(start_reading(master).wait(), expected)
     assert torch.equal(weight, expected.bfloat16())
     assert [part.numel() for part in master.parts(20)] == [5, 5, 2]
-    assert master[3:3].start_reading()().numel() == 0
+    assert master[3:3].start_reading().wait().numel() == 0
 
 
 # ---------------------------------------------------------------- a run
@@ -199,8 +199,8 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
         for number in range(2):
             tiny.step(number)
         for master in (x for masters in tiny.adam.masters for x in masters.tensors):
-            ties = start_reading(master)().view(torch.int32) & ~0xFFFF | 0x8000
-            start_writing(master, ties.view(torch.float32))()
+            ties = start_reading(master).wait().view(torch.int32) & ~0xFFFF | 0x8000
+            start_writing(master, ties.view(torch.float32)).wait()
         tiny.adam.publish_masters()
         for chunk in tiny.model:
             chunk.gather_params()
@@ -234,7 +234,7 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
 
     def compare(local, whole: Tensor) -> None:
         for box, inside in (*local.pieces, *local.copies):
-            values = start_reading(local.region((box, inside)))()
+            values = start_reading(local.region((box, inside))).wait()
             assert torch.equal(values, whole[tuple(slice(a, b) for a, b in box)])
 
     for options, work in ((first, save), (second, load)):

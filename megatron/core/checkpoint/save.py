@@ -180,7 +180,7 @@ def _write_piece(file: BinaryIO, name: str, local: LocalTensor, piece: tuple[Box
 def _chunks(x: Stored) -> Iterator[Tensor]:
     """The elements of `x` in row-major order, as tensors of at most `_CHUNK` bytes: views, or made one by one."""
     if isinstance(x, StoredTensor):
-        yield from (part.start_reading()() for part in x.parts(_CHUNK))
+        yield from (part.start_reading().wait() for part in x.parts(_CHUNK))
         return
     if x.nbytes <= _CHUNK:
         yield x

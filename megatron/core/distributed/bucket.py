@@ -1,7 +1,5 @@
 """A bucket: the part of a buffer whose gradients are summed by one call, and whose parameters are gathered by one."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from megatron.core import comm
@@ -10,6 +8,7 @@ from megatron.core.distributed import released
 from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.first_grads import FirstGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
+from megatron.core.pending import Pending
 from megatron.core.storage.stored import start_reading, start_writing
 
 
@@ -52,9 +51,9 @@ class Bucket:
             {s.name: (s.start - start, s.stop - start) for s in buffer.plan.slots if s.name in self.missing},
             stop - start,
         )
-        self._reducing: comm.Pending | None = None
-        self._gathering: comm.Pending | None = None
-        self._reading: Callable[[], Tensor] | None = None
+        self._reducing: Pending[Tensor] | None = None
+        self._gathering: Pending[Tensor] | None = None
+        self._reading: Pending[Tensor] | None = None
 
     # ---------------------------------------------------------------- gradients
 
@@ -163,12 +162,12 @@ class Bucket:
     def gather_updated(self) -> None:
         """After an update: fetch what the other ranks of `axes.outer` have updated of what this rank holds."""
         outer = self.buffer.axes.outer
-        mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)])()
+        mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)]).wait()
         mine = to_device(mine, self.buffer.device)
         if isinstance(self.held_params, Tensor) and self.held_params.device == self.buffer.device:
             comm.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
         else:
-            start_writing(self.held_params, comm.all_gather(mine, outer))()
+            start_writing(self.held_params, comm.all_gather(mine, outer)).wait()
 
     def start_gather(self) -> None:
         """Begin to fetch the other ranks' parts of the parameters."""
@@ -177,7 +176,7 @@ class Bucket:
         if self._params is not None:
             self._comes("gathers the parameters")
             reading, self._reading = self._reading or start_reading(self.held_params), None
-            mine, out = to_device(reading(), self.buffer.device), self._params.open()
+            mine, out = to_device(reading.wait(), self.buffer.device), self._params.open()
             if self.buffer.axes.shard.size == 1:
                 out.copy_(mine)
             self._gathering = comm.start_all_gather(mine, self.buffer.axes.shard, out=out)

@@ -196,7 +196,7 @@ class ParamAndGradBuffer:
         """Of a bucket's parameters, which begin at element `first`, keep what this rank holds."""
         for start, stop in overlaps(self.held, first, first + params.data.numel()):
             mine = params.data[start - first : stop - first].clone()  # memory that numpy has seen stays for good
-            start_writing(self.held_params.at(start, stop), mine)()
+            start_writing(self.held_params.at(start, stop), mine).wait()
         params.release()
 
 

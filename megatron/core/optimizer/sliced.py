@@ -10,6 +10,7 @@ begins.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import Update, UpdateStep
 from megatron.core.optimizer.whole import WholeTensor
+from megatron.core.pending import Pending, all_of, done
 from megatron.core.storage.stored import Stored, start_reading, start_writing
 from megatron.core.tiers.plan import SLICE, cut_in_slices
 
@@ -78,21 +80,19 @@ class SlicedUpdater:
     @torch.no_grad()
     def step(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
         """step_of: the numbers of each group's update. All is written when it returns."""
-        reading = _Reading(self._slices[0]) if self._slices else None
-        writing: list[Callable[[], None]] = []
+        reading = _start_reading(self._slices[0]) if self._slices else None
+        writing: Pending[Any] = done()
         for current, following in zip(self._slices, [*self._slices[1:], None]):
-            master, moments, gradients = reading.result()
-            reading = _Reading(following) if following is not None else None
+            master, moments, gradients = reading.wait()
+            reading = _start_reading(following) if following is not None else None
             states = {kind: [values] for kind, values in moments.items()}
             step = step_of(current.group)
             self._update_of(current.group)([master], [gradients], states, step)
             if gradients.data_ptr() != current.gradients.data_ptr():  # a copy on the host was multiplied
                 current.gradients.mul_(step.factor)
-            for written in writing:
-                written()
+            writing.wait()
             writing = _start_writing(current, master, moments)
-        for written in writing:
-            written()
+        writing.wait()
 
 
 _LONGER_ON_DEVICE = 8  # of an accelerator: 8 M elements, else starting kernels would take longer than they do
@@ -103,29 +103,24 @@ def _on_host(segment: Segment) -> bool:
     return segment.is_away or segment.gradients.device.type == "cpu"
 
 
-class _Reading:
-    """A slice on its way to where it is updated."""
-
-    def __init__(self, part: Segment):
-        start = _start_fetching if part.is_away else start_reading
-        self._master = start(part.master)
-        self._moments = {kind: start(stored) for kind, stored in part.moments.items()}
-        self._gradients = start(part.gradients)
-
-    def result(self) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        return self._master(), {kind: fetched() for kind, fetched in self._moments.items()}, self._gradients()
+def _start_reading(part: Segment) -> Pending[tuple[Tensor, dict[str, Tensor], Tensor]]:
+    """Begin to bring a slice to where it is updated: (master, moments, gradients)."""
+    start = _start_fetching if part.is_away else start_reading
+    master, moments = start(part.master), {kind: start(stored) for kind, stored in part.moments.items()}
+    gradients = start(part.gradients)
+    return Pending(lambda: (master.wait(), {kind: one.wait() for kind, one in moments.items()}, gradients.wait()))
 
 
-def _start_fetching(stored: Stored) -> Callable[[], Tensor]:
-    """Begin to copy to the host what is not there; the call that is returned gives it."""
+def _start_fetching(stored: Stored) -> Pending[Tensor]:
+    """Begin to copy to the host what is not there."""
     if isinstance(stored, SplitMaster):
         return stored.start_reading(_start_fetching)
     return start_to_host(stored) if isinstance(stored, Tensor) else start_reading(stored)
 
 
-def _start_writing(part: Segment, master: Tensor, moments: dict[str, Tensor]) -> list[Callable[[], None]]:
+def _start_writing(part: Segment, master: Tensor, moments: dict[str, Tensor]) -> Pending[Any]:
     writing = [start_writing(part.moments[kind], values) for kind, values in moments.items()]
     writing.append(start_writing(part.master, master))
     if part.parameters is not None:
         writing.append(start_writing(part.parameters, master))
-    return writing
+    return all_of(writing)

@@ -17,10 +17,12 @@ weight of a NaN is a NaN; which NaN it was is forgotten.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.pending import Pending, all_of
 from megatron.core.storage.stored import Stored, StoredTensor, start_reading, start_writing
 
 _NAN = 0x7FC00000  # whose lower half is zero; that of NVIDIA's, 0x7FFFFFFF, would round to minus zero
@@ -55,17 +57,11 @@ class SplitMaster(StoredTensor):
     def __getitem__(self, rows: slice) -> "SplitMaster":
         return SplitMaster(self.weight[rows], self.residual[rows])
 
-    def start_reading(self, start: Callable[[Stored], Callable[[], Tensor]] = start_reading) -> Callable[[], Tensor]:
+    def start_reading(self, start: Callable[[Stored], Pending[Tensor]] = start_reading) -> Pending[Tensor]:
         """start: how to begin to read each half."""
         weight, residual = start(self.weight), start(self.residual)
-        return lambda: join_master(weight(), residual())
+        return Pending(lambda: join_master(weight.wait(), residual.wait()))
 
-    def start_writing(self, values: Tensor) -> Callable[[], None]:
+    def start_writing(self, values: Tensor) -> Pending[Any]:
         halves = zip((self.weight, self.residual), split_master(values.detach().float().contiguous()))
-        writing = [start_writing(stored, half) for stored, half in halves]
-
-        def wait() -> None:
-            for written in writing:
-                written()
-
-        return wait
+        return all_of(start_writing(stored, half) for stored, half in halves)

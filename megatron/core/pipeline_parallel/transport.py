@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.errors import sequence_parallel_hint
 from megatron.core.grid import Axis
+from megatron.core.pending import Pending, all_of
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,7 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-class Transfer:
-    """Tensors on their way. `wait()` gives those that have arrived, or says that those sent may be reused."""
-
-    def __init__(self, pending: list[comm.Pending], specs: tuple[TensorSpec, ...], scattered_over: Axis | None = None):
-        self._pending, self._specs, self._axis = pending, specs, scattered_over
-
-    def wait(self) -> tuple[Tensor, ...]:
-        arrived = [one.wait() for one in self._pending]
-        if self._axis is not None:
-            arrived = [comm.all_gather(part, self._axis).view(spec.shape) for part, spec in zip(arrived, self._specs)]
-        return tuple(arrived)
+Transfer = Pending[tuple[Tensor, ...]]  # whose result has arrived, or may be reused where it was sent
 
 
 class Transport:
@@ -86,7 +77,7 @@ class Transport:
         axis, over = self.axes[direction], self._copies_over
         if over is not None:
             tensors = tuple(x.reshape(-1)[comm.my_part(x.numel(), over)] for x in tensors)
-        return Transfer([comm.start_send(x, axis, to) for x in tensors], self.boundary)
+        return all_of(comm.start_send(x, axis, to) for x in tensors)
 
     def post(self, direction: str, source: int) -> Transfer:
         """Begin to receive what pipeline rank `source` sends next in this direction."""
@@ -96,7 +87,12 @@ class Transport:
         for x in made if self._poison else ():
             if x.is_floating_point():
                 x.fill_(float("nan"))
-        return Transfer([comm.start_recv(x, axis, source) for x in made], self.boundary, over)
+        coming = all_of(comm.start_recv(x, axis, source) for x in made)
+        return coming if over is None else Pending(lambda: _whole(coming.wait(), self.boundary, over))
+
+
+def _whole(parts: tuple[Tensor, ...], specs: tuple[TensorSpec, ...], axis: Axis) -> tuple[Tensor, ...]:
+    return tuple(comm.all_gather(part, axis).view(spec.shape) for part, spec in zip(parts, specs))
 
 
 def _length_hint(given: tuple[TensorSpec, ...], agreed: tuple[TensorSpec, ...]) -> str:

@@ -1,17 +1,19 @@
 """One interface to a tensor in memory and to one whose values are made when they are asked for.
 
 stored[100:200].view((10, 10))                           a view, of either
-values = start_reading(stored[100:200])()                a Tensor; a file is read between the two calls
-start_writing(stored[100:200], values)()                 the first call returns at once, the second when it is written
+values = start_reading(stored[100:200]).wait()               a Tensor; a file is read between the two calls
+start_writing(stored[100:200], values).wait()                the first call returns at once, the second when it is written
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.boxes import Box, flat_run, size_of, slices, whole
+from megatron.core.pending import Pending, done
 
 _CHUNK = 4 << 20  # bytes that go through memory at a time when whole tensors are copied
 
@@ -30,12 +32,12 @@ class StoredTensor:
         """Rows of the first dimension."""
         raise NotImplementedError
 
-    def start_reading(self) -> Callable[[], Tensor]:
-        """Begin to read; the call that is returned waits, and gives the values in memory of their own."""
+    def start_reading(self) -> Pending[Tensor]:
+        """Begin to read values into memory of their own."""
         raise NotImplementedError
 
-    def start_writing(self, values: Tensor) -> Callable[[], None]:
-        """Begin to write; `values` may not change before the call that is returned comes back."""
+    def start_writing(self, values: Tensor) -> Pending[Any]:
+        """Begin to write `values`, which may not change until it is done."""
         raise NotImplementedError
 
     @property
@@ -66,28 +68,28 @@ class StoredTensor:
         if inside == whole(rows.shape):
             new = values
         else:
-            new = rows.start_reading()()
+            new = rows.start_reading().wait()
             new[slices(inside)] = values.to(self.dtype)
-        rows.start_writing(new)()
+        rows.start_writing(new).wait()
 
 
 Stored = Tensor | StoredTensor
 
 
-def start_reading(stored: Stored) -> Callable[[], Tensor]:
-    """Begin to read; the call that is returned waits, and gives the values: a tensor itself, of all else a copy."""
-    return (lambda: stored) if isinstance(stored, Tensor) else stored.start_reading()
+def start_reading(stored: Stored) -> Pending[Tensor]:
+    """Begin to read the values: a tensor itself, of all else a copy."""
+    return done(stored) if isinstance(stored, Tensor) else stored.start_reading()
 
 
-def start_writing(stored: Stored, values: Tensor) -> Callable[[], None]:
-    """Begin to write, converting to the dtype stored; `values` may not change before the call that is returned comes back."""
+def start_writing(stored: Stored, values: Tensor) -> Pending[Any]:
+    """Begin to write `values`, which may not change until it is done, in the dtype stored."""
     if not isinstance(stored, Tensor):
         return stored.start_writing(values)
     if values.device.type == "cpu" and stored.device.type != "cpu":  # the host does not wait
         stored.copy_(torch.empty(values.shape, dtype=stored.dtype, pin_memory=True).copy_(values), non_blocking=True)
     elif values.data_ptr() != stored.data_ptr():
         stored.copy_(values.to(stored.dtype))  # converted where the values are: half the bytes travel
-    return lambda: None
+    return done()
 
 
 def loaded(stored: Stored) -> Iterator[Tensor]:
@@ -96,7 +98,7 @@ def loaded(stored: Stored) -> Iterator[Tensor]:
         yield stored
         return
     for part in stored.parts():
-        yield start_reading(part)()
+        yield start_reading(part).wait()
 
 
 def copy_stored(target: Stored, source: Stored) -> None:
@@ -106,4 +108,4 @@ def copy_stored(target: Stored, source: Stored) -> None:
         return
     length = max(_CHUNK // 8, 1)
     for at in range(0, source.numel(), length):
-        start_writing(target[at : at + length], start_reading(source[at : at + length])())()
+        start_writing(target[at : at + length], start_reading(source[at : at + length]).wait()).wait()

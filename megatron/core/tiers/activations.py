@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import to_device
+from megatron.core.pending import Pending
 from megatron.core.storage.stored import Stored, start_reading, start_writing
 from megatron.core.tiers.slots import SlotBuffer, as_flat, strides_like
 from megatron.core.tiers.tier import HostTier, Tier
@@ -126,8 +127,8 @@ class Away:
         self._room, self._layer = room, layer
         self._slot = room.take(flat.numel(), flat.dtype)
         self._source, self._version = x.detach(), x._version  # which shares x's count of changes
-        self._leaving: Callable[[], Any] | None = room.send(self._slot, flat)
-        self._coming: Callable[[], Tensor] | None = None
+        self._leaving: Pending[Any] | None = room.send(self._slot, flat)
+        self._coming: Pending[Tensor] | None = None
         self._seen: tuple[Callable[[], torch.UntypedStorage | None], int] | None = None  # memory, first element
         weakref.finalize(self, room.give_back, self._slot).atexit = False
 
@@ -142,7 +143,7 @@ class Away:
         if values is None:
             if self._coming is None:
                 self._fetch()
-            values, self._coming = self._coming(), None
+            values, self._coming = self._coming.wait(), None
             self._seen = weakref.ref(values.untyped_storage()), values.storage_offset()
         self._layer.start()
         if self._layer.before is not None:
@@ -163,7 +164,7 @@ class Away:
         if self._leaving is None:
             return
         leaving, source, self._leaving, self._source = self._leaving, self._source, None, None
-        leaving()
+        leaving.wait()
         if source._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(source.shape)} that a backward needs was changed in place after the forward that needs it; "
@@ -177,7 +178,7 @@ class Away:
     def __del__(self) -> None:
         for under_way in (getattr(self, "_leaving", None), getattr(self, "_coming", None)):
             if under_way is not None and self._room.has_side_stream:
-                under_way()  # else the device's memory would be used again before it was read or filled
+                under_way.wait()  # else the device's memory would be used again before it was read or filled
 
 
 class TierRoom:
@@ -211,20 +212,18 @@ class TierRoom:
         self.in_use -= 1
         self._free[slot.numel(), slot.dtype].append(slot)
 
-    def send(self, slot: Stored, flat: Tensor) -> Callable[[], Any]:
-        """Begin to move `flat` there, which may not change before the call that is returned."""
+    def send(self, slot: Stored, flat: Tensor) -> Pending[Any]:
+        """Begin to move `flat` there, which may not change until that is done."""
         return start_writing(slot, flat) if self._side is None else self._side.start_copy(slot, flat)
 
-    def fetch(self, slot: Stored) -> Callable[[], Tensor]:
-        """Begin to bring back what lies there; the call that is returned gives it."""
+    def fetch(self, slot: Stored) -> Pending[Tensor]:
+        """Begin to bring back what lies there."""
         if self._side is not None:
-            values = torch.empty(slot.numel(), dtype=slot.dtype, device=self._device)
-            wait = self._side.start_copy(values, slot)
-            return lambda: (wait(), values)[1]
+            return self._side.start_copy(torch.empty(slot.numel(), dtype=slot.dtype, device=self._device), slot)
         reading = start_reading(slot)
         if isinstance(slot, Tensor):
-            return lambda: reading().clone()  # the slot may be lent again while the values are in use
-        return lambda: to_device(reading(), self._device)
+            return Pending(lambda: reading.wait().clone())  # the slot may be lent again while the values are in use
+        return Pending(lambda: to_device(reading.wait(), self._device))
 
 
 class _SideStream:
@@ -235,19 +234,18 @@ class _SideStream:
         self._module, self._device = torch.get_device_module(device), device
         self._stream = self._module.Stream(device)
 
-    def start_copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """The call that is returned makes the stream that computes wait, and lets go of both."""
+    def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
+        """Begin to copy into `target`, the result. Waiting makes the stream that computes wait, and lets go of both."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
             done = self._stream.record_event()
-        held = [target, source]
 
-        def wait() -> None:
+        def finish() -> Tensor:
             self._module.current_stream(self._device).wait_event(done)
-            held.clear()
+            return target
 
-        return wait
+        return Pending(finish, source)
 
 
 class _Packer:

@@ -6,16 +6,16 @@ Reads and writes of one file happen in the order in which they were started, on 
 """
 
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.device import start_to_host
+from megatron.core.pending import Pending, done
 from megatron.core.storage.stored import Stored, StoredTensor
 from megatron.core.tiers.block_file import BLOCK, BlockFile, OffloadError
 from megatron.core.tiers.folder import STATE_FILE, RankFolder
@@ -38,16 +38,17 @@ class FileTensor(StoredTensor):
         row = prod(self.shape[1:]) * self.dtype.itemsize
         return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
 
-    def start_reading(self) -> Callable[[], Tensor]:
+    def start_reading(self) -> Pending[Tensor]:
         if not self.numel():
-            return lambda: torch.empty(self.shape, dtype=self.dtype)
+            return done(torch.empty(self.shape, dtype=self.dtype))
         reading = self._tier.start_read(self._start, self.nbytes)
-        return lambda: reading.result().view(self.dtype).view(self.shape)
+        return Pending(lambda: reading.result().view(self.dtype).view(self.shape))
 
-    def start_writing(self, values: Tensor) -> Callable[[], None]:
+    def start_writing(self, values: Tensor) -> Pending[Any]:
         if not self.numel():
-            return lambda: None
-        return self._tier.start_write(self._start, start_to_host(values.detach().to(self.dtype).contiguous())).result
+            return done()
+        there = start_to_host(values.detach().to(self.dtype).contiguous())
+        return Pending(self._tier.start_write(self._start, there).result)
 
 
 class Tier(Protocol):
@@ -108,16 +109,16 @@ class FileTier:
         data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)
         return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
 
-    def start_write(self, start: int, fetched: Callable[[], Tensor]) -> "Future[None]":
-        """fetched() waits for the values in memory of the host, which may not change before they are written."""
-        return self._worker.submit(self._write, start, fetched)
+    def start_write(self, start: int, values: Pending[Tensor]) -> "Future[None]":
+        """values: in memory of the host, once they are there; they may not change before they are written."""
+        return self._worker.submit(self._write, start, values)
 
     def _read(self, first: int, data: Tensor, wanted: slice) -> Tensor:
         self._file.read(first, memoryview(data.numpy()))
         return data[wanted]
 
-    def _write(self, start: int, fetched: Callable[[], Tensor]) -> None:
-        self._file.write(start, memoryview(fetched().view(-1).view(torch.uint8).numpy()))
+    def _write(self, start: int, values: Pending[Tensor]) -> None:
+        self._file.write(start, memoryview(values.wait().view(-1).view(torch.uint8).numpy()))
 
 
 def _close(worker: ThreadPoolExecutor, file: BlockFile, folder: RankFolder) -> None:
