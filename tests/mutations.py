@@ -41,7 +41,7 @@ class Mutation:
     test: str
 
 
-_OWN = "self.transfers.pop(action.with_op(_BEGUN_BY[action.op]))"
+_OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 MUTATIONS = [
     Mutation(
         "a call's wait",

@@ -363,7 +363,7 @@ WAITS = {
     "core/pipeline_parallel/pipeline.py share_totals: copy npu to cpu",
     "core/optimizer/optimizer.py grad_norm: number read",
 }
-OF_STATE_ON_HOST = {"core/device.py result: event", "core/tiers/tier.py start_writing: copy npu to cpu"}
+OF_STATE_ON_HOST = {"core/device.py result: event", "core/storage/stored.py start_writing: copy npu to cpu"}
 OF_ORDER = {f"core/distributed/agreement.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
 
 
