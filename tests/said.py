@@ -1,6 +1,10 @@
 """What a message must name: flags, values, files. How it says so is prose, which tests leave alone."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 
 
 def tells(message: object, facts: str) -> bool:
@@ -13,3 +17,11 @@ def tells_each(problems: list[str], facts: str) -> bool:
     """Whether there are as many problems as parts of `facts`, divided by |, and each in turn names its part."""
     parts = facts.split("|") if facts else []
     return len(problems) == len(parts) and all(tells(*pair) for pair in zip(problems, parts))
+
+
+@contextmanager
+def raises_telling(kind: type[BaseException], facts: str) -> Iterator[None]:
+    """The block raises an error of this kind that tells all of `facts`."""
+    with pytest.raises(kind) as error:
+        yield
+    assert tells(error.value, facts), error.value

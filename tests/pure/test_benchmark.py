@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from said import tells
 
 import tools.benchmark as benchmark
 from tools.benchmarking.contest import ratio
@@ -60,12 +61,12 @@ def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--micro-batch-size", "3", "--global-batch-size", "4"], "must be a multiple of --micro-batch-size (3)"),
-        (["--hidden-size", "70", "--num-attention-heads", "4"], "must be a multiple of --num-attention-heads (4)"),
-        (["--peers", "jax"], "--peers jax: there are fp32, bf16, compiled, and none"),
-        (["--layers", "3"], "unknown flag --layers"),
+        (["--micro-batch-size", "3", "--global-batch-size", "4"], "--micro-batch-size 3"),
+        (["--hidden-size", "70", "--num-attention-heads", "4"], "--num-attention-heads 4"),
+        (["--peers", "jax"], "--peers fp32 bf16"),
+        (["--layers", "3"], "--layers"),
     ],
 )
 def test_mistakes_are_said_in_a_line(flags: list[str], says: str, capsys):
     assert benchmark.main(["--model", "tiny", *flags]) == 2
-    assert says in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, says)

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict
 
 import pytest
-from said import tells
+from said import tells, tells_each
 
 from megatron.core.config import ConfigError
 from megatron.core.optimizer.lr_schedule import (
@@ -215,23 +215,20 @@ def test_the_batch_size_changes_the_unit_only():
 @pytest.mark.parametrize(
     ("settings", "problems"),
     [
-        ({"lr": 0.0}, ["--lr is 0.0; it must be positive"]),
-        ({"lr": -1.0}, ["--lr is -1.0; it must be positive", "--min-lr is 0.0; it must be between 0 and --lr (-1.0)"]),
-        ({"lr": 1e-3, "min_lr": -1e-3}, ["--min-lr is -0.001; it must be between 0 and --lr (0.001)"]),
-        ({"lr": 1e-3, "min_lr": 1e-2}, ["--min-lr is 0.01; it must be between 0 and --lr (0.001)"]),
-        (
-            {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3},
-            ["--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one"],
-        ),
-        ({"lr_warmup_fraction": -0.1}, ["--lr-warmup-fraction is -0.1; it must be in [0, 1]"]),
-        ({"lr_warmup_iters": -1}, ["--lr-warmup-iters is -1; it must not be negative"]),
-        ({"lr_decay_iters": 0}, ["--lr-decay-iters is 0; it must be at least 1"]),
+        ({"lr": 0.0}, "--lr 0.0"),
+        ({"lr": -1.0}, "--lr -1.0|--min-lr 0.0 0 --lr -1.0"),
+        ({"lr": 1e-3, "min_lr": -1e-3}, "--min-lr -0.001 0 --lr 0.001"),
+        ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01 0 --lr 0.001"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, "--lr-warmup-fraction --lr-warmup-iters"),
+        ({"lr_warmup_fraction": -0.1}, "--lr-warmup-fraction -0.1 0 1"),
+        ({"lr_warmup_iters": -1}, "--lr-warmup-iters -1"),
+        ({"lr_decay_iters": 0}, "--lr-decay-iters 0 1"),
     ],
 )
-def test_settings_that_cannot_work_are_explained(settings: dict, problems: list[str]):
+def test_settings_that_cannot_work_are_explained(settings: dict, problems: str):
     with pytest.raises(ConfigError) as error:
         LearningRateConfig(**settings)
-    assert error.value.problems == problems
+    assert tells_each(error.value.problems, problems)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from said import raises_telling
 
 from megatron.core import mpu, parallel_state
 from megatron.core.config import ConfigError
@@ -230,13 +231,13 @@ def test_what_is_not_built_says_so_when_it_is_called(name):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ({"expert_model_parallel_size": 2}, "expert parallelism of size 2 is not built yet"),
-        ({"expert_tensor_parallel_size": 2}, r"an expert tensor-parallel size \(2\) is not built yet"),
-        ({"use_sharp": True}, "use_sharp=True is not built yet"),
+        ({"expert_model_parallel_size": 2}, "2"),
+        ({"expert_tensor_parallel_size": 2}, "2"),
+        ({"use_sharp": True}, "use_sharp=True"),
     ],
 )
 def test_groups_that_are_not_built_are_refused(arguments, said):
-    with pytest.raises(ConfigError, match=said):
+    with raises_telling(ConfigError, said):
         mpu.initialize_model_parallel(**arguments)
     with pytest.raises(TypeError, match="no arguments"):
         mpu.initialize_model_parallel(tensor_size=2)

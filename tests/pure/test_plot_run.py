@@ -140,17 +140,17 @@ def test_what_an_appended_log_trains_again_is_forgotten():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is empty; a run writes its first line after --log-interval steps"),
+        ("", "--log-interval"),
         ("\n \n", "is empty"),
-        ("Traceback (most recent call last):\n", "has no line of a run; give what pretrain_gpt.py printed"),
-        ('{"model": "gpt", "layers": 4}\n', "holds JSON, but not that of --metrics-file: 'iteration' is missing"),
+        ("Traceback (most recent call last):\n", "pretrain_gpt.py"),
+        ('{"model": "gpt", "layers": 4}\n', "JSON --metrics-file iteration"),
     ],
 )
 def test_files_of_no_run_are_refused_in_a_line(tmp_path, capsys, text: str, says: str):
     (tmp_path / "odd").write_text(text)
     assert plot_run.main(["--log", str(tmp_path / "odd"), "--output", str(tmp_path / "x.png")]) == 1
     error = capsys.readouterr().err
-    assert says in error and str(tmp_path / "odd") in error and error.count("\n") == 1
+    assert tells(error, f"{tmp_path}/odd {says}") and error.count("\n") == 1
     assert not (tmp_path / "x.png").exists()
 
 

@@ -115,21 +115,18 @@ def test_costs_that_are_not_given_follow_from_those_that_are(given, cost):
 
 
 MISTAKES = [
-    ("--schedule zb", "--schedule (zb) must be one of gpipe, 1f1b, interleaved, zb-h1"),
-    ("--chunks 2", "1f1b: it has one chunk per rank, not 2; use interleaved, or leave out --chunks\n"),
-    ("--schedule interleaved --chunks 0", "interleaved: chunks per rank (0) must be at least 1; raise --chunks\n"),
-    (
-        "--pipeline-schedule interleaved --microbatches 6",
-        "interleaved: num_microbatches (6) must be a multiple of the pipeline size (4); use 1f1b or change --microbatches",
-    ),
-    ("--all --microbatches 0", "gpipe: num_microbatches (0) must be at least 1; raise --microbatches; 1f1b: "),
-    ("--weight-cost 5", "--input-cost (-3) must be positive; raise it, or change the other costs of backward"),
-    ("--transfer-cost -1", "--transfer-cost (-1) must be a finite time, and not negative"),
-    ("--transfer-cost inf", "--transfer-cost: inf is not a finite number"),
-    ("--forward-cost nan", "--forward-cost: nan is not a finite number"),
-    ("--svg a --trace a", "--svg and --trace (a) must be two files"),
-    ("--microbatch 4", "unknown flag --microbatch; did you mean --microbatches?"),
-    ("--microbatches many", "--microbatches: 'many' is not a whole number"),
+    ("--schedule zb", "--schedule 1f1b zb-h1"),
+    ("--chunks 2", "1f1b 2 --chunks"),
+    ("--schedule interleaved --chunks 0", "interleaved 0 1 --chunks"),
+    ("--pipeline-schedule interleaved --microbatches 6", "num_microbatches 6 4 1f1b --microbatches"),
+    ("--all --microbatches 0", "num_microbatches 0 1 --microbatches 1f1b"),
+    ("--weight-cost 5", "--input-cost -3"),
+    ("--transfer-cost -1", "--transfer-cost -1"),
+    ("--transfer-cost inf", "--transfer-cost inf"),
+    ("--forward-cost nan", "--forward-cost nan"),
+    ("--svg a --trace a", "--svg --trace"),
+    ("--microbatch 4", "--microbatch --microbatches"),
+    ("--microbatches many", "--microbatches many"),
 ]
 
 
@@ -137,7 +134,7 @@ MISTAKES = [
 def test_mistakes_are_told_in_one_line(capsys, arguments, message):
     assert main(arguments.split()) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"plot_schedule: {message}") and err.count("\n") == 1
+    assert out == "" and tells(err, f"plot_schedule {message}") and err.count("\n") == 1
 
 
 def test_a_file_that_cannot_be_written_is_told_in_one_line(capsys, tmp_path):

@@ -372,18 +372,15 @@ def test_bytes_by_tier_are_the_published_sums():
     ("settings", "message"),
     [
         ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction is 1.5"),
-        (
-            {"optimizer_cpu_offload": True, "offload_dir": "x"},
-            "--optimizer-cpu-offload and --offload-dir exclude each other; give one",
-        ),
-        ({"offload_params": True}, "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload"),
+        ({"optimizer_cpu_offload": True, "offload_dir": "x"}, "--optimizer-cpu-offload --offload-dir"),
+        ({"offload_params": True}, "--offload-params --offload-dir DIR --optimizer-cpu-offload"),
         ({"offload_params": True, "offload_dir": "x", "optimizer_offload_fraction": 0.5}, "leave one of them out"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(settings, message):
     with pytest.raises(ConfigError) as refused:
         OffloadConfig(**settings)
-    assert message in str(refused.value)
+    assert tells(refused.value, message)
 
 
 def need(**changes) -> dict:

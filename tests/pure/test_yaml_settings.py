@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from said import tells
+from said import tells, tells_each
 
 from megatron.core.config import ConfigError
 from megatron.training.arguments import parse_args
@@ -155,50 +155,41 @@ BILLION_LAUGHS = "a0: &a0 {seed: 1}\n" + "".join(f"a{n}: &a{n} {{x0: *a{n - 1}, 
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("activation_func: swiglu", ["FILE:1: unknown setting activation_func; did you mean swiglu?"]),
-        ("layernorm_zero_centered_gamma: true", ["FILE: --apply-layernorm-1p: is not built yet"]),
-        ("num_layer: 3", ["FILE:1: unknown setting num_layer; did you mean num-layers?"]),
-        ("model:\n  xyzzy: 3", ["FILE:2: unknown setting xyzzy; pretraining with --help lists the known ones"]),
-        ("seed: 1\nseed: 2", ["FILE:2: seed was given in line 1 already; leave one out"]),
-        ("a: {seed: 1}\nb: {seed: 2}", ["FILE:2: seed was given in line 1 already; leave one out"]),
-        ("bf16: perhaps", ["FILE:1: bf16 is 'perhaps'; it must be true or false"]),
-        ("seed: {a: 1}", ["FILE:1: seed takes a value or a list of values, not a group of settings"]),
-        ("data_path: [[a]]", ["FILE:1: data_path takes a value or a list of values, not a group of settings"]),
-        ("yaml-cfg: other.yaml", ["FILE:1: unknown setting yaml-cfg"]),
-        ("num_experts: 8", ["FILE: --num-experts: mixtures of experts are not built yet; leave it out"]),
-        ("hidden_size: much", ["FILE: --hidden-size: 'much' is not a whole number"]),
-        ("lr: .inf", ["FILE: --lr: '.inf' is not a number"]),
-        ("seed: -5", ["--seed is -5; it must be in [0, 2^32)"]),
-        ("- seed", ["--yaml-cfg FILE must hold `key: value` lines; it holds something else"]),
-        ("seed: [1", ["--yaml-cfg FILE is not YAML: "]),
+        ("activation_func: swiglu", "FILE:1 activation_func swiglu"),
+        ("layernorm_zero_centered_gamma: true", "FILE --apply-layernorm-1p"),
+        ("num_layer: 3", "FILE:1 num_layer num-layers"),
+        ("model:\n  xyzzy: 3", "FILE:2 xyzzy --help"),
+        ("seed: 1\nseed: 2", "FILE:2 1"),
+        ("a: {seed: 1}\nb: {seed: 2}", "FILE:2 1"),
+        ("bf16: perhaps", "FILE:1 bf16 perhaps"),
+        ("seed: {a: 1}", "FILE:1 seed"),
+        ("data_path: [[a]]", "FILE:1 data_path"),
+        ("yaml-cfg: other.yaml", "FILE:1 yaml-cfg"),
+        ("num_experts: 8", "FILE --num-experts"),
+        ("hidden_size: much", "FILE --hidden-size much"),
+        ("lr: .inf", "FILE --lr .inf"),
+        ("seed: -5", "--seed -5 0 2^32"),
+        ("- seed", "--yaml-cfg FILE"),
+        ("seed: [1", "--yaml-cfg FILE YAML"),
         (
             "num_layer: 3\nhidden_siz: 2\nseed: -5",
-            [
-                "FILE:1: unknown setting num_layer; did you mean num-layers?",
-                "FILE:2: unknown setting hidden_siz; did you mean hidden-size?",
-                "--seed is -5; it must be in [0, 2^32)",
-            ],
+            "FILE:1 num_layer num-layers|FILE:2 hidden_siz hidden-size|--seed -5 0 2^32",
         ),
-        ("!!python/object/apply:os.system ['true']", ["--yaml-cfg FILE must hold `key: value` lines"]),
-        ("a: &a {b: *a}", ["FILE:1: b repeats a group that was read already"]),
-        ("&a {b: {c: *a}}", ["FILE:1: c repeats a group"]),
-        ("data_path: &a [*a]", ["FILE:1: data_path takes a value or a list of values"]),
-        ("a: &a {seed: 1}\nb: *a", ["FILE:2: b repeats a group"]),
-        (BILLION_LAUGHS, [f"FILE:{line}: x{copy} repeats a group" for line in range(2, 10) for copy in (0, 1)]),
-        (
-            "? [a]\n: 1\n? {b: 2}\n: {c: 3}",
-            ["FILE:1: a list or a group cannot be", "FILE:3: a list or a group cannot be"],
-        ),
-        ("a: " + "[" * 1000 + "]" * 1000, ["--yaml-cfg FILE is nested too deeply"]),
-        ("{a: " * 5000 + "1" + "}" * 5000, ["--yaml-cfg FILE is nested too deeply"]),
+        ("!!python/object/apply:os.system ['true']", "--yaml-cfg FILE"),
+        ("a: &a {b: *a}", "FILE:1"),
+        ("&a {b: {c: *a}}", "FILE:1"),
+        ("data_path: &a [*a]", "FILE:1 data_path"),
+        ("a: &a {seed: 1}\nb: *a", "FILE:2"),
+        (BILLION_LAUGHS, "|".join(f"FILE:{line} x{copy}" for line in range(2, 10) for copy in (0, 1))),
+        ("? [a]\n: 1\n? {b: 2}\n: {c: 3}", "FILE:1|FILE:3"),
+        ("a: " + "[" * 1000 + "]" * 1000, "--yaml-cfg FILE"),
+        ("{a: " * 5000 + "1" + "}" * 5000, "--yaml-cfg FILE"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: list[str]):
+def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: str):
     with pytest.raises(ConfigError) as error:
         read(text)
-    expected = [problem.replace("FILE", str(tmp_path / "run.yaml")) for problem in problems]
-    assert len(error.value.problems) == len(expected)
-    assert all(got.startswith(problem) for got, problem in zip(error.value.problems, expected)), error.value.problems
+    assert tells_each(error.value.problems, problems.replace("FILE", str(tmp_path / "run.yaml")))
 
 
 def test_a_file_that_is_none_of_settings_is_refused_unread(monkeypatch):

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from local_ranks import run_ranks
+from said import tells
 from tiny_run import SEQ, TINY_GPT2, VOCAB, my_pieces, put_together
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -328,17 +329,17 @@ def test_a_function_of_a_tensor_fills_a_named_model_the_same_in_every_layout():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"init_method": "xavier"}, "init_method must be init_method_normal(std)"),
-        ({"init_method": lambda w: None}, "leaves 48 of 48 elements of a tensor of shape (8, 6) without a value"),
-        ({"stride": 2}, "stride=2 (fused parts are `blocks`"),
-        ({"is_expert": True}, "not built: is_expert"),
-        ({"some_day": 1}, "not built: some_day"),
+        ({"init_method": "xavier"}, "init_method init_method_normal(std)"),
+        ({"init_method": lambda w: None}, "48 8 6"),
+        ({"stride": 2}, "stride=2 blocks"),
+        ({"is_expert": True}, "is_expert"),
+        ({"some_day": 1}, "some_day"),
     ],
 )
 def test_what_a_layer_cannot_do_is_refused(options, said):
     with pytest.raises(RuntimeError) as refused:
         run_ranks({}, lambda mesh: mt.ColumnParallelLinear(H, F, config=Config(), **options))
-    assert said in str(refused.value)
+    assert tells(refused.value, said)
 
 
 def test_cross_entropy_equals_torchs():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from said import tells
 from whole_run import run
 
 import pretrain_gpt
@@ -50,20 +51,12 @@ def test_data_paths_may_name_what_the_script_understands(said, tmp_path):
 
 
 NEEDS = {
-    "a size of the vocabulary": (
-        own_data,
-        "",
-        ["needs the size of its vocabulary", "--vocab-size N", "--tokenizer-type"],
-    ),
-    "a tokenizer": (
-        pretrain_gpt.train_valid_test_datasets_provider,
-        "--vocab-size 11 --mock-data",
-        ["--tokenizer-type is required"],
-    ),
+    "a size of the vocabulary": (own_data, "", "--vocab-size --tokenizer-type"),
+    "a tokenizer": (pretrain_gpt.train_valid_test_datasets_provider, "--vocab-size 11 --mock-data", "--tokenizer-type"),
     "data": (
         pretrain_gpt.train_valid_test_datasets_provider,
         "--vocab-size 11 --tokenizer-type NullTokenizer",
-        ["no data", "--data-path PREFIX", "--mock-data"],
+        "--data-path --mock-data",
     ),
 }
 
@@ -72,7 +65,7 @@ NEEDS = {
 def test_what_is_truly_needed_is_said_where_it_is_asked_for(what, refused):
     datasets, flags, texts = NEEDS[what]
     message = refused(flags, datasets=datasets, tiny=BARE, rules=NO_RULES)
-    assert all(text in message for text in texts) and "1 problem(s)" in message
+    assert tells(message, texts) and "1 problem(s)" in message
 
 
 def weights_of(root: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 from local_ranks import run_ranks
+from said import tells
 from tiny_run import (
     TINY_GPT2,
     TINY_LLAMA,
@@ -371,37 +372,28 @@ def test_shards_load_into_any_layout(source: Layout, target: Layout, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"zero_stage": 0, "use_distributed_optimizer": True},
-            "--use-distributed-optimizer asks for ZeRO stage 1, but --zero-stage 0 for none; leave one out",
-        ),
+        ({"zero_stage": 0, "use_distributed_optimizer": True}, "--use-distributed-optimizer ZeRO 1 --zero-stage 0"),
         (
             {"zero_stage": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
-            "--zero-stage 2 and --data-parallel-sharding-strategy optim_grads_params ask for different ZeRO stages: 2, 3",
+            "--zero-stage 2 --data-parallel-sharding-strategy optim_grads_params ZeRO 3",
         ),
-        (
-            {"zero_stage": 2, "fixed_order_grad_reduce": True},
-            "keeps the gradients of every microbatch, but ZeRO stage 2 none",
-        ),
-        ({"num_distributed_optimizer_instances": 2}, "give --use-distributed-optimizer too"),
-        ({"num_distributed_optimizer_instances": 0}, "must be at least 1"),
+        ({"zero_stage": 2, "fixed_order_grad_reduce": True}, "--fixed-order-grad-reduce ZeRO 2"),
+        ({"num_distributed_optimizer_instances": 2}, "--use-distributed-optimizer"),
+        ({"num_distributed_optimizer_instances": 0}, "--num-distributed-optimizer-instances 0 1"),
         (
             {"zero_stage": 2, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
-            "give --zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too",
+            "--zero-stage 3 --num-distributed-optimizer-instances 2",
         ),
-        (
-            {"reduce_scatter_with_fp32_accumulation": True, "zero_stage": 2},
-            "sums what travels in bfloat16 to shards of a gradient; give --grad-reduce-in-bf16 and",
-        ),
-        ({"main_grads_dtype": "bf16"}, "--main-grads-dtype bf16 keeps float32 sums of a rank's shard only"),
-        ({"zero_stage": 3, "outer_dp_sharding_strategy": "optim"}, "instances of 2 or more too"),
-        ({"overlap_param_gather": True}, "--overlap-param-gather is about sharded optimizer state; give"),
+        ({"reduce_scatter_with_fp32_accumulation": True, "zero_stage": 2}, "bfloat16 --grad-reduce-in-bf16"),
+        ({"main_grads_dtype": "bf16"}, "--main-grads-dtype bf16 float32"),
+        ({"zero_stage": 3, "outer_dp_sharding_strategy": "optim"}, "--outer-dp-sharding-strategy optim 2"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(settings: dict, message: str):
     with pytest.raises(ConfigError) as refused:
         DataParallelConfig(**settings)
-    assert message in str(refused.value)
+    assert tells(refused.value, message)
 
 
 def test_the_ways_to_ask_for_a_stage():
