@@ -1,10 +1,12 @@
 """BERT's training samples: from a file of sentences through a cached sample map, or made up for --mock-data."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError
+from megatron.core.config import ConfigError, flag_of
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.indexed import IndexedDataset
@@ -17,14 +19,16 @@ from megatron.core.datasets.split_plan import Building, Part, SampleKind, Say, b
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part
 
 
+@dataclass(eq=False)
 class BertSamples(SampleKind):
     """Runs of sentences of one document, from files whose sequences are sentences. --split divides documents."""
 
     name, arrays = "BertDataset", ("sample_index",)
 
-    def __init__(self, config: DataConfig, masking: MaskedDataConfig, pieces: WordPieces, seed: int):
-        self.seq_length, self.masking = config.seq_length, masking
-        self.pieces, self.seed = pieces, seed
+    seq_length: int
+    masking: MaskedDataConfig
+    pieces: WordPieces
+    seed: int
 
     def elements(self, indexed: IndexedDataset) -> int:
         return indexed.document_count
@@ -63,10 +67,12 @@ def build_bert_datasets(
         raise ConfigError(problems)
     pieces = _pieces_of(tokenizer, made_up=config.mock_data)
     if not config.mock_data:
-        return build_datasets(config, BertSamples(config, masking, pieces, seed), num_samples, Building(**building))
+        return build_datasets(
+            config, BertSamples(config.seq_length, masking, pieces, seed), num_samples, Building(**building)
+        )
     given = (pieces, MaskingRules(masking.mask_prob), masking.bert_binary_head)
     return tuple(
-        MockBertDataset(count, config.seq_length, (seed, split), *given) if count else None
+        MockBertDataset(None, range(count), config.seq_length, (seed, split), *given) if count else None
         for split, count in enumerate(num_samples)
     )
 
@@ -78,7 +84,7 @@ _OF_GPT = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch
 def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any | None) -> list[str]:
     """What is wrong with the settings, before a file is read. tokenizer: None where none could be built."""
     problems = [
-        f"--{name.replace('_', '-')} has no meaning for BERT, whose samples are sentences of one document; leave it out"
+        f"{flag_of(name)} has no meaning for BERT, whose samples are sentences of one document; leave it out"
         for name in _OF_GPT
         if getattr(config, name)
     ]
@@ -101,12 +107,15 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
 
 
 def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
-    return made_up_pieces(tokenizer) if made_up else word_pieces(tokenizer)
+    """What the data sets know of a tokenizer. Raises ValueError for one that was not made for masked words.
 
-
-def word_pieces(tokenizer: Any) -> WordPieces:
-    """What the data sets know of a tokenizer. Raises ValueError for one that was not made for masked words."""
+    Made-up data take any vocabulary as one of whole words; a tokenizer without special tokens lends its first four ids.
+    """
     ids = [getattr(tokenizer, name, None) for name in ("cls", "sep", "mask", "pad")]
+    if made_up and tokenizer.vocab_size < 16:
+        raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for made-up data; give at least 16")
+    if made_up:
+        return WordPieces(("",) * tokenizer.vocab_size, *((1, 2, 3, 0) if None in ids else ids))
     if None in ids:
         raise ValueError(
             f"{getattr(tokenizer, 'name', 'the tokenizer')} has no [CLS], [SEP], [MASK] or [PAD]; BERT reads data made with "
@@ -114,17 +123,6 @@ def word_pieces(tokenizer: Any) -> WordPieces:
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
     return WordPieces(words, *ids, tokenizer=tokenizer_name(tokenizer))
-
-
-# -------------------------------------------------------------------- made-up samples
-
-
-def made_up_pieces(tokenizer: Any) -> WordPieces:
-    """Any vocabulary as one of whole words; a tokenizer without special tokens lends its first four ids."""
-    if tokenizer.vocab_size < 16:
-        raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for made-up data; give at least 16")
-    own = [getattr(tokenizer, name, None) for name in ("cls", "sep", "mask", "pad")]
-    return WordPieces(("",) * tokenizer.vocab_size, *((1, 2, 3, 0) if None in own else own))
 
 
 class MockBertDataset(BertDataset):
@@ -137,21 +135,13 @@ class MockBertDataset(BertDataset):
     WORDS = 32  # different ones
     NOISE = 0.05  # share of words replaced by random ones
 
-    def __init__(
-        self,
-        num_samples: int,
-        seq_length: int,
-        seed: tuple[int, int],
-        pieces: WordPieces,
-        rules: MaskingRules,
-        binary_head: bool,
-    ):
-        """seed: (of the run, of the split)."""
-        super().__init__(None, range(num_samples), seq_length, seed, pieces, rules, binary_head=binary_head)
-        special = (pieces.cls, pieces.sep, pieces.mask, pieces.pad)
-        words = np.setdiff1d(np.arange(len(pieces.words)), special)
+    @cached_property
+    def line(self) -> np.ndarray:
+        """The words from the lowest to the highest."""
+        special = (self.pieces.cls, self.pieces.sep, self.pieces.mask, self.pieces.pad)
+        words = np.setdiff1d(np.arange(len(self.pieces.words)), special)
         count = min(len(words), self.WORDS)
-        self.line = words[np.arange(count) * len(words) // count]
+        return words[np.arange(count) * len(words) // count]
 
     def _sentences(self, i: int) -> tuple[list[list[int]], int, np.random.RandomState]:
         if not 0 <= i < len(self):

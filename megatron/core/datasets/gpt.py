@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError
+from megatron.core.config import ConfigError, flag_of
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, reading
@@ -19,7 +19,7 @@ from megatron.core.datasets.index_map import (
     IndexRequest,
     Indices,
     build_indices,
-    number_of_samples,
+    passes_over,
     shape_problem,
     split_tokens,
 )
@@ -35,10 +35,15 @@ from megatron.core.datasets.split_plan import (
     size_problems,
 )
 
+_OF_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # settings that look for ends of documents
+
 
 @dataclass(frozen=True)
 class TokenRules:
-    """What a sample needs to know about the tokenizer. pad_id None: it has no padding token; tokenizer: its name, for messages."""
+    """What a sample needs to know about the tokenizer.
+
+    pad_id None: it has no padding token; tokenizer: its name, for messages.
+    """
 
     vocab_size: int
     eod_id: int
@@ -78,6 +83,7 @@ def _pad_id(rules: TokenRules) -> int:
     return -1 if rules.pad_id is None else rules.pad_id  # -1 is no token of any file
 
 
+@dataclass(eq=False)
 class GPTDataset:
     """Samples of `seq_length` tokens that cross document borders, in the order that `indices` says.
 
@@ -85,19 +91,11 @@ class GPTDataset:
     the kernel's business.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        indices: Indices,
-        seq_length: int,
-        rules: TokenRules,
-        fim: FillInTheMiddle | None = None,
-    ):
-        self.indexed = indexed
-        self.indices = indices
-        self.seq_length = seq_length
-        self.rules = rules
-        self.fim = fim
+    indexed: IndexedDataset
+    indices: Indices
+    seq_length: int
+    rules: TokenRules
+    fim: FillInTheMiddle | None = None
 
     def __len__(self) -> int:
         return len(self.indices.shuffle_index)
@@ -118,7 +116,8 @@ class GPTDataset:
 
     def _tokens(self, k: int) -> np.ndarray:
         """The seq_length + 1 tokens of sample k, fewer where the data end."""
-        (first, start), (last, stop) = self.indices.sample_index[k].tolist(), self.indices.sample_index[k + 1].tolist()
+        first, start = self.indices.sample_index[k].tolist()
+        last, stop = self.indices.sample_index[k + 1].tolist()
         parts, places = [], []
         for position in range(first, last + 1):
             document = int(self.indices.document_index[position])
@@ -129,6 +128,7 @@ class GPTDataset:
         return joined(parts, places, self.indexed, self.rules.vocab_size, self.rules.tokenizer)
 
 
+@dataclass(eq=False)
 class MockGPTDataset:
     """Made-up samples: noisy arithmetic progressions, whose step a model can read off the tokens it has seen.
 
@@ -139,13 +139,10 @@ class MockGPTDataset:
     STEPS = (1, 2, 3, 5)
     NOISE = 0.05  # share of tokens replaced by random ones
 
-    def __init__(self, num_samples: int, seq_length: int, seed: tuple[int, int], rules: TokenRules):
-        """seed: (of the run, of the split)."""
-        self.num_samples = num_samples
-        self.seq_length = seq_length
-        self.seed = seed
-        self.rules = rules
-        self.distinct = min(rules.vocab_size, 256)
+    num_samples: int
+    seq_length: int
+    seed: tuple[int, int]  # of the run, of the split
+    rules: TokenRules
 
     def __len__(self) -> int:
         return self.num_samples
@@ -155,30 +152,30 @@ class MockGPTDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         rng = np.random.RandomState([*self.seed, i])
-        count = self.seq_length + 1
-        values = (rng.randint(self.distinct) + rng.choice(self.STEPS) * np.arange(count)) % self.distinct
+        count, distinct = self.seq_length + 1, min(self.rules.vocab_size, 256)
+        values = (rng.randint(distinct) + rng.choice(self.STEPS) * np.arange(count)) % distinct
         noisy = rng.random_sample(count) < self.NOISE
-        values = np.where(noisy, rng.randint(self.distinct, size=count), values)
-        return training_item(values * self.rules.vocab_size // self.distinct, self.rules)
+        values = np.where(noisy, rng.randint(distinct, size=count), values)
+        return training_item(values * self.rules.vocab_size // distinct, self.rules)
 
 
+@dataclass(eq=False)
 class GPTSamples(SampleKind):
     """Samples of `seq_length` tokens, from files whose sequences are documents. rules None: only to plan."""
 
     name, arrays = "GPTDataset", Indices._fields
 
-    def __init__(
-        self, config: DataConfig, seed: int, rules: TokenRules | None = None, fim: FillInTheMiddle | None = None
-    ):
-        self.config, self.seed = config, seed
-        self.rules, self.fim = rules, fim
+    config: DataConfig
+    seed: int
+    rules: TokenRules | None = None
+    fim: FillInTheMiddle | None = None
 
     def request(self, ids: tuple[int, int], num_samples: int | None) -> IndexRequest:
         stable = self.config.epoch_stable_order
         return IndexRequest(ids, num_samples, self.config.seq_length, self.seed, epoch_stable=stable)
 
     def count_samples(self, indexed: IndexedDataset, request: IndexRequest) -> int:
-        return number_of_samples(indexed.sequence_lengths, request)
+        return passes_over(indexed.sequence_lengths, request).samples
 
     def build(self, part: Part, say: Say) -> Indices:
         lengths, request = part.indexed.sequence_lengths, part.request
@@ -208,8 +205,7 @@ class GPTSamples(SampleKind):
     def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
         """Documents without an end: strange where a flag looks for the ends, else said in passing."""
         note = note_without_ends(files, self.rules.eod_id)
-        flags = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-        if note and (given := [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self.config, flag)]):
+        if note and (given := [flag_of(name) for name in _OF_ENDS if getattr(self.config, name)]):
             building.say(f"{note}; there {' and '.join(given)} will find nothing to act on")
         elif note:
             building.progress(note)
@@ -235,15 +231,9 @@ def build_gpt_datasets(
     problems = [] if config.seq_length else ["no sequence length; set --seq-length"]
     if problems := problems + size_problems(num_samples, made_up=config.mock_data):
         raise ConfigError(problems)
-    rules = TokenRules(
-        tokenizer.vocab_size,
-        tokenizer.eod,
-        getattr(tokenizer, "pad", None),
-        config.eod_mask_loss,
-        config.reset_position_ids,
-        config.reset_attention_mask,
-        tokenizer_name(tokenizer),
-    )
+    about_ends = {name: getattr(config, name) for name in _OF_ENDS}
+    ids = (tokenizer.vocab_size, tokenizer.eod, getattr(tokenizer, "pad", None))
+    rules = TokenRules(*ids, **about_ends, tokenizer=tokenizer_name(tokenizer))
     if config.mock_data:
         return tuple(
             MockGPTDataset(count, config.seq_length, (seed, split), rules) if count else None

@@ -1,12 +1,12 @@
-"""Which data a run reads, by what the files hold: a folder that has moved is the same, other files under the same name are not."""
+"""Which data a run reads, by their content: a folder that has moved is the same, other files under the same name are not."""
 
 import hashlib
 import json
-import os
 from functools import cache
 
 from megatron.core.config import ConfigError
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.index_cache import hash_spread
 
 _BLOCK, _BLOCKS = 1 << 16, 4  # what is read of a long file, so that a blend of a thousand data sets costs seconds
 
@@ -33,12 +33,4 @@ def data_sha256(config: DataConfig) -> str | None:
 def _file_identity(path: str) -> tuple[int, str]:
     """(size, SHA-256 of what is read of it)."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= _BLOCK * _BLOCKS:
-            digest.update(file.read())
-            return size, digest.hexdigest()
-        for i in range(_BLOCKS):
-            file.seek((size - _BLOCK) * i // (_BLOCKS - 1))
-            digest.update(file.read(_BLOCK))
-    return size, digest.hexdigest()
+    return hash_spread(path, digest, _BLOCKS, _BLOCK), digest.hexdigest()

@@ -39,17 +39,22 @@ def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
     The arrays follow from the lengths alone, so the tokens are not read. Of an index past 64 MB (3 million documents)
     the hash takes 64 blocks spread evenly from its first byte to its last.
     """
-    size = os.path.getsize(indexed.index_path)
-    blocks = _FINGERPRINT_BYTES // _FINGERPRINT_BLOCK
     digest = hashlib.blake2b(digest_size=16)
-    with open(indexed.index_path, "rb") as file:
-        if size <= _FINGERPRINT_BYTES:
-            digest.update(file.read())
-        else:
-            for i in range(blocks):
-                file.seek((size - _FINGERPRINT_BLOCK) * i // (blocks - 1))
-                digest.update(file.read(_FINGERPRINT_BLOCK))
+    size = hash_spread(indexed.index_path, digest, _FINGERPRINT_BYTES // _FINGERPRINT_BLOCK, _FINGERPRINT_BLOCK)
     return {"idx": digest.hexdigest(), "idx_bytes": size, "bin_bytes": os.path.getsize(indexed.data_path)}
+
+
+def hash_spread(path: str, digest: Any, blocks: int, block: int) -> int:
+    """Put a file into `digest`: all bytes of one up to blocks * block, of a larger one so many blocks, spread evenly. Its size."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= blocks * block:
+            digest.update(file.read())
+            return size
+        for i in range(blocks):
+            file.seek((size - block) * i // (blocks - 1))
+            digest.update(file.read(block))
+    return size
 
 
 class IndexCache:

@@ -180,8 +180,11 @@ def build_sample_index(
 
 def build_shuffle_index(before: int, total: int, rng: np.random.RandomState) -> np.ndarray:
     """The numbers 0..total-1, shuffled below `before` and from `before` on; before == total shuffles them as one."""
-    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    return _shuffled_in_parts(np.arange(total), before, rng, dtype)
+    return _shuffled_in_parts(np.arange(total), before, rng, _shuffle_dtype(total))
+
+
+def _shuffle_dtype(total: int) -> type:
+    return np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
 
 
 def _shuffled_in_parts(array: np.ndarray, before: int, rng: np.random.RandomState, dtype: type) -> np.ndarray:
@@ -201,74 +204,79 @@ def _shuffled_in_parts(array: np.ndarray, before: int, rng: np.random.RandomStat
     return array.view(dtype)[:count]
 
 
+class Passes(NamedTuple):
+    """How often a split is read."""
+
+    tokens: int  # T
+    epochs: int  # E
+    samples: int  # K
+
+
 def split_tokens(lengths: np.ndarray, request: IndexRequest) -> int:
     """T: tokens of one epoch of the split."""
     return int(lengths[slice(*request.ids_range)].sum(dtype=np.int64))
 
 
-def check_enough_tokens(lengths: np.ndarray, request: IndexRequest) -> None:
-    """Raise ValueError if the split cannot fill one sample, however often it is repeated."""
+def passes_over(lengths: np.ndarray, request: IndexRequest) -> Passes:
+    """T, E and K of the indices that `build_indices` gives, without building them.
+
+    Raises ValueError if the split cannot fill one sample, however often it is repeated.
+    """
     tokens = split_tokens(lengths, request)
-    need = request.seq_length + request.extra_token
     if tokens == 0 or (request.num_samples is None and samples_in(tokens, request) < 1):
+        need = request.seq_length + request.extra_token
         raise ValueError(
             f"the split (sequences {request.ids_range[0]} to {request.ids_range[1]}) has {tokens} tokens, fewer than "
             f"the {need} of one sample; use more data, a larger share in --split or a smaller --seq-length"
         )
-
-
-def number_of_samples(lengths: np.ndarray, request: IndexRequest) -> int:
-    """K, the length of the data set that `build_indices` gives, without building it. Raises as `check_enough_tokens` does."""
-    check_enough_tokens(lengths, request)
-    tokens = split_tokens(lengths, request)
-    return samples_in(num_epochs(tokens, request) * tokens, request)
+    epochs = num_epochs(tokens, request)
+    return Passes(tokens, epochs, samples_in(epochs * tokens, request))
 
 
 def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
     """Why these arrays are not as long as those of `request` are; None if they are. Their numbers are not read."""
-    tokens = split_tokens(lengths, request)
-    epochs = num_epochs(tokens, request)
-    total = samples_in(epochs * tokens, request)
-    documents = epochs * (request.ids_range[1] - request.ids_range[0])
-    shapes = {"document_index": (documents,), "sample_index": (total + 1, 2), "shuffle_index": (total,)}
-    for name, shape in shapes.items():
-        array = getattr(indices, name)
+    passes = passes_over(lengths, request)
+    documents = passes.epochs * (request.ids_range[1] - request.ids_range[0])
+    for (name, array), shape in zip(
+        indices._asdict().items(), [(documents,), (passes.samples + 1, 2), (passes.samples,)]
+    ):
         if array.dtype.kind not in "iu" or array.shape != shape:
             return f"its {name} is {array.dtype} {array.shape}, these data give whole numbers {shape}"
     return None
 
 
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
-    """All three arrays. lengths: tokens of every sequence of the file, by id. Raises as `check_enough_tokens` does."""
-    check_enough_tokens(lengths, request)
-    tokens = split_tokens(lengths, request)
-    epochs = num_epochs(tokens, request)
-    if request.epoch_stable:
-        return _epoch_stable_indices(lengths, request, tokens, epochs)
-    separate = separate_final_epoch(tokens, epochs, request)
-    total = samples_in(epochs * tokens, request)
-    rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
-    documents = build_document_index(np.arange(*request.ids_range, dtype=np.int32), epochs, separate, rng)
-    before = samples_before_final_epoch(tokens, epochs, request) if separate else total
-    order = build_shuffle_index(before, total, rng)
-    samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
+    """All three arrays. lengths: tokens of every sequence of the file, by id. Raises as `passes_over` does."""
+    passes = passes_over(lengths, request)
+    build = _epoch_stable_order if request.epoch_stable else _megatron_order
+    documents, order = build(request, passes)
+    samples = build_sample_index(lengths, documents, passes.samples, request.seq_length, request.extra_token)
     return Indices(documents, samples, order)
 
 
-def _epoch_stable_indices(lengths: np.ndarray, request: IndexRequest, tokens: int, epochs: int) -> Indices:
-    """As `build_indices`, but the documents of epoch e, and the samples that end in it, are shuffled by (seed, e) alone.
+def _megatron_order(request: IndexRequest, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
+    """(document_index, shuffle_index)"""
+    tokens, epochs = passes.tokens, passes.epochs
+    separate = separate_final_epoch(tokens, epochs, request)
+    rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
+    documents = build_document_index(np.arange(*request.ids_range, dtype=np.int32), epochs, separate, rng)
+    before = samples_before_final_epoch(tokens, epochs, request) if separate else passes.samples
+    return documents, build_shuffle_index(before, passes.samples, rng)
+
+
+def _epoch_stable_order(request: IndexRequest, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
+    """As `_megatron_order`, but the documents of epoch e, and the samples that end in it, are shuffled by (seed, e) alone.
 
     documents   |--- epoch 0 ---|--- epoch 1 ---|
     samples     |s0  |s1  |s2  |s3  |s4  |s5  |          s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, ...
     """
-    count, total = request.ids_range[1] - request.ids_range[0], samples_in(epochs * tokens, request)
-    documents = np.tile(np.arange(*request.ids_range, dtype=np.int32), epochs)
-    order = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
-    for epoch in range(epochs):
+    documents = np.tile(np.arange(*request.ids_range, dtype=np.int32), passes.epochs)
+    order = np.arange(passes.samples, dtype=_shuffle_dtype(passes.samples))
+    # Samples that end before each epoch does; the last one may be short of its end.
+    ends = [(epoch * passes.tokens - request.extra_token) // request.seq_length for epoch in range(passes.epochs)]
+    borders = [0, *ends[1:], passes.samples]
+    for epoch, of_epoch in enumerate(documents.reshape(passes.epochs, -1)):
         rng = np.random.RandomState([request.seed, epoch])
-        rng.shuffle(documents[epoch * count : (epoch + 1) * count])
-        first = max(0, (epoch * tokens - request.extra_token) // request.seq_length)
-        past = total if epoch == epochs - 1 else ((epoch + 1) * tokens - request.extra_token) // request.seq_length
-        rng.shuffle(order[first:past])
-    samples = build_sample_index(lengths, documents, total, request.seq_length, request.extra_token)
-    return Indices(documents, samples, order)
+        rng.shuffle(of_epoch)
+        rng.shuffle(order[borders[epoch] : borders[epoch + 1]])
+    return documents, order
