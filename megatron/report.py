@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config import ConfigError
-from megatron.core.launch import discover, threads_per_rank
+from megatron.core.job.launch import discover, threads_per_rank
 
 PACKAGES = {  # what the project uses -> what for
     "torch": "everything",

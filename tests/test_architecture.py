@@ -30,11 +30,10 @@ ROWS = [
         "pending",
         "lazy",
         "batch_size",
-        "launch",
         "parallel_config",
         "storage",
     },
-    {"comm", "mesh", "current_mesh", "lines", "job", "model_parallel", "parallel_state"}
+    {"comm", "mesh", "current_mesh", "job", "model_parallel", "parallel_state"}
     | {"placement", "random", "deferred", "main_grad", "products", "tiers", "utils"},
     {"tensor_parallel", "pipeline_parallel", "distributed", "datasets", "tokenizers"},
     {"transformer", "optimizer", "checkpoint"},
@@ -48,8 +47,8 @@ PURE = [
     "megatron.core.placement",
     "megatron.core.config",
     "megatron.core.batch_size",
-    "megatron.core.launch",
-    "megatron.core.lines",
+    "megatron.core.job.launch",
+    "megatron.core.job.lines",
     "megatron.core.errors",
     "megatron.core.parallel_config",
     "megatron.core.storage.atomic",
@@ -177,7 +176,7 @@ def test_a_public_name_means_one_thing():
             assert other == path or name in TO_BE_RENAMED, f"{name} is defined in {path} and in {other}"
 
 
-MEETING = [CORE / "job.py", CORE / "model_parallel.py"]  # where processes meet and groups are made
+MEETING = [CORE / "job" / "processes.py", CORE / "model_parallel.py"]  # where processes meet and groups are made
 
 
 def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():

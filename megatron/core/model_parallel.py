@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.comm import Group, TorchGroup, as_peer_error
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, has_mesh, mesh_of_process, set_mesh_of_process
-from megatron.core.job import all_have_met, launched, launched_rank, launched_world_size
+from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
 from megatron.core.parallel_config import ORDER, sizes_for
 

@@ -1,6 +1,6 @@
 """The process-group registry as Megatron's scripts know it (`mpu`): accessors over the `Mesh` of this process, a line each.
 
-What they look at is made in `job.py` (the processes) and `model_parallel.py` (the mesh), whose functions scripts call by way of
+What they look at is made in `job/processes.py` (the processes) and `model_parallel.py` (the mesh), whose functions scripts call by way of
 this module. Code below the composition root never comes here: it is handed the `Axis` objects that it uses.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, use_mesh  # noqa: F401
-from megatron.core.job import (  # noqa: F401
+from megatron.core.job.processes import (  # noqa: F401
     agreement_axis,
     available_backends,
     backend_of,

@@ -21,7 +21,7 @@ from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
-from megatron.core.launch import Launch, discover, threads_per_rank
+from megatron.core.job.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.tiers.folder import folder_problems, remove_left_behind

@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch.distributed as dist  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
-from megatron.core import job, model_parallel  # noqa: E402
+from megatron.core import model_parallel  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.job import processes as job  # noqa: E402
 from megatron.training import checkpointing, pretrain, trainer, training  # noqa: E402
 
 

@@ -5,7 +5,7 @@ import pytest
 from said import tells
 
 from megatron.core.config import ConfigError
-from megatron.core.launch import Launch, discover, first_node, threads_per_rank
+from megatron.core.job.launch import Launch, discover, first_node, threads_per_rank
 
 TORCHRUN = {
     "RANK": "5",

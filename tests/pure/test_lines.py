@@ -10,9 +10,10 @@ import pytest
 from processes import free_port
 from said import tells
 
-from megatron.core import job, parallel_state
+from megatron.core import parallel_state
 from megatron.core.config import ConfigError
-from megatron.core.lines import Exchange, Line, NoLineError, listed
+from megatron.core.job import processes as job
+from megatron.core.job.lines import Exchange, Line, NoLineError, listed
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
     others          see their calls end, since a peer is gone; find its rank in the store, say one line, leave
 
 Of a process that was killed there is no word in the store: the others have its number, host and process from the lines that they keep
-(`core/lines.py`). Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so. What a rank says is left for
+(`core/job/lines.py`). Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so. What a rank says is left for
 torchrun too, whose last block shows that of the rank that ended first: so the others repeat it there.
 
 Where devices are connected and not hosts (NCCL), no call ends when a peer is gone: its kernel waits, and so would whoever reads a

@@ -19,8 +19,8 @@ from megatron.core.comm import Ledger, LostPeerError, StoreGroup, TorchGroup, br
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
 from megatron.core.grid import Axis
-from megatron.core.launch import Launch, discover
-from megatron.core.lines import SAYS_EVERY, Exchange, Line, answers, listed, waiting
+from megatron.core.job.launch import Launch, discover
+from megatron.core.job.lines import SAYS_EVERY, Exchange, Line, answers, listed, waiting
 
 _joined = False  # whether start_distributed has initialised torch.distributed, and not the caller
 _line: Line | None = None  # to the first rank, from when this one comes until it leaves the job
