@@ -17,7 +17,6 @@ from megatron.core.enums import ModelType
 from megatron.core.models.bert import BertModel
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
-from megatron.training.settings.model_rules import BERT_RULES
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -100,5 +99,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         args_defaults={"tokenizer_type": "BertWordPieceLowerCase"},
-        rules=BERT_RULES,
+        rules=BertModel.rules,
     )

@@ -17,7 +17,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.transformer.kernels import Documents
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
-from megatron.training.settings.model_rules import GPT_RULES
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -82,5 +81,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
-        rules=GPT_RULES,
+        rules=GPTModel.rules,
     )

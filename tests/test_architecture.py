@@ -246,6 +246,22 @@ def test_layers_never_reach_the_current_mesh():
             assert not found, f"{path.relative_to(ROOT)} imports {found}"
 
 
+KNOWS_MODELS = {"of_run.py"}  # predicts the memory of ours alone
+
+
+def test_training_knows_no_model():
+    """It trains what a script's provider returns, by what the model declares: rules, boundary, model_name, gives_hidden_states."""
+    known = {
+        "megatron.core.models.rules",
+        "megatron.core.transformer.context",
+        "megatron.core.transformer.transformer_config",
+    }
+    for path in sorted((ROOT / "megatron" / "training").rglob("*.py")):
+        for name in imported_modules(path) if path.name not in KNOWS_MODELS else ():
+            if name.startswith(("megatron.core.models.", "megatron.core.transformer.")):
+                assert name.rpartition(".")[0] in known, f"{path.relative_to(ROOT)} imports {name}"
+
+
 def test_no_memory_waits_for_a_stream():
     """A buffer is freed on the stream that allocated it, so that a run needs the same memory each time."""
     for path in PRODUCT_FILES:

@@ -5,8 +5,8 @@ import shlex
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
+from megatron.core.models.rules import BERT_RULES, GPT_RULES
 from megatron.training import pretrain
-from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES
 
 TINY = shlex.split(
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --tokenizer-type NullTokenizer "

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError
+from megatron.core.models.rules import BERT_RULES, GPT_RULES, text_problems
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.training.arguments import ArgumentsError, parse_args
@@ -26,7 +27,6 @@ from megatron.training.memory.report import as_json, full_report
 from megatron.training.memory.room import hint_of_fused
 from megatron.training.memory.sizes import MODELS, RunSizes
 from megatron.training.settings.config import Config
-from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES, text_problems
 from megatron.training.settings.rules import apart_from, check, filled_in
 
 

@@ -23,13 +23,13 @@ from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
+from megatron.core.models.rules import BERT_RULES, GPT_RULES, ModelRules
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
 from megatron.training.initialize import collected, file_problems
 from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request
 from megatron.training.settings.config import Config
-from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES, ModelRules
 from megatron.training.settings.rules import check
 from tools.errors import say_interrupted, say_what_is_wrong
 

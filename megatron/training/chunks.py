@@ -1,7 +1,7 @@
 """The parts that a rank trains with, from a script's `model_provider`: model chunks, optimizer, pipeline. No rank waits for another here."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -125,15 +125,13 @@ def build_optimizer(
 def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
     """What runs the chunks, and the others' by way of the ranks before and after this one."""
     config, tp = runtime.config, runtime.mesh["tp"]
-    divided, micro_batch = config.parallel.sequence_parallel_on, config.training.micro_batch_size
-    length = config.data.seq_length // (tp.size if divided else 1)
-    hidden = TensorSpec((length, micro_batch, config.transformer.hidden_size), config.transformer.residual_dtype)
-    sends_parts = config.parallel.scatter_gather_tensors_in_pipeline and not divided
+    batch = BatchShape(config.training.micro_batch_size, runtime.num_microbatches, config.data.seq_length)
+    sends_parts = config.parallel.scatter_gather_tensors_in_pipeline and not config.parallel.sequence_parallel_on
     return Pipeline(
         chunks,
         runtime.mesh,
-        BatchShape(micro_batch, runtime.num_microbatches, config.data.seq_length),
-        boundary=(hidden,),
+        batch,
+        boundary=boundary_of([chunk.module for chunk in chunks.values()], runtime),
         forward_step=forward_step,
         keys=runtime.dropout_keys,
         weight_grads=runtime.weight_grads,
@@ -142,3 +140,15 @@ def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime,
         device=runtime.device.torch_device,
         poison=config.data_parallel.poison_released_buffers,
     )
+
+
+def boundary_of(models: Iterable[nn.Module], runtime: Runtime) -> tuple[TensorSpec, ...]:
+    """The tensors that a stage hands to the next: those that the model declares, or else its hidden states.
+
+    A declaration is a method boundary(micro_batch_size, seq_length). All tensor-parallel ranks hold the same values of these tensors,
+    or, under sequence parallelism, each its own part.
+    """
+    config = runtime.config
+    shape = config.training.micro_batch_size, config.data.seq_length
+    declared = [model.boundary(*shape) for model in models if hasattr(model, "boundary")]
+    return declared[0] if declared else (runtime.layer_context.hidden_states(config.transformer, *shape),)

@@ -23,6 +23,7 @@ from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.job.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
+from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.random import DropoutKeys
 from megatron.core.tiers.folder import folder_problems, remove_left_behind
 from megatron.core.tiers.offload_config import make_tier
@@ -36,7 +37,6 @@ from megatron.training.memory.offload import notes_of
 from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
 from megatron.training.settings.config import Config
-from megatron.training.settings.model_rules import NO_RULES, ModelRules
 from megatron.training.settings.rules import apart_from, check, filled_in
 from megatron.training.watch.timers import Timers
 from megatron.training.watch.watch_config import watch_notes

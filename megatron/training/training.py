@@ -20,6 +20,7 @@ from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.core.errors import write_error_file
+from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.training.arguments import ExtraArgs
@@ -35,7 +36,6 @@ from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
 from megatron.training.resume.start import where_to_go_on
 from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.settings.model_rules import NO_RULES, ModelRules
 from megatron.training.train_step import train_step
 from megatron.training.trainer import NonLossData, Trainer
 

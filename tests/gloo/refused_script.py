@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from megatron.core.enums import ModelType
+from megatron.core.models.rules import GPT_RULES
 from megatron.training import pretrain
 from megatron.training.ending import failures
-from megatron.training.settings.model_rules import GPT_RULES
 
 
 def outcome_of(words: list[str]) -> tuple[int | None, str, float]:

@@ -10,10 +10,10 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.config import ConfigError
+from megatron.core.models.rules import text_problems
 from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.training.arguments import Arguments, parse_args
 from megatron.training.settings.config import COMPONENTS, Config
-from megatron.training.settings.model_rules import text_problems
 from megatron.training.settings.rules import check
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 60 "

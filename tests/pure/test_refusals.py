@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
+from megatron.core.models.rules import BERT_RULES, GPT_RULES
 from megatron.training import pretrain
 from megatron.training.initialize import read_settings, stop_with
-from megatron.training.settings.model_rules import BERT_RULES, GPT_RULES
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from said import tells
 from whole_run import run
 
 import pretrain_gpt
+from megatron.core.models.rules import NO_RULES
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.training.settings.model_rules import NO_RULES
 
 MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8"
 BARE = shlex.split(

@@ -19,9 +19,9 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core import parallel_state
 from megatron.core.config import ConfigError
+from megatron.core.models.rules import GPT_RULES
 from megatron.training.initialize import read_settings
 from megatron.training.resume.state import TrainState
-from megatron.training.settings.model_rules import GPT_RULES
 
 
 def rates(text: str) -> dict[int, float]:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.models.language_model import TransformerLanguageModel
+from megatron.core.models.rules import BERT_RULES
+from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
@@ -78,6 +80,8 @@ class BertModel(nn.Module):
     at; every stage needs it.
     """
 
+    rules = BERT_RULES
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -102,6 +106,9 @@ class BertModel(nn.Module):
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.language_model.set_input_tensor(x)
+
+    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
+        return self.language_model.boundary(micro_batch_size, seq_length)
 
     def forward(
         self,

@@ -28,6 +28,8 @@ class Embedding(nn.Module):
     for its output layer.
     """
 
+    gives_hidden_states = True
+
     def __init__(
         self,
         config: TransformerConfig,

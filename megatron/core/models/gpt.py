@@ -5,6 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.models.language_model import TransformerLanguageModel
+from megatron.core.models.rules import GPT_RULES
+from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -20,6 +22,8 @@ class GPTModel(nn.Module):
     cache: of the tokens before these, for generation; the last stage then gives the scores of the last token, [b, 1, ..].
     """
 
+    rules = GPT_RULES
+
     def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
         super().__init__()
         self.config, self.vocab_size, self.axis = config, vocab_size, context.tp.axis
@@ -27,6 +31,9 @@ class GPTModel(nn.Module):
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.language_model.set_input_tensor(x)
+
+    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
+        return self.language_model.boundary(micro_batch_size, seq_length)
 
     def forward(
         self,

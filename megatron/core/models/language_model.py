@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
+from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.transformer import ParallelTransformer
@@ -36,6 +37,7 @@ class TransformerLanguageModel(nn.Module):
         make_layer: MakePart = ParallelTransformerLayer,
     ):
         super().__init__()
+        self.config, self.context = config, context
         tied = not config.untie_embeddings_and_output_weights
         self.pre_process, self.post_process = pre_process, post_process
         self.embedding = self.output_layer = None
@@ -53,6 +55,10 @@ class TransformerLanguageModel(nn.Module):
     def set_input_tensor(self, x: Tensor | None) -> None:
         """The hidden states that the next forward starts from, on every stage but the first."""
         self._input_tensor = x
+
+    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
+        """The tensors that a stage hands to the next."""
+        return (self.context.hidden_states(self.config, micro_batch_size, seq_length),)
 
     def forward(
         self,

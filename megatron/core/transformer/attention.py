@@ -38,6 +38,8 @@ class ParallelAttention(nn.Module):
     With a cache the queries of x see the keys and values of the tokens before them too.
     """
 
+    gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
+
     def __init__(
         self, config: TransformerConfig, layer: int, context: LayerContext, *, make_core: MakePart = CoreAttention
     ):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron.core.grid import Axis
+from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys, HiddenDropout
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.tier import Tier
@@ -43,6 +44,11 @@ class LayerContext:
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
         """Dropout of hidden states. site: a name of its own for each place in a layer."""
         return HiddenDropout(probability, self.keys, site, layer, self.tp.sequence_axis)
+
+    def hidden_states(self, config: TransformerConfig, micro_batch_size: int, seq_length: int) -> TensorSpec:
+        """The residual stream of a microbatch between two layers: [s, b, h], or [s/t, b, h] under sequence parallelism."""
+        length = seq_length // (self.tp.axis.size if self.tp.sequence_parallel else 1)
+        return TensorSpec((length, micro_batch_size, config.hidden_size), config.residual_dtype)
 
 
 MakePart = Callable[[TransformerConfig, int, LayerContext], nn.Module]  # of a layer's number over the whole model

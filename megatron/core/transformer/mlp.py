@@ -15,6 +15,8 @@ class ParallelMLP(nn.Module):
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism)) -> the same shape.
     """
 
+    gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
+
     def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
         super().__init__()
         del layer  # all layers have the same

@@ -23,6 +23,8 @@ class ParallelTransformerLayer(nn.Module):
     Per forward: two all-reduces of [s, b, h] over tp; under sequence parallelism two all-gathers and two reduce-scatters.
     """
 
+    gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from megatron.core import comm
+from megatron.core import comm, models
 from megatron.core.grid import Axis
-from megatron.core.models.bert import BertModel
-from megatron.core.models.gpt import GPTModel
 
 
 def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:
@@ -39,7 +37,7 @@ def _names_of_parts(chunk: nn.Module) -> set[str]:
 
 def _name_of(model: type) -> str:
     """The name of a model's class: of one that is not ours never that of ours."""
-    borrows = model.__name__ in (GPTModel.__name__, BertModel.__name__) and not _is_known(model)
+    borrows = model.__name__ in dir(models) and not _is_known(model)
     return f"script's {model.__name__}" if borrows else model.__name__
 
 

@@ -19,14 +19,8 @@ from megatron.core.boxes import flat_run, slices
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
-from megatron.core.models.embedding import Embedding
 from megatron.core.placement import owned_pieces
 from megatron.core.storage.stored import loaded
-from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.mlp import ParallelMLP
-from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
-
-_HIDDEN = (Embedding, ParallelTransformerLayer, ParallelAttention, ParallelMLP)  # what gives hidden states [s, b, h]
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,7 @@ class Inspector:
 
     def _watch_outputs(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, _HIDDEN) or name.endswith("final_layernorm"):
+            if getattr(module, "gives_hidden_states", False) or name.endswith("final_layernorm"):
 
                 def note(module: nn.Module, inputs: object, output: Tensor, name: str = name) -> None:
                     # A layer that the backward computes again comes by twice, as do all its elements: means stay as they are.

@@ -1,38 +1,39 @@
-"""What a model and its data make of the settings, beside the rules for every run: each top-level script hands its own to `pretrain`.
+"""The rules of a model and its data about the settings of a run, beside those for every run. A model declares its own:
 
-    pretrain(..., rules=GPT_RULES)
+    class GPTModel(nn.Module):
+        rules = GPT_RULES
 
-They are asked before a process group exists, with the rules of `rules.py`.
+and its script hands them to `pretrain(..., rules=GPTModel.rules)`, which asks them before a process group exists.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.config import knobs
 from megatron.core.datasets.bert import bert_problems
 from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
-from megatron.training.settings.config import Config
 
 
 @dataclass(frozen=True)
 class ModelRules:
-    """unread: field -> why giving it has no effect. problems: (config, the tokenizer if it could be built) -> what cannot work.
+    """unread: field -> why giving it has no effect. problems: (all settings, the tokenizer if it could be built) -> what cannot work.
     reads_text: whether --data-path names token files, which are looked for before the ranks meet."""
 
     unread: Mapping[str, str] = field(default_factory=dict)
-    problems: Callable[[Config, Tokenizer | None], list[str]] = lambda config, tokenizer: []
+    problems: Callable[[Any, Tokenizer | None], list[str]] = lambda config, tokenizer: []
     reads_text: bool = False
 
 
-def text_problems(config: Config) -> list[str]:
+def text_problems(config: Any) -> list[str]:
     """What a run lacks whose data are text, or made up like it."""
     problems = [] if config.data.source_problems(needed=False) else config.data.source_problems()
     return problems + ([NO_TOKENIZER] if config.tokenizer.tokenizer_type is None else [])
 
 
-def _problems_of_bert(config: Config, tokenizer: Tokenizer | None) -> list[str]:
+def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT, and a BERT has masked words instead; leave it out")
