@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from shlex import split
 from types import ModuleType, SimpleNamespace
 
+from megatron.core.current_mesh import current
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
@@ -28,8 +29,8 @@ def trainer_of(script: ModuleType | SimpleNamespace, mesh: Mesh, flags: str) -> 
     )
     check(config, mesh["world"].size)
     if config.chunks_per_rank > 1:
-        mesh.virtual_size = config.chunks_per_rank
-    mesh.sequence_parallel = config.parallel.sequence_parallel_on
+        current().virtual_size = config.chunks_per_rank
+    current().sequence_parallel = config.parallel.sequence_parallel_on
     keys = DropoutKeys(config.training.seed)
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())

@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import layers_of_stage
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Placement, owned_pieces
+from megatron.core.products import NATIVE
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.storage.stored import start_reading
 from megatron.core.tiers.offload_config import OffloadConfig, make_tier
@@ -312,7 +313,7 @@ def runtime_for(mesh: Mesh, config: TransformerConfig, folder: Path, global_batc
         tokenizer_sha256=None,
         data_sha256=None,
         global_batch_size=global_batch,
-        products=mesh.products,
+        products=NATIVE,
     )
 
 

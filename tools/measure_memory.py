@@ -24,7 +24,7 @@ from torch import Tensor
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import ConfigError
-from megatron.core.current_mesh import use_mesh
+from megatron.core.current_mesh import current, use_mesh
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -240,8 +240,6 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     sizes = parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
     sharing = config.transformer.ranks_per_kv_head(parallel.tensor_model_parallel_size)
     mesh = build_mesh(sizes, rank, lambda name, ranks: SilentGroup(len(ranks), ranks.index(rank)), sharing)
-    mesh.sequence_parallel = parallel.sequence_parallel_on
-    mesh.virtual_size = config.chunks_per_rank if config.chunks_per_rank > 1 else None
     return mesh
 
 
@@ -300,6 +298,9 @@ def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt"
         config, args, mesh, Device("cpu"), tokenizer, DropoutKeys(1), WeightGradStore(), tier=tier, products=products
     )
     use_mesh(mesh)
+    here = current()
+    here.sequence_parallel = config.parallel.sequence_parallel_on
+    here.virtual_size = config.chunks_per_rank if config.chunks_per_rank > 1 else None
     set_runtime(runtime, this_thread_only=True)
     try:
         with MemoryTracker() as tracker:
@@ -358,7 +359,7 @@ def _chunks_of(runtime: Runtime, script: ModuleType) -> Iterator[tuple[int, Dist
     mesh, config = runtime.mesh, runtime.config
     last = config.chunks_per_rank * mesh["pp"].size - 1
     for number in range(config.chunks_per_rank):
-        stage, mesh.virtual_rank = number * mesh["pp"].size + mesh["pp"].rank, number
+        stage, current().virtual_rank = number * mesh["pp"].size + mesh["pp"].rank, number
         model = script.model_provider(stage == 0, stage == last, number)
         for parameter in model.parameters():
             parameter.data.zero_()  # no weight matters, but a chance one may be no number

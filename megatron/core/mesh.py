@@ -23,18 +23,13 @@
 `Axis` objects that it uses.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis, AxisSizes
 from megatron.core.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
-from megatron.core.products import NATIVE
 
 
 @dataclass(frozen=True)
@@ -55,15 +50,6 @@ class Mesh(Mapping[str, Axis]):
         self._axes, self.ledger = axes, ledger
         # of this pipeline, the global ranks that share a table; a rank that does not is alone on that axis
         self.embedding_ranks, self.position_embedding_ranks = sharing["embd"], sharing["pos_embd"]
-        self.virtual_size: int | None = None  # model chunks of each pipeline rank, None without interleaving
-        self.virtual_rank: int | None = None  # the chunk that is running, for scripts that ask
-        self.device: torch.device | str = (
-            "cpu"  # where this rank computes, and how: for Megatron's functions, which are not told
-        )
-        self.sequence_parallel = False
-        self.fills_by_name = False  # inside `filling_by_name`
-        self.products = NATIVE
-        self.kept: dict[str, Any] = {}  # what Megatron's global accessors hand out again, by their names
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
@@ -73,15 +59,6 @@ class Mesh(Mapping[str, Axis]):
 
     def __len__(self) -> int:
         return len(self._axes)
-
-    @contextlib.contextmanager
-    def filling_by_name(self) -> Iterator[None]:
-        """Layers made inside leave their parameters to `initialize_parameters`, which draws each once, by its name."""
-        self.fills_by_name = True
-        try:
-            yield
-        finally:
-            self.fills_by_name = False
 
     @property
     def samples(self) -> Axis:

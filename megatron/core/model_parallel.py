@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.comm import Group, TorchGroup, as_peer_error
 from megatron.core.config import ConfigError
-from megatron.core.current_mesh import get_mesh, has_mesh, mesh_of_process, set_mesh_of_process
+from megatron.core.current_mesh import current, has_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
 from megatron.core.parallel_config import ORDER, sizes_for
@@ -76,8 +76,8 @@ def initialize_model_parallel(
     chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
     chosen = {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
     mesh = build_mesh(sizes, launched_rank(), make_group, ranks_per_kv_head, **chosen)
-    mesh.virtual_size = virtual_pipeline_model_parallel_size
     set_mesh_of_process(mesh)
+    current().virtual_size = virtual_pipeline_model_parallel_size
     all_have_met()
     return mesh
 
@@ -94,12 +94,12 @@ def destroy_model_parallel() -> None:
 def torch_group(name: str) -> Any:
     """The torch.distributed group of an axis. One of a single rank is made when first asked for, by that rank alone: None, which
     an axis of one rank has inside, would mean all ranks of the job to torch."""
-    mesh = get_mesh()
-    axis = mesh[name]
+    here = current()
+    axis = here.mesh[name]
     if axis.group is None and dist.is_initialized():
-        if "group of one" not in mesh.kept:
-            mesh.kept["group of one"] = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
-        return mesh.kept["group of one"]
+        if here.group_of_one is None:
+            here.group_of_one = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
+        return here.group_of_one
     return axis.group.process_group if isinstance(axis.group, TorchGroup) else axis.group
 
 

@@ -4,13 +4,13 @@ What they look at is made in `job/processes.py` (the processes) and `model_paral
 this module. Code below the composition root never comes here: it is handed the `Axis` objects that it uses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron.core.config import ConfigError
-from megatron.core.current_mesh import get_mesh, use_mesh  # noqa: F401
+from megatron.core.current_mesh import current, get_mesh, use_mesh  # noqa: F401
 from megatron.core.job.processes import (  # noqa: F401
     agreement_axis,
     available_backends,
@@ -42,118 +42,115 @@ from megatron.core.model_parallel import (  # noqa: F401
 from megatron.core.parallel_config import ORDER, ParallelConfig, sizes_for  # noqa: F401
 
 
-def get_tensor_model_parallel_group() -> Any:
-    return torch_group("tp")
+def _group(axis: str) -> Callable[[], Any]:
+    return lambda: torch_group(axis)
 
 
-def get_tensor_model_parallel_rank() -> int:
-    return get_mesh()["tp"].rank
+def _rank(axis: str) -> Callable[[], int]:
+    """Of this process on the axis."""
+    return lambda: get_mesh()[axis].rank
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    return get_mesh()["tp"].size
+def _size(axis: str) -> Callable[[], int]:
+    return lambda: get_mesh()[axis].size
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank that reads data for this tensor-parallel group."""
-    return get_mesh()["tp"].ranks[0]
+def _member(axis: str, place: int = 0, *, from_here: bool = False) -> Callable[[], int]:
+    """The global rank at a place of the axis, counted from its start or from this rank, round and round."""
+
+    def get() -> int:
+        found = get_mesh()[axis]
+        return found.ranks[(place + from_here * found.rank) % found.size]
+
+    return get
 
 
-def get_pipeline_model_parallel_group() -> Any:
-    return torch_group("pp")
+get_tensor_model_parallel_group = _group("tp")
+get_tensor_model_parallel_rank = _rank("tp")
+get_tensor_model_parallel_world_size = _size("tp")
+get_tensor_model_parallel_src_rank = _member("tp")  # which reads the data of its group
+
+get_pipeline_model_parallel_group = _group("pp")
+get_pipeline_model_parallel_rank = _rank("pp")
+get_pipeline_model_parallel_world_size = _size("pp")
+get_pipeline_model_parallel_first_rank = _member("pp")
+get_pipeline_model_parallel_last_rank = _member("pp", -1)
+get_pipeline_model_parallel_next_rank = _member("pp", 1, from_here=True)
+get_pipeline_model_parallel_prev_rank = _member("pp", -1, from_here=True)
+
+get_context_parallel_group = _group("cp")
+get_context_parallel_rank = _rank("cp")
+get_context_parallel_world_size = _size("cp")
+get_tensor_and_context_parallel_group = _group("tp_cp")
+
+get_expert_model_parallel_group = _group("ep")
+get_expert_model_parallel_rank = _rank("ep")
+get_expert_model_parallel_world_size = _size("ep")
+get_expert_tensor_parallel_group = _group("etp")
+get_expert_tensor_parallel_rank = _rank("etp")
+get_expert_tensor_parallel_world_size = _size("etp")
+get_expert_tensor_and_model_parallel_group = _group("ep_etp")
+get_expert_tensor_model_pipeline_parallel_group = _group("emp")
+
+get_model_parallel_group = _group("mp")
+get_model_parallel_src_rank = _member("mp")
+get_embedding_group = _group("embd")
+get_position_embedding_group = _group("pos_embd")
 
 
-def get_pipeline_model_parallel_rank() -> int:
-    return get_mesh()["pp"].rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return get_mesh()["pp"].size
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    return get_mesh()["pp"].ranks[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    return get_mesh()["pp"].ranks[-1]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    pp = get_mesh()["pp"]
-    return pp.ranks[(pp.rank + 1) % pp.size]
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    pp = get_mesh()["pp"]
-    return pp.ranks[(pp.rank - 1) % pp.size]
+def get_context_parallel_global_ranks() -> list[int]:
+    return list(get_mesh()["cp"].ranks)
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """The model chunk of this rank that is running."""
-    return get_mesh().virtual_rank
+    return current().virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    get_mesh().virtual_rank = rank
+    current().virtual_rank = rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    return get_mesh().virtual_size
+    return current().virtual_size
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    get_mesh().virtual_size = world_size
+    current().virtual_size = world_size
 
 
 # Megatron's tools set ranks and sizes to build the part of another process. Here layers are made by their axis, and some would hear
 # of it and others not; so what is the case may be said, and None ends the pretence, as there.
-def _say_again(setter: str, value: int | None, is_so: int) -> None:
-    if value not in (None, is_so):
-        raise ConfigError(
-            f"{setter}({value}): it is {is_so}, and a process cannot pretend to be another; start as many as the layout has, with "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size. Checkpoints load into any layout, so none has to be "
-            "pretended for their sake"
-        )
+def _say_again(setter: str, get: Callable[[], int]) -> Callable[[int | None], None]:
+    def say(value: int | None) -> None:
+        if value not in (None, get()):
+            raise ConfigError(
+                f"{setter}({value}): it is {get()}, and a process cannot pretend to be another; start as many as the layout has, with "
+                "--tensor-model-parallel-size and --pipeline-model-parallel-size. Checkpoints load into any layout, so none has to be "
+                "pretended for their sake"
+            )
+
+    return say
 
 
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    _say_again("set_tensor_model_parallel_rank", rank, get_mesh()["tp"].rank)
-
-
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    _say_again("set_tensor_model_parallel_world_size", world_size, get_mesh()["tp"].size)
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    _say_again("set_pipeline_model_parallel_rank", rank, get_mesh()["pp"].rank)
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    _say_again("set_pipeline_model_parallel_world_size", world_size, get_mesh()["pp"].size)
-
-
-def set_data_parallel_rank(rank: int | None) -> None:
-    _say_again("set_data_parallel_rank", rank, get_mesh()["dp"].rank)
-
-
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    _say_again("set_expert_model_parallel_rank", rank, get_mesh()["cp"].rank)
-
-
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    _say_again("set_expert_model_parallel_world_size", world_size, get_mesh()["cp"].size)
+set_tensor_model_parallel_rank = _say_again("set_tensor_model_parallel_rank", _rank("tp"))
+set_tensor_model_parallel_world_size = _say_again("set_tensor_model_parallel_world_size", _size("tp"))
+set_pipeline_model_parallel_rank = _say_again("set_pipeline_model_parallel_rank", _rank("pp"))
+set_pipeline_model_parallel_world_size = _say_again("set_pipeline_model_parallel_world_size", _size("pp"))
+set_data_parallel_rank = _say_again("set_data_parallel_rank", _rank("dp"))
+set_expert_model_parallel_rank = _say_again("set_expert_model_parallel_rank", _rank("ep"))
+set_expert_model_parallel_world_size = _say_again("set_expert_model_parallel_world_size", _size("ep"))
 
 
 def _is_chunk(wanted: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
     """Whether the running chunk (or `vp_stage`) is number `wanted`; always so where ranks hold one chunk."""
-    mesh = get_mesh()
-    if ignore_virtual or mesh.virtual_size is None:
+    here = current()
+    if ignore_virtual or here.virtual_size is None:
         return True
-    chunk = mesh.virtual_rank if vp_stage is None else vp_stage
+    chunk = here.virtual_rank if vp_stage is None else vp_stage
     if chunk is None:
         raise RuntimeError("no chunk is running: pass vp_stage, or set_virtual_pipeline_model_parallel_rank first")
-    return chunk == wanted % mesh.virtual_size
+    return chunk == wanted % here.virtual_size
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
@@ -166,9 +163,13 @@ def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = 
     return get_mesh()["pp"].is_last and _is_chunk(-1, ignore_virtual, vp_stage)
 
 
-# Context parallelism has one rank so far, so that the data-parallel axis is the same with and without it.
+def _data_axis(with_context_parallel: bool, partial: bool) -> str:
+    """partial: of the ranks that share one copy of sharded state."""
+    return "dp" + "_inner" * partial + "_cp" * with_context_parallel
+
+
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    return torch_group("dp_inner" if partial_data_parallel else "dp")
+    return torch_group(_data_axis(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
@@ -180,80 +181,27 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_da
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return get_mesh()["dp_inner" if partial_data_parallel else "dp"].rank
+    return get_mesh()[_data_axis(with_context_parallel, partial_data_parallel)].rank
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return get_mesh()["dp_inner" if partial_data_parallel else "dp"].size
+    return get_mesh()[_data_axis(with_context_parallel, partial_data_parallel)].size
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    return get_mesh()["dp"].ranks[0]
-
-
-def get_context_parallel_group() -> Any:
-    return torch_group("cp")
-
-
-def get_context_parallel_rank() -> int:
-    return get_mesh()["cp"].rank
-
-
-def get_context_parallel_world_size() -> int:
-    return get_mesh()["cp"].size
-
-
-def get_context_parallel_global_ranks() -> list[int]:
-    return list(get_mesh()["cp"].ranks)
-
-
-# Expert parallelism has one rank so far, hence the experts' tensor and data axes are the dense ones. "cp" is an axis of one rank.
-def get_expert_model_parallel_group() -> Any:
-    return torch_group("cp")
-
-
-def get_expert_model_parallel_rank() -> int:
-    return get_mesh()["cp"].rank
-
-
-def get_expert_model_parallel_world_size() -> int:
-    return get_mesh()["cp"].size
-
-
-def get_expert_tensor_parallel_group() -> Any:
-    return torch_group("tp")
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    return get_mesh()["tp"].rank
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    return get_mesh()["tp"].size
+    return get_mesh()[_data_axis(with_context_parallel, False)].ranks[0]
 
 
 def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
-    return get_data_parallel_group(partial_data_parallel=partial_expert_data_parallel)
+    return torch_group("edp" + "_inner" * partial_expert_data_parallel)
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    return get_data_parallel_rank(partial_data_parallel=partial_expert_data_parallel)
+    return get_mesh()["edp" + "_inner" * partial_expert_data_parallel].rank
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    return get_data_parallel_world_size(partial_data_parallel=partial_expert_data_parallel)
-
-
-def get_model_parallel_group() -> Any:
-    return torch_group("mp")
-
-
-def get_model_parallel_src_rank() -> int:
-    return get_mesh()["mp"].ranks[0]
-
-
-def get_embedding_group() -> Any:
-    return torch_group("embd")
+    return get_mesh()["edp" + "_inner" * partial_expert_data_parallel].size
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -265,10 +213,6 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     if ignore_virtual or mine not in ends:
         return mine in mesh.embedding_ranks
     return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
-
-
-def get_position_embedding_group() -> Any:
-    return torch_group("pos_embd")
 
 
 def is_rank_in_position_embedding_group() -> bool:
@@ -297,20 +241,19 @@ class GlobalMemoryBuffer:
         numel = torch.Size(tensor_shape).numel()
         kept = self.buffer.get((name, dtype))
         if kept is None or kept.numel() < numel:
-            kept = self.buffer[name, dtype] = torch.empty(numel, dtype=dtype, device=get_mesh().device)
+            kept = self.buffer[name, dtype] = torch.empty(numel, dtype=dtype, device=current().device)
         return kept[:numel].view(tuple(tensor_shape))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    return get_mesh().kept.setdefault("global memory buffer", GlobalMemoryBuffer())
+    here = current()
+    here.memory_buffer = here.memory_buffer or GlobalMemoryBuffer()
+    return here.memory_buffer
 
 
 _NOT_BUILT = {
     "get_tensor_and_data_parallel_group": "use the tensor- and data-parallel groups one after the other",
-    "get_tensor_and_context_parallel_group": "context parallelism is not built yet; use the tensor-parallel group",
     "get_hierarchical_context_parallel_groups": "context parallelism is not built yet",
-    "get_expert_tensor_and_model_parallel_group": "expert parallelism is not built yet; use the tensor-parallel group",
-    "get_expert_tensor_model_pipeline_parallel_group": "expert parallelism is not built yet; use the model-parallel group",
     "get_amax_reduction_group": "8-bit numbers are not built yet",
     "get_pipeline_model_parallel_split_rank": "models of an encoder and a decoder are not built yet",
     "is_pipeline_stage_before_split": "models of an encoder and a decoder are not built yet",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron.core.config import ConfigError
+from megatron.core.current_mesh import current, filling_by_name
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
@@ -27,18 +28,18 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
 
     A provider that takes `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
     """
-    mesh, pp = runtime.mesh, runtime.mesh["pp"]
+    pp, config = runtime.mesh["pp"], runtime.config
     made: dict[int, nn.Module] = {}
-    last_stage = runtime.config.chunks_per_rank * pp.size - 1
-    takes_chunk = takes_vp_stage(model_provider, runtime.config.chunks_per_rank)
-    for chunk_number in range(runtime.config.chunks_per_rank):
+    last_stage = config.chunks_per_rank * pp.size - 1
+    takes_chunk = takes_vp_stage(model_provider, config.chunks_per_rank)
+    for chunk_number in range(config.chunks_per_rank):
         stage = chunk_number * pp.size + pp.rank
-        mesh.virtual_rank = chunk_number
+        current().virtual_rank = chunk_number
         chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
         # On the device, where a module that is told nothing makes its tensors.
-        with runtime.device.torch_device, mesh.filling_by_name():
+        with runtime.device.torch_device, filling_by_name():
             chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
-        place_plain_parameters(chunk, runtime.config.transformer.params_dtype, mesh.sequence_parallel)
+        place_plain_parameters(chunk, config.transformer.params_dtype, config.parallel.sequence_parallel_on)
         if problems := model_problems(chunk, in_pipeline=last_stage > 0):
             raise ConfigError(problems)
         made[stage] = chunk

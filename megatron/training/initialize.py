@@ -15,6 +15,7 @@ import torch
 from megatron.core import comm, parallel_state, products
 from megatron.core.classic.random import model_parallel_cuda_manual_seed
 from megatron.core.config import ConfigError
+from megatron.core.current_mesh import current
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
 from megatron.core.deferred import WeightGradStore
@@ -95,7 +96,8 @@ def initialize_megatron(
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
-    mesh.device, mesh.sequence_parallel = device.torch_device, config.parallel.sequence_parallel_on
+    here = current()
+    here.device, here.sequence_parallel = device.torch_device, config.parallel.sequence_parallel_on
     seed_generators(config.training.seed, mesh)
     keys = DropoutKeys(config.training.seed)
     timers = Timers(
@@ -110,7 +112,7 @@ def initialize_megatron(
     with comm.together(mesh["world"], device.torch_device):
         tier = make_tier(config.offload, mesh["world"].rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, mesh["world"].size))
-    mesh.products = settle_products(config, mesh["world"], device, settings.notes)
+    here.products = settle_products(config, mesh["world"], device, settings.notes)
     checkpoints = config.checkpoint.save or config.checkpoint.load
     runtime = Runtime(
         config,
@@ -122,7 +124,7 @@ def initialize_megatron(
         WeightGradStore(),
         timers,
         tier,
-        products=mesh.products,
+        products=here.products,
         tokenizer_sha256=settings.tokenizer_sha256,
         data_sha256=data_sha256(config.data) if checkpoints and mesh["world"].is_first else None,
     )
@@ -353,7 +355,7 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
         "data_parallel_size": mesh.samples.size,
         "params_dtype": config.transformer.params_dtype,
         "padded_vocab_size": None if words is None else config.transformer.padded_vocab_size(words, tensor),
-        "virtual_pipeline_model_parallel_size": mesh.virtual_size,
+        "virtual_pipeline_model_parallel_size": current().virtual_size,
         "global_batch_size": config.global_batch_size(mesh["world"].size),
         "max_position_embeddings": config.positions,
         "ffn_hidden_size": config.transformer.ffn_size,

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.batch_size import BatchSizes
 from megatron.core.config import ConfigError
+from megatron.core.current_mesh import current
 from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
@@ -99,7 +100,7 @@ class Runtime:
             device=self.device.torch_device,
             weight_grads=self.weight_grads,
             products=self.products,
-            fills=not self.mesh.fills_by_name,
+            fills=not current().fills_by_name,
         )
 
     def model_parts(

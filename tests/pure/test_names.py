@@ -164,7 +164,7 @@ def test_the_embedding_group_is_first_and_last_stage_or_what_a_script_says(at):
 
 def test_with_chunks_only_one_of_them_is_first(at):
     at(0)
-    parallel_state.get_mesh().virtual_size = 2
+    mpu.set_virtual_pipeline_model_parallel_world_size(2)
     told = []
     for chunk in (0, 1):
         mpu.set_virtual_pipeline_model_parallel_rank(chunk)

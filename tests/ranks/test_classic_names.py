@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core import tensor_parallel as mt
 from megatron.core.boxes import slices
 from megatron.core.classic.utils import VocabUtility, init_method_normal, scaled_init_method_normal
+from megatron.core.current_mesh import filling_by_name
 from megatron.core.models.gpt import GPTModel
 from megatron.core.placement import Constant, pieces
 from megatron.core.random import initialize_parameters, normal_box
@@ -313,7 +314,7 @@ def test_a_function_of_a_tensor_fills_a_named_model_the_same_in_every_layout():
 
     def work(mesh, seed):
         torch.manual_seed(seed)
-        with mesh.filling_by_name():
+        with filling_by_name():
             block = torch.nn.ModuleDict(
                 {"up": mt.ColumnParallelLinear(H, F, init_method=torch.nn.init.kaiming_normal_)}
             )

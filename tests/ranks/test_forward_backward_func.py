@@ -22,6 +22,7 @@ from tiny_run import (
     run,
 )
 
+from megatron.core.current_mesh import current
 from megatron.core.distributed.distributed_data_parallel import (
     DataParallelConfig,
     DistributedDataParallel,
@@ -60,7 +61,7 @@ CASES = [
 def run_by_func(mesh, config, layout, **options):
     """One step's reports and gradients."""
     chunks, _, _ = build_chunks(mesh, config, layout)
-    mesh.sequence_parallel = layout.sp
+    current().sequence_parallel = layout.sp
     batch = BatchShape(BATCH // layout.dp // layout.m, layout.m)
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -118,7 +119,7 @@ def test_a_loop_may_finalize_gradients_as_often_as_it_likes(name):
 
     def work(mesh):
         chunks, _, _ = build_chunks(mesh, TINY_GPT2, layout)
-        mesh.sequence_parallel, model = layout.sp, list(chunks.values())
+        current().sequence_parallel, model = layout.sp, list(chunks.values())
         batch = BatchShape(8 // layout.dp // layout.m, layout.m)
         buffers = [buffer for chunk in model for buffer in chunk.buffers]
         optimizer = FlatOptimizer(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from megatron.core.current_mesh import get_mesh
+from megatron.core.current_mesh import current, get_mesh
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel.in_parts import InParts
 
@@ -21,7 +21,7 @@ MODEL_PARALLEL, DATA_PARALLEL, EXPERT_PARALLEL = "model-parallel-rng", "data-par
 
 def _generator() -> Any:
     """The module that has the default generator of this rank's device."""
-    device = torch.device(get_mesh().device)
+    device = torch.device(current().device)
     return torch.random if device.type == "cpu" else torch.get_device_module(device)
 
 
@@ -69,7 +69,9 @@ class RngTracker:
 
 def get_cuda_rng_tracker() -> RngTracker:
     """The tracker of this process, whatever its device."""
-    return get_mesh().kept.setdefault("rng tracker", RngTracker())
+    here = current()
+    here.rng_tracker = here.rng_tracker or RngTracker()
+    return here.rng_tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -118,6 +120,6 @@ def _is_divisible(x: Any, mesh: Mesh) -> bool:
     return (
         isinstance(x, Tensor)
         and mesh["tp"].size > 1
-        and not mesh.sequence_parallel
+        and not current().sequence_parallel
         and x.numel() % mesh["tp"].size == 0
     )

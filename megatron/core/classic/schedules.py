@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.core.classic.utils import get_model_config, unwrap_model
-from megatron.core.current_mesh import get_mesh
+from megatron.core.current_mesh import current
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline, tell
@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 
 # Megatron's further arguments: they steer its own transfers and groups, or how it warms up.
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
-_SAMPLES = "samples of get_forward_backward_func"
 
 
 def get_forward_backward_func() -> Callable[..., list[Any]]:
@@ -70,7 +69,8 @@ def forward_backward(
     iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
     if len(chunks) != len(iterators):
         raise ValueError(f"{len(chunks)} model chunk(s) but {len(iterators)} data iterator(s); give one for each chunk")
-    mesh, reports = get_mesh(), []
+    here, reports = current(), []
+    mesh = here.mesh
     pp, batch = mesh["pp"], BatchShape(micro_batch_size, num_microbatches, seq_length)
     stages = [i * pp.size + pp.rank for i in range(len(chunks))]
     pipeline = Pipeline(
@@ -80,19 +80,19 @@ def forward_backward(
         boundary=_boundary(chunks[0], mesh, seq_length, micro_batch_size),
         forward_step=keep_reports(forward_step_func, reports, non_loss=collect_non_loss_data),
         schedule_name="1f1b" if len(chunks) == 1 else "interleaved",
-        device=mesh.device,
+        device=here.device,
     )
-    data, first_sample = dict(zip(stages, iterators)), mesh.kept.get(_SAMPLES, 0)
+    data, first_sample = dict(zip(stages, iterators)), here.samples
     if forward_only or collect_non_loss_data:
         pipeline.evaluate(data, first_sample)
         return reports
-    scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"), mesh)
+    scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"))
     rank_samples = num_microbatches * micro_batch_size
     # A scaled loss is divided by the tokens before and not after the backward, so that a sum of losses overflows no float16.
     step_tokens = 1 if scale is None else rank_samples * seq_length * mesh.tokens.size
     totals = pipeline.train(data, first_sample, (scale or 1.0) / step_tokens)
     _finish(pipeline, pipeline.share_totals(totals).tokens, scaled_by=1 / step_tokens)
-    mesh.kept[_SAMPLES] = first_sample + rank_samples * mesh.samples.size
+    here.samples += rank_samples * mesh.samples.size
     return reports
 
 
@@ -101,7 +101,7 @@ def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: i
     if mesh["pp"].size == 1:
         return ()
     config = get_model_config(chunk)
-    divided = getattr(config, "sequence_parallel", mesh.sequence_parallel)
+    divided = getattr(config, "sequence_parallel", current().sequence_parallel)
     length = seq_length // mesh["tp"].size if divided else seq_length
     dtype = getattr(config, "residual_dtype", config.params_dtype)
     return (TensorSpec((length, micro_batch_size, config.hidden_size), dtype),)
@@ -112,9 +112,9 @@ def _config_of(chunk: nn.Module, name: str) -> Any:
     return getattr(getattr(unwrap_model(chunk), "config", None), name, None)
 
 
-def _loss_scale(grad_scale_func: Callable | None, mesh: Mesh) -> float | None:
+def _loss_scale(grad_scale_func: Callable | None) -> float | None:
     """What the function multiplies by; None where nothing is scaled."""
-    return None if grad_scale_func is None else float(grad_scale_func(torch.ones((), device=mesh.device)))
+    return None if grad_scale_func is None else float(grad_scale_func(torch.ones((), device=current().device)))
 
 
 def _finish(pipeline: Pipeline, tokens: float, *, scaled_by: float) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.current_mesh import get_mesh
+from megatron.core.current_mesh import current, get_mesh
 from megatron.core.device import to_device
 from megatron.core.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import linear_layers, mappings
@@ -30,11 +30,11 @@ _WITHOUT_EFFECT = {"keep_master_weight_for_test", "skip_weight_param_allocation"
 
 def tensor_parallel_of(config: Any = None) -> TensorParallel:
     """What a layer needs to know, from the current mesh."""
-    mesh = get_mesh()
-    divided = getattr(config, "sequence_parallel", mesh.sequence_parallel) and mesh["tp"].size > 1
+    here, mesh = current(), get_mesh()
+    divided = getattr(config, "sequence_parallel", here.sequence_parallel) and mesh["tp"].size > 1
     dtype = getattr(config, "params_dtype", torch.get_default_dtype())
-    options = {"kv": mesh["kv"], "products": mesh.products, "fills": not mesh.fills_by_name}
-    return TensorParallel(mesh["tp"], divided, dtype, mesh.device, **options)
+    options = {"kv": mesh["kv"], "products": here.products, "fills": not here.fills_by_name}
+    return TensorParallel(mesh["tp"], divided, dtype, here.device, **options)
 
 
 def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> InitialValue:
@@ -156,8 +156,7 @@ _MOST_DIMENSIONS = 5
 
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
     """The tensors `keys` of the first tensor-parallel rank's `data`, on every rank. Their shapes, which may differ, go before."""
-    mesh = get_mesh()
-    axis, device = mesh["tp"], mesh.device
+    axis, device = get_mesh()["tp"], current().device
     shapes = torch.full((len(keys), _MOST_DIMENSIONS), -1, dtype=torch.int64)
     if axis.is_first:
         wrong = {key: data[key].dtype for key in keys if data[key].dtype != datatype}

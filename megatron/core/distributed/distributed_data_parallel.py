@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.boxes import flat_run
+from megatron.core.current_mesh import current
 from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.bucket import Bucket
@@ -451,7 +452,7 @@ def finalize_model_grads(
         return
     mesh = chunks[0].mesh
     counted = num_tokens if mesh["pp"].is_last else 0.0
-    total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(mesh.device)
+    total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(current().device)
     for axis in (mesh.tokens, mesh["pp"]):
         comm.all_reduce(total, axis)
     for chunk in chunks:

@@ -189,7 +189,6 @@ def stop_distributed() -> None:
         for axis in mesh.values():
             if isinstance(axis.group, TorchGroup):
                 axis.group.process_group = None
-        mesh.kept.clear()
         set_mesh_of_process(None)
     if _joined:
         gc.collect()  # graphs of the last step hold axes in circles

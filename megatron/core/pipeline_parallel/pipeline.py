@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core import comm
+from megatron.core.current_mesh import current
 from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
@@ -114,7 +115,7 @@ class Pipeline:
         def begin(action: Action) -> None:
             for keys in self.keys:
                 keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
-            self.mesh.virtual_rank = action.stage // pp.size
+            current().virtual_rank = action.stage // pp.size
             tell(self.chunks[action.stage], "begin_microbatch", action.microbatch, backward=action.op is not Op.F)
 
         executor = Executor(
