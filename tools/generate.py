@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import torch
 from torch import nn
@@ -26,80 +26,69 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import comm, parallel_state
 from megatron.core.checkpoint import Checkpoint, open_checkpoint
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import (
+    ConfigError,
+    Count,
+    FlagConfig,
+    FlagParser,
+    WholeNumber,
+    add_flags,
+    build,
+    knob,
+    read_flags,
+)
 from megatron.core.device import Device
 from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
-from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt
-from megatron.core.inference.generate import generate_batch
+from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt, notes_on, read_saved_settings
+from megatron.core.inference.generate import generate_batch, text_pieces
 from megatron.core.mesh import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.training.initialize import available_cores
-from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.watch.contention import Contention
 from tools.errors import naming_flag
 
-_UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character
-
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(FlagConfig):
     """Generation."""
 
     prompt: list[str] = field(default_factory=list)
     load: str | None = knob(None, "folder of checkpoints", metavar="DIR", required=True)
-    iteration: int | None = knob(None, "which of them; the latest when unset")
+    iteration: WholeNumber | None = knob(None, "which of them; the latest when unset")
     prompt_file: str | None = knob(
         None, "file whose whole text is one more prompt; - is standard input", metavar="FILE"
     )
     sample_input_file: str | None = knob(None, "file with a prompt in each line; - is standard input", metavar="FILE")
-    max_new_tokens: int = knob(
+    max_new_tokens: Count = knob(
         64, "tokens to add, unless the end of the document comes first", flags=("--max-new-tokens", "--out-seq-length")
     )
-    num_samples: int = knob(1, "texts for each prompt")
-    batch_size: int = knob(
+    num_samples: Count = knob(1, "texts for each prompt")
+    batch_size: Count = knob(
         1, "texts continued at once; a text is the same in a batch as alone, but for the rounding of its precision"
     )
     genfile: str | None = knob(
         None, "write the texts to this file instead, as one JSON object in a line", metavar="FILE"
     )
-    seed: int = knob(1234, "of the draws")
+    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "of the draws")
     recompute: bool = knob(False, "keep no keys and values: each token costs a forward over all before it")
-    tensor_model_parallel_size: int = knob(1, "ranks that share each layer")
-    pipeline_model_parallel_size: int = knob(1, "stages that the layers are divided into")
+    tensor_model_parallel_size: Count = knob(1, "ranks that share each layer")
+    pipeline_model_parallel_size: Count = knob(1, "stages that the layers are divided into")
     device: Literal["auto", "cpu"] = knob("auto", "where to compute; auto takes an accelerator if any")
-    distributed_timeout_minutes: int = knob(10, "minutes after which a collective that never completes is an error")
+    distributed_timeout_minutes: Count = knob(10, "minutes after which a collective that never completes is an error")
     local_rank: int | None = knob(
         None, "rank within the node, as launchers pass it", flags=("--local-rank", "--local_rank")
     )
 
-    def __post_init__(self) -> None:
-        problems = [] if self.load else ["--load is needed: a folder that pretraining wrote with --save"]
+    def problems(self) -> Iterator[str]:
+        if not self.load:
+            yield "--load is needed: a folder that pretraining wrote with --save"
         if not self.prompt and not self.prompt_file and not self.sample_input_file:
-            problems.append("no prompt: give --prompt TEXT or --prompt-file FILE")
+            yield "no prompt: give --prompt TEXT or --prompt-file FILE"
         if self.prompt_file == self.sample_input_file == "-":
-            problems.append("--prompt-file and --sample-input-file cannot both be standard input; give one a name")
-        at_least_one = (
-            "max_new_tokens",
-            "num_samples",
-            "batch_size",
-            "distributed_timeout_minutes",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-        )
-        problems += [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-            for name in at_least_one
-            if getattr(self, name) < 1
-        ]
-        if not 0 <= self.seed < 2**32:
-            problems.append(f"--seed is {self.seed}; it must be in [0, 2^32)")
-        if self.iteration is not None and self.iteration < 0:
-            problems.append(f"--iteration is {self.iteration}; it must not be negative")
-        if problems:
-            raise ConfigError(problems)
+            yield "--prompt-file and --sample-input-file cannot both be standard input; give one a name"
 
 
 @dataclass(frozen=True)
@@ -150,48 +139,22 @@ def make_parser() -> FlagParser:
 
 def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device, world: Axis) -> tuple[nn.Module, Mesh]:
     """This rank's stage of the checkpoint's model, and the mesh of its ranks. Every rank must call."""
-    vocab_size, config = read_state(checkpoint.state, str(checkpoint.folder))
+    saved = read_saved_settings(checkpoint.state, str(checkpoint.folder))
     sizes = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-    if problems := layout_problems(config.transformer, *sizes):
+    if problems := layout_problems(saved.transformer, *sizes):
         raise ConfigError(problems)
     mesh = parallel_state.initialize_model_parallel(
         *sizes,
-        ranks_per_kv_head=config.transformer.ranks_per_kv_head(sizes[0]),
+        ranks_per_kv_head=saved.transformer.ranks_per_kv_head(sizes[0]),
         distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
-    parts = {"vocab_size": vocab_size, "positions": config.positions, "device": device.torch_device}
-    model = load_gpt(checkpoint, config.transformer, **parts, mesh=mesh)
+    sizes = {"vocab_size": saved.vocab_size, "positions": saved.positions}
+    model = load_gpt(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh)
     if world.is_first:
         for note in notes_on(checkpoint.state):
             print(note, file=sys.stderr, flush=True)
         print(f"iteration {checkpoint.iteration} of {settings.load} on {device.name}", file=sys.stderr, flush=True)
     return model, mesh
-
-
-def read_state(state: dict[str, Any], source: str) -> tuple[int, Config]:
-    """(vocabulary size, settings) of the run that saved `state`. Settings that it lacks take their defaults."""
-    saved = state.get("config", {})
-    missing = [name for name in ("transformer", "data", "tokenizer") if name not in saved]
-    if missing or "vocab_size" not in state:
-        raise ConfigError(f"{source} does not say what model it holds; it was not written by a pretraining run of ours")
-    known = {f.name for f in fields(COMPONENTS["transformer"])}
-    if unknown := sorted(saved["transformer"].keys() - known):
-        raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
-    if own := ", ".join(f"{name} {value}" for name, value in saved.get("own_model", {}).items()):
-        raise ConfigError(
-            f"{source} is of a model with settings of its script's own: {own}; generate with that script's model"
-        )
-    parts = {name: build(component, saved.get(name, {})) for name, component in COMPONENTS.items()}
-    return state["vocab_size"], Config(**parts)
-
-
-def notes_on(state: dict[str, Any]) -> list[str]:
-    """What is assumed of a checkpoint, and what it says that is not read here."""
-    notes = (
-        [] if "model" in state else ["the checkpoint does not name its model: it is taken for a GPT of these layers"]
-    )
-    own = ", ".join(f"{name} {value}" for name, value in state["config"].get("own", {}).items())
-    return notes + ([f"not read here, settings of the script's own: {own}"] if own else [])
 
 
 # ---------------------------------------------------------------- the prompts
@@ -209,12 +172,12 @@ class Prompts:
     @classmethod
     def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
         """The prompts, and the tokenizer that reads and writes them. Raises ValueError, OSError or ImportError."""
-        vocab_size, config = read_state(state, source)
-        given = replace(config.tokenizer, **settings.tokenizer_flags)
+        saved = read_saved_settings(state, source)
+        given = replace(saved.tokenizer, **settings.tokenizer_flags)
         tokenizer = load_tokenizer(given)
-        if tokenizer.vocab_size != vocab_size:
+        if tokenizer.vocab_size != saved.vocab_size:
             raise ConfigError(
-                f"the checkpoint has a vocabulary of {vocab_size}, the tokenizer ({tokenizer.name}) one of "
+                f"the checkpoint has a vocabulary of {saved.vocab_size}, the tokenizer ({tokenizer.name}) one of "
                 f"{tokenizer.vocab_size}; give the tokenizer that it was trained with: --tokenizer-type and its files"
             )
         if state.get("tokenizer_sha256") not in (None, tokenizer_sha256(given, tokenizer)):
@@ -222,7 +185,7 @@ class Prompts:
                 f"the tokenizer ({tokenizer.name}) has the size of the one that the checkpoint was trained with, but its files hold "
                 "something else; give that one: --tokenizer-type and its files"
             )
-        texts, limit = read_texts(settings.generation), config.data.seq_length
+        texts, limit = read_texts(settings.generation), saved.data.seq_length
         ids = [prompt_ids(text, tokenizer) for text in texts]
         for text, found in zip(texts, ids):
             if len(found) > limit:
@@ -287,23 +250,6 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 # ---------------------------------------------------------------- the texts
-
-
-def text_pieces(tokenizer: Tokenizer, before: list[int], new_ids: Iterable[int]) -> Iterator[str]:
-    """The text that `new_ids` add behind the ids `before`, piece by piece.
-
-    A piece ends where a character does: one may take several ids. The text of an id may depend on those before it.
-    """
-    ids = list(before)
-    text = tokenizer.detokenize(ids)
-    shown = len(text)
-    for new in new_ids:
-        ids.append(new)
-        text = tokenizer.detokenize(ids)
-        if not text.endswith(_UNFINISHED):
-            yield text[shown:]
-            shown = len(text)
-    yield text[shown:]
 
 
 def open_genfile(path: str) -> TextIO:

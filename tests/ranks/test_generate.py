@@ -17,8 +17,8 @@ import pretrain_gpt
 from megatron.core.checkpoint import format, open_checkpoint, save_checkpoint
 from megatron.core.config import add_flags, knob
 from megatron.core.enums import ModelType
-from megatron.core.inference import load_gpt
-from megatron.core.inference.generate import generate, next_scores
+from megatron.core.inference import load_gpt, read_saved_settings
+from megatron.core.inference.generate import generate, next_scores, text_pieces
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import greedy
 from megatron.core.models.gpt import GPTModel
@@ -26,7 +26,7 @@ from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain
 from megatron.training.checkpointing import model_tensors
-from tools.generate import main, read_state, text_pieces
+from tools.generate import main
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -87,8 +87,8 @@ def tool(capsys):
 def load(folder: Path, iteration: int | None = None):
     """The trained model."""
     checkpoint = open_checkpoint(folder, iteration)
-    vocab_size, config = read_state(checkpoint.state, str(folder))
-    return load_gpt(checkpoint, config.transformer, vocab_size=vocab_size, positions=config.positions)
+    saved = read_saved_settings(checkpoint.state, str(folder))
+    return load_gpt(checkpoint, saved.transformer, vocab_size=saved.vocab_size, positions=saved.positions)
 
 
 def by_hand(model, ids: list[int], count: int, stop_id: int | None = None) -> list[int]:
@@ -393,10 +393,10 @@ def test_another_iteration_than_the_newest_is_read_with_a_warning(runs, tool, tm
 
 def test_a_state_that_names_no_model_is_refused():
     with pytest.raises(ValueError, match="X does not say what model it holds"):
-        read_state({"vocab_size": 5}, "X")
+        read_saved_settings({"vocab_size": 5}, "X")
     saved = {"transformer": {"num_layers": 2, "num_wings": 2}, "data": {}, "tokenizer": {}}
     with pytest.raises(ValueError, match="num_wings"):
-        read_state({"vocab_size": 5, "config": saved}, "X")
+        read_saved_settings({"vocab_size": 5, "config": saved}, "X")
 
 
 # ---------------------------------------------------------------- the parts
@@ -479,4 +479,4 @@ def test_what_cannot_be_generated_is_refused_at_once(prompt, changed, message):
 
 def test_the_saved_settings_are_json(runs):
     state = open_checkpoint(runs / "learned").state
-    assert read_state(json.loads(json.dumps(state)), "X") == read_state(state, "X")
+    assert read_saved_settings(json.loads(json.dumps(state)), "X") == read_saved_settings(state, "X")

@@ -8,5 +8,6 @@ __getattr__, __dir__ = lazy_names(
     {
         ".sampling": "SamplingConfig chooser distribution greedy keep_top_k keep_top_p sample",
         ".load": "layout_problems load_gpt",
+        ".saved": "SavedSettings notes_on read_saved_settings",
     },
 )

@@ -12,7 +12,7 @@ nothing that was kept is of use: each further token costs a forward over the who
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import Choose
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
+from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.kv_cache import KeyValueCache
 
+_UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character
 _FAILED = -1  # sent in place of ids by a last stage that could draw none
 
 
@@ -169,6 +171,22 @@ class _Stage:
                 if error is not None:
                     raise error
         return chosen
+
+
+def text_pieces(tokenizer: Tokenizer, before: Sequence[int], new_ids: Iterable[int]) -> Iterator[str]:
+    """The text that `new_ids` add behind the ids `before`, piece by piece.
+
+    A piece ends where a character does: one may take several ids. The text of an id may depend on those before it.
+    """
+    ids = list(before)
+    shown = len(text := tokenizer.detokenize(ids))
+    for new in new_ids:
+        ids.append(new)
+        text = tokenizer.detokenize(ids)
+        if not text.endswith(_UNFINISHED):
+            yield text[shown:]
+            shown = len(text)
+    yield text[shown:]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,53 @@
+"""What a checkpoint says of the model in it: the settings of the run that wrote it, as far as generation needs them."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron.core.config import ConfigError, build
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_COMPONENTS = {"transformer": TransformerConfig, "data": DataConfig, "tokenizer": TokenizerConfig}
+
+
+@dataclass(frozen=True)
+class SavedSettings:
+    """Settings of a training run. Those that a checkpoint lacks have their defaults."""
+
+    vocab_size: int
+    transformer: TransformerConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+
+    @property
+    def positions(self) -> int:
+        """Rows of a learned position table."""
+        return self.transformer.max_position_embeddings or self.data.seq_length
+
+
+def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
+    """The settings in `Checkpoint.state`. source: what errors call the checkpoint. Raises ConfigError."""
+    saved = state.get("config", {})
+    if not _COMPONENTS.keys() <= saved.keys() or "vocab_size" not in state:
+        raise ConfigError(f"{source} does not say what model it holds; it was not written by a pretraining run of ours")
+    if unknown := sorted(saved["transformer"].keys() - {f.name for f in fields(TransformerConfig)}):
+        raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
+    if own := _listed(saved.get("own_model", {})):
+        raise ConfigError(
+            f"{source} is of a model with settings of its script's own: {own}; generate with that script's model"
+        )
+    return SavedSettings(state["vocab_size"], **{name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()})
+
+
+def notes_on(state: dict[str, Any]) -> list[str]:
+    """What is assumed of a checkpoint, and what it says that is not read here."""
+    notes = (
+        [] if "model" in state else ["the checkpoint does not name its model: it is taken for a GPT of these layers"]
+    )
+    own = _listed(state["config"].get("own", {}))
+    return notes + ([f"not read here, settings of the script's own: {own}"] if own else [])
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
