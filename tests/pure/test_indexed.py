@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from said import raises_telling
 
 from megatron.core.datasets.indexed import DTYPES, IndexedDataset, token_dtype
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
@@ -111,15 +112,15 @@ def test_output_is_invisible_until_it_is_complete(tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "lengths", "reason"),
     [
-        ([65536], None, "from 65536 to 65536 do not fit the file's dtype uint16"),
-        ([-1, 5], None, "from -1 to 5 do not fit"),
-        ([1, 2], [1], "2 tokens do not make 1 sequences of 1 tokens"),
+        ([65536], None, "65536 uint16"),
+        ([-1, 5], None, "-1 5"),
+        ([1, 2], [1], "2 1"),
         ([1, 2], [3, -1], "do not make"),
-        ([[1], [2]], None, r"flat list of numbers, not of shape \(2, 1\)"),
+        ([[1], [2]], None, "2 1"),
     ],
 )
 def test_documents_that_cannot_be_stored_are_refused(tmp_path, tokens, lengths, reason):
-    with pytest.raises(ValueError, match=reason), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+    with raises_telling(ValueError, reason), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_document(tokens, lengths)
     assert os.listdir(tmp_path) == []
 

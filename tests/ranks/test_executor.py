@@ -418,19 +418,18 @@ def test_the_older_pair_gives_the_mean_of_microbatch_means(p: int, dp: int, m: i
 
 
 ONE = torch.ones((), requires_grad=True)
-FORM = "loss_func must return (loss_sum, num_tokens, report) or (loss, report) with report a dictionary, not "
-PAIR = "a report entry is a number or a pair (sum, count), not a tensor of "
+FORM = "loss_func loss_sum num_tokens"
 WRONG = [
-    (ONE, FORM + "Tensor of 1"),
-    ([ONE, {}], FORM + "list of 1"),
-    ((ONE,), FORM + "tuple of 1"),
-    ((ONE, ONE), FORM + "tuple of 2"),
-    ((ONE, ONE, ONE, {}), FORM + "tuple of 4"),
-    (None, FORM + "NoneType of 1"),
-    ((torch.ones(2, 3), {}), "the loss must be one number, not a tensor of shape (2, 3)"),
-    ((torch.ones(2), ONE, {}), "the loss must be one number, not a tensor of shape (2,)"),
-    ((ONE, {"lm loss": torch.ones(3)}), PAIR + "3 elements"),
-    ((ONE, ONE, {"lm loss": torch.ones(0)}), PAIR + "0 elements"),
+    (ONE, f"{FORM} Tensor 1"),
+    ([ONE, {}], f"{FORM} list 1"),
+    ((ONE,), f"{FORM} tuple 1"),
+    ((ONE, ONE), f"{FORM} tuple 2"),
+    ((ONE, ONE, ONE, {}), f"{FORM} tuple 4"),
+    (None, f"{FORM} NoneType 1"),
+    ((torch.ones(2, 3), {}), "loss 2 3"),
+    ((torch.ones(2), ONE, {}), "loss 2"),
+    ((ONE, {"lm loss": torch.ones(3)}), "report 3"),
+    ((ONE, ONE, {"lm loss": torch.ones(0)}), "report 0"),
 ]
 
 
@@ -438,7 +437,7 @@ WRONG = [
 def test_a_wrong_loss_is_explained(result, message: str):
     with pytest.raises(TypeError) as error:
         read_loss(result)
-    assert str(error.value) == message
+    assert tells(error.value, message)
 
 
 @pytest.mark.parametrize(
@@ -538,22 +537,13 @@ def test_what_the_stages_did_not_agree_on_is_not_sent(boundary: tuple, agreed: s
     assert tells(error.__notes__[0], "SEND_F0.0")
 
 
-@pytest.mark.parametrize(
-    ("agreed", "why"),
-    [
-        (ROWS // 2, "2 times as long: under --sequence-parallel each tensor-parallel rank holds its part"),
-        (
-            ROWS * 4,
-            "one part of 4: the model scatters the sequence over the tensor-parallel ranks; give --sequence-parallel",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("agreed", "why"), [(ROWS // 2, "2 --sequence-parallel"), (ROWS * 4, "4 --sequence-parallel")])
 def test_a_model_that_forgets_sequence_parallelism_is_told_of_it(agreed: int, why: str):
     def work(mesh):
         boundary = (TensorSpec((agreed, WIDTH), torch.float64),)
         execute(mesh, lowered(2, 1), {mesh["pp"].rank: Stage(mesh["pp"].rank)}, boundary=boundary)
 
-    assert why in str(error_of(work, {"pp": 2}))
+    assert tells(error_of(work, {"pp": 2}), why)
 
 
 def test_a_schedule_that_leaves_work_behind_is_our_mistake():
