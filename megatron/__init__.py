@@ -6,8 +6,9 @@ import os
 def _check_unmixed(folder: str) -> None:
     """Raise ImportError where megatron-core has been installed into this very folder, over these files, or taken out of it again.
 
-    Its package is called `megatron` too, so pip puts the files of both side by side. Two looks at the disk tell, before any of the files is
-    run. Anywhere else on the path it does no harm: it has no `megatron/__init__.py`, so this folder is the one that is found.
+    Its package is called `megatron` too, so pip puts the files of both side by side. Two looks at the disk tell, before
+    any of the files is run. Anywhere else on the path it does no harm: it has no `megatron/__init__.py`, so this folder
+    is the one that is found.
     """
     core, around = os.path.join(folder, "core"), os.path.dirname(folder)
     if os.path.exists(

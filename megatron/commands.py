@@ -1,7 +1,8 @@
 """The programs as console commands: `megatron-preprocess-data ...` is `python tools/preprocess_data.py ...`.
 
-A command's name is its program's, after `megatron-` and with hyphens. The programs lie in a checkout's root and its tools/; a wheel has
-them in megatron/_programs, laid out as there (setup.py). Several processes: `torchrun --nproc-per-node 4 --no-python megatron-pretrain-gpt ...`.
+A command's name is its program's, after `megatron-` and with hyphens. The programs lie in a checkout's root and its
+tools/; a wheel has them in megatron/_programs, laid out as there (setup.py). Several processes: `torchrun
+--nproc-per-node 4 --no-python megatron-pretrain-gpt ...`.
 """
 
 import os

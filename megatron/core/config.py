@@ -21,7 +21,7 @@ import typing
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 _REQUIRED = dataclasses.MISSING
 
@@ -247,6 +247,14 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Defaults after each flag that has one; the text at the end as it was laid out."""
 
 
+class ReadFlags(NamedTuple):
+    """The values of the flags on a command line, and what could not be read."""
+
+    values: argparse.Namespace
+    unknown: list[str]  # words that no flag took
+    unreadable: dict[str, str]  # field -> what is wrong with the value it was given
+
+
 class FlagParser(argparse.ArgumentParser):
     """An argparse parser whose mistakes are raised as ConfigError, so that every rank says the same and stops."""
 
@@ -256,19 +264,19 @@ class FlagParser(argparse.ArgumentParser):
         self.refused: set[str] = set()  # flags that are known in order to say why they cannot be given
         self.own: list[argparse.Action] = []  # those that a script added
 
-    def read(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
-        """(values, words that no flag took, field -> what is wrong with the value it was given, which is left out)."""
+    def read(self, argv: Sequence[str] | None) -> "ReadFlags":
+        """What a command line says; a value that cannot be read is left out."""
         self._unreadable = {}
         values, unknown = super().parse_known_args(argv)
         for name in self._unreadable:
             vars(values).pop(name, None)
-        return values, unknown, self._unreadable
+        return ReadFlags(values, unknown, self._unreadable)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        values, unknown, unreadable = self.read(args)
-        if unreadable:
-            raise ConfigError(list(unreadable.values()))
-        return values, unknown
+        read = self.read(args)
+        if read.unreadable:
+            raise ConfigError(list(read.unreadable.values()))
+        return read.values, read.unknown
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([*self._unreadable.values(), message.removeprefix("argument ")])

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -133,16 +133,24 @@ class GivenFlags:
     unreadable: list[str]  # settings whose value could not be read
 
 
+class ParsedArgs(NamedTuple):
+    """A command line, read."""
+
+    config: Config
+    args: Arguments  # the view for scripts
+    notes: list[str]  # about flags that do not do what they say, or are given twice
+
+
 def parse_args(
     argv: Sequence[str] | None = None,
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
-) -> tuple[Config, Arguments, list[str]]:
-    """(config, view for scripts, lines about flags that do not do what they say or are given twice) of a command line.
+) -> ParsedArgs:
+    """The settings of a command line.
 
-    args_defaults: values for settings that the command line leaves out. unread: fields that this script does not look at, with the
-    reason. Raises ConfigError with all problems at once.
+    args_defaults: values for settings that the command line leaves out. unread: fields that this script does not look
+    at, with the reason. Raises ConfigError with all problems at once.
     """
     parser = _parser_for(extra_args_provider, args_defaults or {}, unread or {})
     words = sys.argv[1:] if argv is None else list(argv)
@@ -163,7 +171,7 @@ def parse_args(
     no_effect |= in_vain | _without_effect(config)
     warned = {given: reason for source in sources for given, reason in source.warned.items()}
     notes = repeated_flags(parser, words) + _lines("no effect here", no_effect) + _lines("WARNING", warned)
-    return config, Arguments({**settings, **flat}), notes
+    return ParsedArgs(config, Arguments({**settings, **flat}), notes)
 
 
 def _without_effect(config: Config) -> dict[str, str]:
@@ -186,16 +194,16 @@ def _flag_of(name: str) -> str:
 
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
     """What the file of --yaml-cfg says, if there is one; values of the script's own flags become their defaults."""
-    path = vars(parser.read(words)[0]).get(YAML_FLAG)
+    path = vars(parser.read(words).values).get(YAML_FLAG)
     if path is None:
         return []
-    file_words, problems, no_effect = read_yaml(path, parser)
+    file = read_yaml(path, parser)
     try:
-        source = _given(parser, file_words)
+        source = _given(parser, file.words)
     except ConfigError as error:
-        raise ConfigError([*problems, *(f"{path}: {problem}" for problem in error.problems)]) from None
-    source.problems = [*problems, *(f"{path}: {problem}" for problem in source.problems)]
-    source.no_effect |= no_effect
+        raise ConfigError([*file.problems, *(f"{path}: {problem}" for problem in error.problems)]) from None
+    source.problems = [*file.problems, *(f"{path}: {problem}" for problem in source.problems)]
+    source.no_effect |= file.no_effect
     ours = _names_of_settings()
     parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in ours})
     return [source]
@@ -203,9 +211,9 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
 
 def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
     """What a line of flags says, and what is wrong with it."""
-    known, unknown, unreadable = parser.read(words)
-    given = vars(known)
-    problems = list(unreadable.values()) + (unknown_problems(unknown, parser) if unknown else [])
+    read = parser.read(words)
+    given = vars(read.values)
+    problems = [*read.unreadable.values(), *(unknown_problems(read.unknown, parser) if read.unknown else [])]
     no_effect, warned = {}, {}
     for flag, other in ((flag, OTHERS[flag]) for flag in given if flag in OTHERS):
         if other.is_harmless(given[flag]):
@@ -218,7 +226,7 @@ def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
             no_effect[flag] = other.reason
     settings = {name: value for name, value in given.items() if not name.startswith("--")}
     problems += _expand_shorthand(given, settings)
-    return GivenFlags(settings, problems, no_effect, warned, "--no-position-embedding" in given, list(unreadable))
+    return GivenFlags(settings, problems, no_effect, warned, "--no-position-embedding" in given, list(read.unreadable))
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
@@ -244,7 +252,8 @@ def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
 
 
 def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Fill in a script's defaults; but not a tokenizer of which nothing is given, which would be blamed for a choice nobody made."""
+    """Fill in a script's defaults; but not a tokenizer of which nothing is given, which would be blamed for a choice
+    nobody made."""
     needed = NEEDED_BY_TYPE.get(defaults.get("tokenizer_type"), ())
     guessed = bool(needed) and all(settings.get(name) is None for name in needed)
     for name, value in defaults.items():

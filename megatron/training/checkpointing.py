@@ -104,7 +104,8 @@ def save(
     log_state: dict[str, Any],
 ) -> None:
     """Write a checkpoint of this step. Every rank must call. `log_state` is that of the last rank."""
-    mesh, device, root = runtime.mesh, runtime.device.torch_device, runtime.config.checkpoint.save
+    mesh, device = runtime.mesh, runtime.device.torch_device
+    root = runtime.config.checkpoint.save
     for chunk in chunks:
         chunk.finish_param_gather()
     world = mesh["world"]
@@ -142,8 +143,8 @@ def _products_of(runtime: Runtime) -> dict[str, Any]:
 
 
 def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:
-    """How the run that this one goes on from multiplied; None where there is none, or it cannot be read, which `load` then says. Every
-    rank must call."""
+    """How the run that this one goes on from multiplied; None where there is none, or it cannot be read, which `load`
+    then says. Every rank must call."""
     found = None
     if world.is_first:
         with contextlib.suppress(ValueError, OSError):
@@ -169,20 +170,22 @@ def load(
     The checkpoint may come from any layout. Where there is none yet the run starts anew, and says so, or from the weights of
     --pretrained-checkpoint.
     """
-    config, mesh, device = runtime.config.checkpoint, runtime.mesh, runtime.device.torch_device
+    config, mesh = runtime.config.checkpoint, runtime.mesh
+    device = runtime.device.torch_device
     if config.load is None and config.pretrained_checkpoint is None:
         return TrainState(), None
     chosen = choose_start(config, mesh["world"], device)
     if chosen is None:
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
         return TrainState(), None
-    given, root, finetune = chosen
+    root, finetune = chosen.root, chosen.weights_only
+    given = f"{chosen.flag} {root}"
     checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
     if checkpoint.warning:
         print_rank_0(f"WARNING: {checkpoint.warning}")
-    check_state(checkpoint.state, checkpoint.iteration, f"{given} {root}")
+    check_state(checkpoint.state, checkpoint.iteration, given)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
-    check_same_model(runtime, checkpoint.state, name, f"{given} {root}", goes_on=not finetune)
+    check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)
     wanted = model_tensors(chunks, mesh)
     check_same_parameters(wanted, checkpoint, mesh["world"], device)
     check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
@@ -214,7 +217,8 @@ def _read_tensors(
     *,
     goes_on: bool,
 ) -> None:
-    """Fill the parameters, and of a run that goes on the optimizer's state; masters from the weights where there are no others."""
+    """Fill the parameters, and of a run that goes on the optimizer's state; masters from the weights where there are no
+    others."""
     state = optimizer_tensors(optimizer, mesh)
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
     saves_masters = any(name.startswith(_MASTER) for name in checkpoint.names)

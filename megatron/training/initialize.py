@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -96,50 +96,56 @@ def initialize_megatron(
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
-    here = current()
-    here.device, here.sequence_parallel = device.torch_device, config.parallel.sequence_parallel_on
+    current().device, current().sequence_parallel = device.torch_device, config.parallel.sequence_parallel_on
     seed_generators(config.training.seed, mesh)
-    keys = DropoutKeys(config.training.seed)
-    timers = Timers(
-        config.log.timing_log_level,
-        config.log.timing_log_option,
-        device=device,
-        world=mesh["world"],
-        barrier=config.log.barrier_with_L1_time,
-        say=print_rank_last,
-    )
-    args = settings.args.and_also(derived_settings(config, mesh, settings.tokenizer))
-    with comm.together(mesh["world"], device.torch_device):
-        tier = make_tier(config.offload, mesh["world"].rank, device.torch_device)
-        settings.notes.extend(_remove_left_behind(config, mesh["world"].size))
-    here.products = settle_products(config, mesh["world"], device, settings.notes)
-    checkpoints = config.checkpoint.save or config.checkpoint.load
-    runtime = Runtime(
-        config,
-        args,
-        mesh,
-        device,
-        settings.tokenizer,
-        keys,
-        WeightGradStore(),
-        timers,
-        tier,
-        products=here.products,
-        tokenizer_sha256=settings.tokenizer_sha256,
-        data_sha256=data_sha256(config.data) if checkpoints and mesh["world"].is_first else None,
-    )
-    if tier is not None:
-        runtime.held.callback(tier.close)
+    runtime = build_runtime(settings, mesh)
     set_runtime(runtime)
     announce(runtime, settings.notes)
     return runtime
 
 
+def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
+    """The parts of a run below the model. Every rank must call."""
+    config, device = settings.config, settings.device
+    log, world = config.log, mesh["world"]
+    timers = Timers(
+        log.timing_log_level,
+        log.timing_log_option,
+        device=device,
+        world=world,
+        barrier=log.barrier_with_L1_time,
+        say=print_rank_last,
+    )
+    with comm.together(world, device.torch_device):
+        tier = make_tier(config.offload, world.rank, device.torch_device)
+        settings.notes.extend(_remove_left_behind(config, world.size))
+    ways = settle_products(config, world, device, settings.notes)
+    current().products = ways
+    names_data = (config.checkpoint.save or config.checkpoint.load) and world.is_first
+    runtime = Runtime(
+        config,
+        settings.args.and_also(derived_settings(config, mesh, settings.tokenizer)),
+        mesh,
+        device,
+        settings.tokenizer,
+        DropoutKeys(config.training.seed),
+        WeightGradStore(),
+        timers,
+        tier,
+        products=ways,
+        tokenizer_sha256=settings.tokenizer_sha256,
+        data_sha256=data_sha256(config.data) if names_data else None,
+    )
+    if tier is not None:
+        runtime.held.callback(tier.close)
+    return runtime
+
+
 def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> products.Products:
     """How matrices are multiplied, which goes on as in the checkpoint. Every rank must call; `notes` gets a line about it."""
-    dtype, asked, kept = config.transformer.params_dtype, config.transformer.cpu_half_products, None
-    if asked == "auto" and products.has_two_ways(dtype, device.torch_device):
-        kept = saved_products(config.checkpoint, world, device.torch_device)
+    dtype, asked = config.transformer.params_dtype, config.transformer.cpu_half_products
+    measures = asked == "auto" and products.has_two_ways(dtype, device.torch_device)
+    kept = saved_products(config.checkpoint, world, device.torch_device) if measures else None
     found, note = products.settle(dtype, device.torch_device, world, asked=asked, kept=kept)
     notes += [note] if note else []
     return found
@@ -154,25 +160,30 @@ def read_settings(
     """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
     world_size = parallel_state.launched_world_size()
     try:
-        config, args, notes = parse_args(argv, extra_args_provider, args_defaults, rules.unread)
+        parsed = parse_args(argv, extra_args_provider, args_defaults, rules.unread)
     except ArgumentsError as error:
-        found, _, _ = examine(filled_in(error.parts), world_size, rules)
+        found = examine(filled_in(error.parts), world_size, rules).problems
         raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
-    problems, device, tokenizer = examine(config, world_size, rules)
-    if problems:
-        raise ConfigError(problems)
-    notes += share_cores(Launch() if parallel_state.has_joined() else discover(os.environ))
-    notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
-    notes += _groups_of_one(config, world_size)
-    notes += _breaks_ties(config)
+    config = parsed.config
+    examined = examine(config, world_size, rules)
+    if examined.problems:
+        raise ConfigError(examined.problems)
+    device, tokenizer = examined.device, examined.tokenizer
     moved = config.transformer.cpu_offloading_num_layers > 0
-    notes += notes_of(device.name, config.offload.tier, moved, torch.get_num_threads())
+    notes = [
+        *parsed.notes,
+        *share_cores(Launch() if parallel_state.has_joined() else discover(os.environ)),
+        *watch_notes(config.tensorboard, config.profile, config.training.train_iters),
+        *_groups_of_one(config, world_size),
+        *_breaks_ties(config),
+        *notes_of(device.name, config.offload.tier, moved, torch.get_num_threads()),
+    ]
     empty_level = config.device.empty_unused_memory_level
     device.prepare(bf16=config.transformer.bf16, empty_level=max(empty_level, int(config.offload.tier == "file")))
     if config.profile.record_memory_history:
         device.record_memory_history()
     sha256 = None if tokenizer is None else tokenizer_sha256(config.tokenizer, tokenizer)
-    return Settings(config, args, notes, device, tokenizer, sha256)
+    return Settings(config, parsed.args, notes, device, tokenizer, sha256)
 
 
 def _groups_of_one(config: Config, world_size: int) -> list[str]:
@@ -181,8 +192,8 @@ def _groups_of_one(config: Config, world_size: int) -> list[str]:
     if not stage or instances == 1 or instances != config.data_parallel_size(world_size):
         return []
     return [
-        f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, so that each group "
-        "is one rank, which holds everything"
+        f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, so "
+        "that each group is one rank, which holds everything"
     ]
 
 
@@ -191,14 +202,22 @@ def _breaks_ties(config: Config) -> list[str]:
     if not config.optimizer.reuse_fp32_param:
         return []
     return [
-        "--reuse-fp32-param: weights are the masters rounded to nearest even, as without it; of the masters half way between two weights, "
-        "those that round towards zero (one in 131,072, by chance) are kept one unit in the last place nearer to zero, so that losses may "
-        "in time differ in their last digits from those of a run without it"
+        "--reuse-fp32-param: weights are the masters rounded to nearest even, as without it; of the masters half way between "
+        "two weights, those that round towards zero (one in 131,072, by chance) are kept one unit in the last place nearer to "
+        "zero, so that losses may in time differ in their last digits from those of a run without it"
     ]
 
 
-def examine(config: Config, world_size: int, rules: ModelRules) -> tuple[list[str], Device | None, Tokenizer | None]:
-    """(all that is wrong with the settings together, on this host, the device and the tokenizer that they ask for)."""
+class Examined(NamedTuple):
+    """What is wrong with settings together, on this host, and the device and the tokenizer that they ask for."""
+
+    problems: list[str]
+    device: Device | None
+    tokenizer: Tokenizer | None
+
+
+def examine(config: Config, world_size: int, rules: ModelRules) -> Examined:
+    """Check settings against one another and against this host's files and devices."""
     problems: list[str] = []
     device = tokenizer = None
     with collected(problems):
@@ -214,7 +233,7 @@ def examine(config: Config, world_size: int, rules: ModelRules) -> tuple[list[st
         with collected(problems):
             FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # its tokens are in the vocabulary
     problems += rules.problems(config, tokenizer)
-    return problems, device, tokenizer
+    return Examined(problems, device, tokenizer)
 
 
 def build_or_say(config: TokenizerConfig) -> Tokenizer:
@@ -294,7 +313,8 @@ def share_cores(launch: Launch) -> list[str]:
         return []
     torch.set_num_threads(threads)
     return [
-        f"{threads} thread(s) per rank: {cores} cores for {launch.local_size} ranks of a node; OMP_NUM_THREADS sets another number"
+        f"{threads} thread(s) per rank: {cores} cores for {launch.local_size} ranks of a node; OMP_NUM_THREADS sets another "
+        "number"
     ]
 
 

@@ -77,8 +77,8 @@ class Runtime:
         """The same. Raises ConfigError where neither is given."""
         if self.vocab_size_if_any is None:
             raise ConfigError(
-                "this model needs the size of its vocabulary: give --vocab-size N, the number of words, or --tokenizer-type with its "
-                'files; a script says its own with pretrain(..., args_defaults={"vocab_size": N})'
+                "this model needs the size of its vocabulary: give --vocab-size N, the number of words, or "
+                '--tokenizer-type with its files; a script says its own with pretrain(..., args_defaults={"vocab_size": N})'
             )
         return self.vocab_size_if_any
 

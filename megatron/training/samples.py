@@ -12,8 +12,8 @@ from megatron.training.settings.config import TrainingConfig
 def samples_to_request(training: TrainingConfig, train_iters: int, batch_size: int, state: TrainState) -> list[int]:
     """Samples of [train, valid, test] for a run that goes on from `state`, with `batch_size` samples a step at its end.
 
-    A run asks for no fewer training samples than before it was stopped: data sets may be shuffled by how much is asked for, and the
-    order is to stay.
+    A run asks for no fewer training samples than before it was stopped: data sets may be shuffled by how much is asked
+    for, and the order is to stay.
     """
     counts = requested_samples(
         train_iters,
@@ -26,18 +26,20 @@ def samples_to_request(training: TrainingConfig, train_iters: int, batch_size: i
     return [max(training.train_samples or counts[0], state.requested_train_samples), *counts[1:]]
 
 
-def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) -> tuple[Any, Any, Any]:
-    """`datasets` as a provider returned them: (train, valid, test), the first with the `needed` samples of `steps` more steps.
+SPLITS = ("train", "valid", "test")
+
+
+def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) -> dict[str, Any]:
+    """`datasets` as a provider returned them, by split, the first with the `needed` samples of `steps` more steps.
 
     Raises ConfigError otherwise.
     """
     if not isinstance(datasets, tuple | list) or len(datasets) != 3:
         given = f"{len(datasets)} of them" if isinstance(datasets, tuple | list) else type(datasets).__name__
         raise ConfigError(
-            "train_valid_test_datasets_provider must return three data sets, None for one that is not there, not "
-            f"{given}"
+            f"train_valid_test_datasets_provider must return three data sets, None for one that is not there, not {given}"
         )
-    train, valid, test = datasets
+    train = datasets[0]
     if steps > 0 and train is None:
         raise ConfigError(
             f"there are {steps} iterations to train, and no training data: give --split a first share above 0"
@@ -49,14 +51,14 @@ def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) ->
             f"the training set has {len(train)} samples, but {steps} iterations of {needed - consumed} samples together{after} "
             f"need {needed}; use more data, or lower --train-iters (--train-samples) or --global-batch-size"
         )
-    return train, valid, test
+    return dict(zip(SPLITS, datasets))
 
 
-def notes_of_no_validation(training: TrainingConfig, data: DataConfig, valid: Any, test: Any) -> list[str]:
+def notes_of_no_validation(training: TrainingConfig, data: DataConfig, datasets: dict[str, Any]) -> list[str]:
     """What a run says that is asked to validate and has no data set for it."""
-    if valid is not None or training.eval_iters == 0:
+    if datasets["valid"] is not None or training.eval_iters == 0:
         return []
-    nothing = "nothing is validated" if test is not None else "nothing is validated or tested"
+    nothing = "nothing is validated" if datasets["test"] is not None else "nothing is validated or tested"
     is_zero = not data.has_own_splits and parse_split(data.split_shares)[1] == 0
     advice = (
         f"; --split {data.split_shares} leaves it no share; give the second one above 0"

@@ -63,7 +63,8 @@ class Trainer:
         non_loss: NonLossData = NonLossData(),
     ):
         """began: `time.monotonic()` of the start of the run; now when unset."""
-        self.runtime, self.config, self.mesh = runtime, runtime.config, runtime.mesh
+        self.runtime, self.config = runtime, runtime.config
+        self.mesh = runtime.mesh
         self.device, self.non_loss = runtime.device.torch_device, non_loss
         self.batch_sizes = runtime.batch_sizes
         self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
@@ -110,7 +111,8 @@ class Trainer:
 
     def _set_schedules(self) -> None:
         """Learning rate and weight decay by this run's settings, or by the checkpoint's where a flag asks for that."""
-        config, length, state = self.config, self.runtime.run_length, self.state
+        config, length = self.config, self.runtime.run_length
+        state = self.state
         if length.unit == "iters":
             state.samples_per_iter = state.samples_per_iter or length.samples_per_iter
             length = replace(length, samples_per_iter=state.samples_per_iter)
@@ -160,10 +162,9 @@ class Trainer:
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
         building = heartbeat("building the data sets", print_rank_0)
         with comm.together(self.mesh["world"], self.device), as_settings_problem(), building:
-            train, valid, test = check_datasets(provider(sizes), steps, needed, state)
-        for note in notes_of_no_validation(self.config.training, self.config.data, valid, test):
+            datasets = check_datasets(provider(sizes), steps, needed, state)
+        for note in notes_of_no_validation(self.config.training, self.config.data, datasets):
             print_rank_0(note)
-        datasets = {"train": train, "valid": valid, "test": test}
         for split in ("valid", "test"):
             if datasets[split] is not None and (size := len(datasets[split])) < self.batch_size:
                 print_rank_0(f"{split} set of {size} samples is left out: a global batch has {self.batch_size}")
@@ -195,10 +196,11 @@ class Trainer:
             length = "--train-iters" if self.config.training.train_iters else "--train-samples"
             done = f"iteration {state.iteration} of {self.train_iters} is done"
             if state.iteration > self.train_iters:
-                done = f"the checkpoint is of iteration {state.iteration}, and {length} ends the run at iteration {self.train_iters}"
+                end = f"{length} ends the run at iteration {self.train_iters}"
+                done = f"the checkpoint is of iteration {state.iteration}, and {end}"
             print_rank_0(
-                f"nothing left to train: {done}; for more, raise {length} and give --override-opt_param-scheduler, since the learning "
-                "rate's decay gets longer with it"
+                f"nothing left to train: {done}; for more, raise {length} and give --override-opt_param-scheduler, since the "
+                "learning rate's decay gets longer with it"
             )
             return None
         data = self._iterators("train", state.consumed_train_samples)

@@ -68,26 +68,32 @@ def pretrain(
     """Train a model from the command line's settings. Every process of the job calls it.
 
     The order of the arguments is Megatron's; that of 2.5, which has no model_type, is understood too.
-    Settings that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank that had it;
-    in a job of one process that error is raised, unless its message says what to change, as of a loss that is no number.
+    Settings that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank
+    that had it; in a job of one process that error is raised, unless its message says what to change, as of a loss that
+    is no number.
 
     train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each
         with a length and items that are dictionaries of arrays
         Every rank calls it, whether or not it has Megatron's attribute `is_distributed`.
     model_provider(pre_process, post_process[, vp_stage]) -> this stage's part of the model
     forward_step(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
-    extra_args_provider(parser) adds flags of the script's own; args_defaults: settings by name, where the command line says nothing
-    process_non_loss_data_func(data, iteration, writer), on the last rank after a validation: data is what non_loss_data_func(model
-        chunks) returned, or else loss_func(output, non_loss_data=True) of each microbatch of one more batch; writer is None
+    extra_args_provider(parser) adds flags of the script's own; args_defaults: settings by name, where the command line
+        says nothing
+    process_non_loss_data_func(data, iteration, writer), on the last rank after a validation: data is what
+        non_loss_data_func(model chunks) returned, or else loss_func(output, non_loss_data=True) of each microbatch of
+        one more batch; writer is None
     get_embedding_ranks, get_position_embedding_ranks: as `initialize_model_parallel` is given
     rules: what this model makes of the settings, beside the rules for every run
     group_of(name, placement) -> how that parameter is updated
     """
     if forward_step is None or not isinstance(model_type, ModelType):
-        forward_step, extra_args_provider, args_defaults = _without_model_type(
-            model_type, forward_step or extra_args_provider, process_non_loss_data_func or args_defaults
-        )
-        process_non_loss_data_func = None
+        # Megatron 2.5: pretrain(datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults).
+        args_defaults, process_non_loss_data_func = process_non_loss_data_func or args_defaults, None
+        extra_args_provider, forward_step = forward_step or extra_args_provider, model_type
+        if isinstance(forward_step, ModelType) or not callable(forward_step):
+            raise TypeError(
+                "pretrain() needs forward_step(data_iterator, model) -> (output, loss_func), after the model type"
+            )
     began = time.monotonic()
     non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
     initialize = partial(
@@ -113,7 +119,8 @@ def _run(
     initialize: Callable[[], Runtime], make_trainer: Callable[[Runtime], Trainer], ctrl_c: interrupt.Interrupt
 ) -> None:
     """One job from its settings to its end, in order however it ends."""
-    runtime = trainer = listener = None
+    runtime = trainer = None
+    listener = None
     code = 0
     try:
         runtime = initialize()
@@ -158,14 +165,3 @@ def last_words(runtime: Runtime | None, trainer: Trainer | None) -> str:
     """What an interrupted run says of itself."""
     save = None if runtime is None else runtime.config.checkpoint.save
     return interrupt.farewell(None if trainer is None else trainer.state.iteration, where_to_go_on(save))
-
-
-def _without_model_type(
-    forward_step: Any, extra_args_provider: Any, args_defaults: Any
-) -> tuple[ForwardStep, ExtraArgs | None, Mapping[str, Any] | None]:
-    """The arguments of Megatron 2.5: pretrain(datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults)."""
-    if isinstance(forward_step, ModelType) or not callable(forward_step):
-        raise TypeError(
-            "pretrain() needs forward_step(data_iterator, model) -> (output, loss_func), after the model type"
-        )
-    return forward_step, extra_args_provider, args_defaults

@@ -81,7 +81,7 @@ def test_the_example_of_help_is_a_run(shown):
     (words,) = re.findall(r"try things out:\n(.*?)\n\n", text, re.S)
     for rules in (GPT_RULES, BERT_RULES):
         config, _, notes = parse_args(words.split(), unread=rules.unread)
-        problems, _, _ = examine(config, 1, rules)
+        problems = examine(config, 1, rules).problems
         assert (problems, notes) == ([], [])
     with pytest.raises(ConfigError):
         parse_args([*words.split(), "--help-al"])

@@ -19,7 +19,8 @@ class Exits:
     """
 
     def __init__(self, config: TrainingConfig, world: Axis, device: torch.device | str, began: float):
-        self.config, self.world, self.device, self.began = config, world, device, began
+        self.config, self.world = config, world
+        self.device, self.began = device, began
         self.signalled = False
 
     @contextmanager

@@ -3,13 +3,14 @@
     failing rank    claims the word in the job's store, prints its error, leaves its groups
     others          see their calls end, since a peer is gone; find its rank in the store, say one line, leave
 
-Of a process that was killed there is no word in the store: the others have its number, host and process from the lines that they keep
-(`core/job/lines.py`). Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so. What a rank says is left for
-torchrun too, whose last block shows that of the rank that ended first: so the others repeat it there.
+Of a process that was killed there is no word in the store: the others have its number, host and process from the lines
+that they keep (`core/job/lines.py`). Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so.
+What a rank says is left for torchrun too, whose last block shows that of the rank that ended first: so the others
+repeat it there.
 
 Where devices are connected and not hosts (NCCL), no call ends when a peer is gone: its kernel waits, and so would whoever reads a
-result, until the time limit of calls is over. There each rank has a thread that looks into the store (`Listener`). And groups are not
-closed, which waits for the calls that are under way: the process ends as it is.
+result, until the time limit of calls is over. There each rank has a thread that looks into the store (`Listener`). And
+groups are not closed, which waits for the calls that are under way: the process ends as it is.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ from megatron.training.ending import interrupt
 from megatron.training.memory.shortage import OutOfMemory
 from megatron.training.train_step import NotFiniteError
 
-_CLAIMS, _FAILED, _SAID, _LEFT = (f"megatron/failure/{name}" for name in ("claims", "rank", "said", "left"))
+_CLAIMS, _FAILED = "megatron/failure/claims", "megatron/failure/rank"  # keys of the job's store
+_SAID, _LEFT = "megatron/failure/said", "megatron/failure/left"
 _LONGEST_SAID = 20_000  # characters
 _FAILS, _INTERRUPTED = "failed", "was interrupted"
 _SECONDS = 3.0  # in which ranks find the word of one that failed
@@ -45,8 +47,8 @@ def explains_itself(error: BaseException) -> bool:
 
 
 def report(error: BaseException, farewell: str | None = None) -> int:
-    """Say of `error` what this rank has to say; the code to end with. Every rank that fails in a job of several calls it, and then
-    `leave`. farewell: what a rank that was interrupted says instead, if it is the first."""
+    """Say of `error` what this rank has to say; the code to end with. Every rank that fails in a job of several calls
+    it, and then `leave`. farewell: what a rank that was interrupted says instead, if it is the first."""
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
     code = 1 if farewell is None else interrupt.CODE
     at_first_hand = farewell is not None or not isinstance(error, PeerError)
@@ -103,7 +105,8 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_as_it_is(code: int) -> NoReturn:
-    """End the process with `code`, without closing anything. The rank that keeps the store stays while others may look into it."""
+    """End the process with `code`, without closing anything. The rank that keeps the store stays while others may look
+    into it."""
     parallel_state.say_goodbye()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -118,7 +121,8 @@ class Listener:
     def __init__(
         self, store: Any, rank: int, end: Callable[[int], None] = _end_as_it_is, every: float = _LISTENS_EVERY
     ):
-        self._store, self._rank, self._end, self._every = store, rank, end, every
+        self._store, self._rank = store, rank
+        self._end, self._every = end, every
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="hears of failures", daemon=True)
         self._thread.start()

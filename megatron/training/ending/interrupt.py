@@ -26,7 +26,8 @@ class Interrupt:
     """
 
     def __init__(self, rank: int):
-        self._heard, self._leaving, self._rank = False, threading.Event(), rank
+        self._heard, self._leaving = False, threading.Event()
+        self._rank = rank
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Interrupt":

@@ -29,8 +29,8 @@ def check_same_parameters(
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise ConfigError(
-            f"{checkpoint.folder} holds parameters that this run's model lacks: {', '.join(lacking[:3])}{more}; it was written by "
-            "another kind of model, or with other flags of this one"
+            f"{checkpoint.folder} holds parameters that this run's model lacks: {', '.join(lacking[:3])}{more}; it was written "
+            "by another kind of model, or with other flags of this one"
         )
 
 
@@ -78,7 +78,8 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
 
 
 def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iterator[str]:
-    """What at `where` is missing or of another kind; nothing where what holds it is, which is said of that. `*`: everything there."""
+    """What at `where` is missing or of another kind; nothing where what holds it is, which is said of that. `*`:
+    everything there."""
     *parents, last = where.split("/")
     for name in parents:
         state = state.get(name)
@@ -97,14 +98,15 @@ def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iter
 def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool) -> None:
     """Refuse a checkpoint of another model or tokenizer, and for a run that goes on from it of another precision.
 
-    Every setting that differs is named. model: what this run's is called. given: the flag and folder that the checkpoint comes from.
+    Every setting that differs is named. model: what this run's is called. given: the flag and folder that the
+    checkpoint comes from.
     """
     changes, config = _changes(runtime, saved), runtime.config
     problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
     if (theirs := saved.get("model", model)) != model:
         problems.append(
-            f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: start it with the script of the model "
-            f'that was saved. A class that computes what {theirs} does says so: model_name = "{theirs}"'
+            f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: start it with the script of "
+            f'the model that was saved. A class that computes what {theirs} does says so: model_name = "{theirs}"'
         )
     if saved["vocab_size"] != runtime.vocab_size_if_any:
         problems.append(
@@ -115,14 +117,14 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given:
         _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256) and not config.checkpoint.allow_tokenizer_change
     ):
         problems.append(
-            f"{given} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; give that "
-            "one, or --allow-tokenizer-change if the ids mean the same, or are to be learned anew"
+            f"{given} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
+            "give that one, or --allow-tokenizer-change if the ids mean the same, or are to be learned anew"
         )
     if goes_on and changes.precision and not config.checkpoint.allow_precision_change:
         then, now = (precision_of(parts["transformer"]) for parts in (saved["config"], config.as_json()))
         problems.append(
-            f"{given} was trained in {then}, this run is in {now}; give the flags of that precision, or --allow-precision-change to go "
-            "on in this one"
+            f"{given} was trained in {then}, this run is in {now}; give the flags of that precision, or "
+            "--allow-precision-change to go on in this one"
         )
     if problems:
         raise ConfigError(problems)

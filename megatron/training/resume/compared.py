@@ -5,8 +5,8 @@
     the rest of the model        refused: the parameters would mean something else
     the rest                     said, and allowed
 
-A setting that nothing here names is compared: one of the model refuses, any other is said. So is one that only the checkpoint has, or
-only this code.
+A setting that nothing here names is compared: one of the model refuses, any other is said. So is one that only the
+checkpoint has, or only this code.
 """
 
 from collections.abc import Collection, Mapping
@@ -87,8 +87,8 @@ def compare(
 ) -> Changes:
     """What differs between the settings of a run and those of a checkpoint, without those in `skipped`.
 
-    own_defaults: of the script's own flags. A checkpoint older than a setting has its default; one that is older than the saving of
-    a script's own flags says nothing of them.
+    own_defaults: of the script's own flags. A checkpoint older than a setting has its default; one that is older than
+    the saving of a script's own flags says nothing of them.
     """
     changes, leave_out = Changes(), {*skipped, *(name for names in NOT_COMPARED.values() for name in names)}
     own_of_model = {*mine.get("own_model", ()), *saved.get("own_model", ())}

@@ -13,8 +13,8 @@ from megatron.core.grid import Axis
 def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:
     """The same in every layout: `GPTModel`, or `GPTModel of SideBySideLayer` with modules of a script's classes in it.
 
-    A class may say it itself, `model_name = "GPTModel"`, where it computes the same from the same parameters; and has to, where the
-    stages of a pipeline are of different classes. Every rank of `pp` must call.
+    A class may say it itself, `model_name = "GPTModel"`, where it computes the same from the same parameters; and has
+    to, where the stages of a pipeline are of different classes. Every rank of `pp` must call.
     """
     chunks = list(chunks)
     named = {getattr(chunk, "model_name", None) for chunk in chunks}
@@ -24,10 +24,10 @@ def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str
         "parts": sorted({name for chunk in chunks for name in _names_of_parts(chunk)}),
     }
     stages = [json.loads(text) for text in comm.all_gather_texts(json.dumps(mine), pp, device)]
-    said, models, parts = (sorted({n for stage in stages for n in stage[kind]}) for kind in mine)
-    if said:
-        return " + ".join(said)
-    return " + ".join(models) + (f" of {', '.join(parts)}" if parts else "")
+    found = {kind: sorted({name for stage in stages for name in stage[kind]}) for kind in mine}
+    if found["said"]:
+        return " + ".join(found["said"])
+    return " + ".join(found["models"]) + (f" of {', '.join(found['parts'])}" if found["parts"] else "")
 
 
 def _names_of_parts(chunk: nn.Module) -> set[str]:

@@ -47,7 +47,8 @@ def _choose(config: CheckpointConfig) -> Start | None:
 
 
 def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
-    root, alone, is_save = Path(config.load), config.pretrained_checkpoint is None, loads_what_it_saves(config)
+    root, alone = Path(config.load), config.pretrained_checkpoint is None
+    is_save = loads_what_it_saves(config)
     if (root / LATEST).is_file():
         return True
     if is_save and saved_iterations(root):
@@ -64,13 +65,13 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
         return False
     if not root.is_dir():
         raise ConfigError(
-            f"--load {config.load} does not exist; give the folder that --save wrote to, or leave --load out to start anew (only the "
-            "folder of this run's own --save may be missing)"
+            f"--load {config.load} does not exist; give the folder that --save wrote to, or leave --load out to start anew "
+            "(only the folder of this run's own --save may be missing)"
         )
     if any(root.iterdir()):
         raise ConfigError(
-            f"--load {config.load} holds no checkpoint (no {LATEST}), but {_content(root)}; give the folder that --save wrote to, "
-            "or leave --load out to start anew"
+            f"--load {config.load} holds no checkpoint (no {LATEST}), but {_content(root)}; give the folder that --save wrote "
+            "to, or leave --load out to start anew"
         )
     return False
 

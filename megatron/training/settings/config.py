@@ -231,11 +231,8 @@ class Config:
     @property
     def without_effect(self) -> dict[str, str]:
         """Flags given whose values change nothing beside the others, with the reason."""
-        found, parallel, offload = (
-            self.data.without_effect | self.tokenizer.without_effect,
-            self.data_parallel,
-            self.offload,
-        )
+        found, parallel = self.data.without_effect | self.tokenizer.without_effect, self.data_parallel
+        offload = self.offload
         if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
             found["--ddp-bucket-size"] = (
                 "ZeRO stage 3 sums and gathers layer by layer"
@@ -245,7 +242,8 @@ class Config:
         moves = offload.optimizer_offload_fraction or self.transformer.cpu_offloading_num_layers
         if offload.tier != "device" and not moves:
             found[f"--{'offload-dir' if offload.tier == 'file' else 'optimizer-cpu-offload'}"] = (
-                "--optimizer-offload-fraction 0 leaves masters and moments where they are, and --cpu-offloading-num-layers is not given"
+                "--optimizer-offload-fraction 0 leaves masters and moments where they are, and --cpu-offloading-num-layers is "
+                "not given"
             )
         return found
 

@@ -1,4 +1,5 @@
-"""The flags that a script adds to those of every run: printed at the start, kept in the checkpoint, compared when it is loaded."""
+"""The flags that a script adds to those of every run: printed at the start, kept in the checkpoint, compared when it is
+loaded."""
 
 import argparse
 import math
@@ -42,8 +43,8 @@ class OwnFlags:
 
 
 def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:
-    """The flags that a script added to `parser`, with their values in `settings` or else their defaults; but for other spellings of
-    the settings `ours`."""
+    """The flags that a script added to `parser`, with their values in `settings` or else their defaults; but for other
+    spellings of the settings `ours`."""
     titles = {id(action): group.title for group in parser._action_groups for action in group._group_actions}
     flags: dict[str, OwnFlag] = {}
     for action in parser.own:

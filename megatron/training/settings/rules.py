@@ -33,12 +33,13 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         yield "--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing"
     if checkpoint.load is None and config.training.skip_train and config.training.eval_iters == 0:
         yield (
-            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or leave out "
-            "--skip-train to train"
+            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or "
+            "leave out --skip-train to train"
         )
     if config.offload.offload_params and stage < 3:
         yield (
-            f"--offload-params keeps shards of parameters, and in ZeRO stage {stage} there are none; give --zero-stage 3, or leave it out"
+            f"--offload-params keeps shards of parameters, and in ZeRO stage {stage} there are none; give --zero-stage 3, or "
+            "leave it out"
         )
 
 
@@ -169,8 +170,8 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     if actions > _MOST_ACTIONS:  # which is said without making them
         return [
             f"--global-batch-size ({max(sizes)}) makes {most:,} microbatches per rank and step, whose schedule has {actions:,} "
-            f"forwards and backwards over all stages, and {_MOST_ACTIONS:,} is the most; lower it, or raise --micro-batch-size or "
-            "the number of data-parallel ranks"
+            f"forwards and backwards over all stages, and {_MOST_ACTIONS:,} is the most; lower it, or raise --micro-batch-size "
+            "or the number of data-parallel ranks"
         ]
     for size in sorted(set(sizes)):
         make = make_schedule if size == min(sizes) else _made_unseen  # one size shows what a schedule forgets

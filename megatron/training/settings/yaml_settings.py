@@ -7,11 +7,12 @@
       data_path: [0.3, books, 0.7, web]
 
 Values are taken as they are written: 1e-4 is a number here, although YAML 1.1 reads it as text. A key without a value (null) says
-nothing, whatever its name. The files that Megatron-LM ships name fields of its config classes, some of which are no flags: these are below.
+nothing, whatever its name. The files that Megatron-LM ships name fields of its config classes, some of which are no
+flags: these are below.
 """
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.config import ConfigError, FlagParser, nearest_flag
 
@@ -50,8 +51,16 @@ _LARGEST = 16 << 20  # bytes of a file: some hundred thousand settings, or prefi
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def read_yaml(path: str, parser: FlagParser) -> tuple[list[str], list[str], dict[str, str]]:
-    """(the words of a command line that says the same as the file, what is wrong with the file, names without effect and why).
+class YamlFlags(NamedTuple):
+    """A file of settings as a command line."""
+
+    words: list[str]
+    problems: list[str]
+    no_effect: dict[str, str]  # name -> why
+
+
+def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
+    """The command line that says the same as the file.
 
     Raises ConfigError for a file that cannot be read as YAML.
     """
@@ -74,19 +83,20 @@ def read_yaml(path: str, parser: FlagParser) -> tuple[list[str], list[str], dict
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; mend it") from None
     if root is None:
-        return [], [], {}
+        return YamlFlags([], [], {})
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{YAML_FLAG} {path} must hold `key: value` lines; it holds something else")
     reader = _Reader(path, parser)
     reader.read_group(root)
-    return reader.words, reader.problems, reader.no_effect
+    return YamlFlags(reader.words, reader.problems, reader.no_effect)
 
 
 class _Reader:
     """Walks the nodes of a YAML file and collects words and problems."""
 
     def __init__(self, path: str, parser: FlagParser):
-        self.path, self.actions, self.refused = path, parser.actions_by_flag(), parser.refused
+        self.path, self.actions = path, parser.actions_by_flag()
+        self.refused = parser.refused
         self.words: list[str] = []
         self.problems: list[str] = []
         self.no_effect: dict[str, str] = {}
@@ -112,7 +122,8 @@ class _Reader:
                 self._read_setting(str(key.value), value)
 
     def _flag(self, key: str) -> str | None:
-        """The flag that a key names: `num_layers` is --num-layers, `local_rank` either of its spellings, or the name of the field."""
+        """The flag that a key names: `num_layers` is --num-layers, `local_rank` either of its spellings, or the name of
+        the field."""
         field = key.lstrip("-").replace("-", "_")
         name = "--" + _OTHER_NAMES.get(field, key.lstrip("-"))
         of_field = (f for f, action in self.actions.items() if action.dest == field and action.const is not False)
@@ -120,7 +131,8 @@ class _Reader:
         return next((flag for flag in candidates if flag in self.actions and flag not in _OF_THE_COMMAND_LINE), None)
 
     def _opposite_flag(self, key: str) -> str | None:
-        """The switch that turns the field `key` off: --disable-bias-linear for add_bias_linear, --no-rope-fusion for rope_fusion."""
+        """The switch that turns the field `key` off: --disable-bias-linear for add_bias_linear, --no-rope-fusion for
+        rope_fusion."""
         field = key.lstrip("-").replace("-", "_")
         opposite = f"--no-{field.removeprefix('apply_').replace('_', '-')}"
         if opposite in self.actions and self.actions[opposite].nargs == 0:

@@ -51,7 +51,8 @@ class Contention:
         clock: Callable[[], float] = time.monotonic,
     ):
         """threads: in which each rank computes."""
-        self._cores, self._threads, self._spins = cores, ranks_here * threads, threads > 1
+        self._cores, self._threads = cores, ranks_here * threads
+        self._spins = threads > 1
         self._read, self._clock = read, clock
         self._before = read() if ranks_here <= cores else None
         self._began = clock()
@@ -74,8 +75,8 @@ class Contention:
         if self._threads > self._cores:
             reason = f"WARNING: more threads than cores: {self._threads} threads for {self._cores} core(s); "
         return (
-            f"{reason}in the last {seconds:.0f} s the threads of this process ran for {run:.1f} s and waited {waited:.1f} s for a core. "
-            + _advice(self._spins)
+            f"{reason}in the last {seconds:.0f} s the threads of this process ran for {run:.1f} s and waited {waited:.1f} s "
+            "for a core. " + _advice(self._spins)
         )
 
 

@@ -9,8 +9,8 @@ Model FLOPs of a token, those of the mathematics and not of an implementation (n
         6 L s a        scores and their sum over values, in L layers of width a = heads x head width, sequences of s: full
                        attention would be 12 L s a; a causal query sees half of the keys (exactly (s + 1) / 2, we say s / 2)
 
-nanoGPT, llm.c and PaLM count 6 N + 12 L s a, that is full attention, and so does Megatron's own log line for most of its releases;
-`full_attention=True` gives that for comparison.
+nanoGPT, llm.c and PaLM count 6 N + 12 L s a, that is full attention, and so does Megatron's own log line for most of
+its releases; `full_attention=True` gives that for comparison.
 """
 
 from dataclasses import dataclass

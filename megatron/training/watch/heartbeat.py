@@ -1,4 +1,5 @@
-"""A line every few seconds from work that says nothing by itself: a large model that is built, a tokenizer that is trained. Pure."""
+"""A line every few seconds from work that says nothing by itself: a large model that is built, a tokenizer that is
+trained. Pure."""
 
 import threading
 import time
@@ -12,7 +13,8 @@ _SECONDS = 5.0
 def heartbeat(
     what: str, say: Callable[[str], None], *, so_far: Callable[[], str] | None = None, every: float = _SECONDS
 ) -> Iterator[None]:
-    """While the block runs, `say` each `every` seconds that it does: `   building the model: 15 s so far`. Nothing of a shorter one.
+    """While the block runs, `say` each `every` seconds that it does: `   building the model: 15 s so far`. Nothing of a
+    shorter one.
 
     so_far() adds how far it is. Both are called from a thread of their own.
     """

@@ -54,7 +54,8 @@ class Interval:
 
 
 # Seconds between lines of progress: few while somebody waits to see that it works, more once the run has gone on for a while.
-_PROGRESS, _LATER_PROGRESS, _SETTLED = 5.0, 60.0, 600.0
+_PROGRESS, _LATER_PROGRESS = 5.0, 60.0
+_SETTLED = 600.0
 
 
 class TrainingLog:
@@ -76,7 +77,8 @@ class TrainingLog:
         self.device_flops_per_sample, self.progress_in_tokens = device_flops_per_sample, progress_in_tokens
         self._made = self._said = time.monotonic()
         self.sums: dict[str, float] = {}
-        self.steps = self.nan_steps = self.skipped_steps = 0
+        self.steps = self.nan_steps = 0
+        self.skipped_steps = 0
         self._restart_clock()
 
     def _restart_clock(self) -> None:
@@ -139,7 +141,8 @@ class TrainingLog:
             return None
         print_rank_last(training_line(interval))
         self.sums = {}
-        self.steps = self.nan_steps = self.skipped_steps = 0
+        self.steps = self.nan_steps = 0
+        self.skipped_steps = 0
         self._restart_clock()
         return interval
 
@@ -209,8 +212,8 @@ def validation_warning(where: str, losses: Mapping[str, float]) -> str | None:
     if not bad:
         return None
     return (
-        f"WARNING: validation at {where}: {', '.join(bad)}. The run goes on, as training's losses decide; look at the validation data, and at "
-        "the weights"
+        f"WARNING: validation at {where}: {', '.join(bad)}. The run goes on, as training's losses decide; look at the "
+        "validation data, and at the weights"
     )
 
 

@@ -20,7 +20,8 @@ class StepProfiler:
 
     def __init__(self, config: ProfileConfig, folder: str | None, mesh: Mesh):
         rank = mesh["world"].rank
-        self.config, self._mesh, self._rank = config, mesh, rank
+        self.config, self._mesh = config, mesh
+        self._rank = rank
         self.wanted = config.profile and rank in config.profile_ranks
         self._folder = Path(folder or ".") / "profile"
         self._profile: torch.profiler.profile | None = None

@@ -26,7 +26,8 @@ class Timer:
     """The sum of the times between `start` and `stop`, which may not be nested. barrier: `with` waits for all ranks."""
 
     def __init__(self, name: str, owner: "Timers", barrier: bool):
-        self.name, self._owner, self._barrier = name, owner, barrier
+        self.name, self._owner = name, owner
+        self._barrier = barrier
         self._total, self._began = 0.0, None
 
     def start(self, barrier: bool = False) -> None:
@@ -99,8 +100,10 @@ class Timers:
         barrier: bool = False,
         say: Callable[[str], None] = print,
     ):
-        self.level, self.option, self._barrier = level, option, barrier
-        self._device, self._world, self._say = device, world, say
+        self.level, self.option = level, option
+        self._barrier = barrier
+        self._device, self._world = device, world
+        self._say = say
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 1) -> Any:

@@ -16,8 +16,8 @@ class LogConfig(FlagConfig):
 
     log_interval: Count | None = knob(
         None,
-        "steps between log lines; when unset 100, and a run whose lines are further apart than a few seconds prints progress lines "
-        "between them",
+        "steps between log lines; when unset 100, and a run whose lines are further apart than a few seconds prints progress "
+        "lines between them",
         metavar="STEPS",
     )
     log_throughput: bool = knob(
@@ -137,7 +137,8 @@ def watch_problems(
     writes_curves = writes_tensorboard(curves) or curves.wandb_project is not None
     if log.inspect is not None and log.metrics_file is None and not writes_curves:
         problems.append(
-            "--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR, with the package tensorboard)"
+            "--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR, with the package "
+            "tensorboard)"
         )
     if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
         problems.append("--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2")
