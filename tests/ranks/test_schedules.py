@@ -19,6 +19,7 @@ import pretrain_gpt
 from megatron.core.mesh import Mesh
 from megatron.training.evaluate import window
 from megatron.training.trainer import Trainer
+from megatron.training.watch.log import StepNumbers
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --fp64 --micro-batch-size 2 --lr 1e-2 "
@@ -58,8 +59,9 @@ class Recorder:
     def add(self, losses, is_nan=False, *, skipped=False) -> None:
         self.losses = dict(losses)
 
-    def line_if_due(self, iteration, consumed, lr, norm, *, global_batch_size, **more) -> None:
-        self.steps.append(Step(iteration, consumed, global_batch_size, lr, norm, self.losses))
+    def line_if_due(self, step: StepNumbers) -> None:
+        size, norm = step.global_batch_size, step.grad_norm
+        self.steps.append(Step(step.iteration, step.consumed_samples, size, step.lr, norm, self.losses))
 
     paused = staticmethod(nullcontext)
 
