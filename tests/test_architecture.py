@@ -232,6 +232,14 @@ def test_imports_stand_at_the_top_of_product_files():
                     )
 
 
+def test_where_a_gradient_is_summed_is_asked_of_the_mesh():
+    """By `samples`, `tokens` and `grad_axes`: the axes behind them are known where grids become a mesh, and by Megatron's accessors."""
+    for path in sorted({*PRODUCT_FILES} - {CORE / "mesh.py", CORE / "placement.py"}):
+        text = path.read_text()
+        assert not re.search(r"\b(e?dp_inner|e?dp_outer|dp_cp)\b", text), path
+        assert not re.search(r"""\[["']e?dp["']\]""", text) or "benchmarks" in path.parts, path
+
+
 def test_layers_never_reach_the_current_mesh():
     """A layer is handed its axes (`LayerContext`, `TensorParallel`); Megatron's signatures, in core/classic, look them up."""
     reaching = {

@@ -15,7 +15,7 @@ from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current, has_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
-from megatron.core.parallel_config import ORDER, sizes_for
+from megatron.core.parallel_config import ORDER, sizes_for, unbuilt_axes
 
 
 def initialize_model_parallel(
@@ -115,14 +115,15 @@ _OF_BACK_ENDS = {  # Megatron's arguments about communicators, and the values th
 
 
 def _refuse_unbuilt(context: int, expert: int, expert_tensor: int | None, of_back_ends: Mapping[str, Any]) -> None:
-    sizes = {"context": context, "expert": expert}
-    problems = [f"{name} parallelism of size {n} is not built yet; use 1" for name, n in sizes.items() if n != 1]
-    if expert_tensor is not None:
-        problems.append(f"an expert tensor-parallel size ({expert_tensor}) is not built yet; leave it out")
     if strange := of_back_ends.keys() - _OF_BACK_ENDS.keys():
         raise TypeError(f"initialize_model_parallel() has no arguments {sorted(strange)}")
     asked = {name: value for name, value in of_back_ends.items() if value not in _OF_BACK_ENDS[name]}
-    problems += [f"{name}={value!r} is not built yet; leave it out" for name, value in asked.items()]
+    problems = [
+        *unbuilt_axes(
+            context_parallel_size=context, expert_model_parallel_size=expert, expert_tensor_parallel_size=expert_tensor
+        ),
+        *(f"{name}={value!r} is not built yet; leave it out" for name, value in asked.items()),
+    ]
     if problems:
         raise ConfigError(problems)
 

@@ -41,9 +41,9 @@ class ParallelConfig(FlagConfig):
     use_tp_pp_dp_mapping: bool = knob(False, "place pipeline ranks next to tensor ranks: order tp-cp-ep-pp-dp")
 
     def problems(self) -> Iterator[str]:
-        for name, what in (("context_parallel_size", "context"), ("expert_model_parallel_size", "expert")):
-            if (size := getattr(self, name)) != 1:
-                yield f"{flag_of(name)} is {size}, but {what} parallelism is not built yet; use 1"
+        yield from unbuilt_axes(
+            context_parallel_size=self.context_parallel_size, expert_model_parallel_size=self.expert_model_parallel_size
+        )
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
 
@@ -72,6 +72,14 @@ class ParallelConfig(FlagConfig):
     @property
     def order(self) -> str:
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else ORDER
+
+
+def unbuilt_axes(**sizes: int | None) -> Iterator[str]:
+    """What is wrong with these settings: the axes that `AxisSizes` knows and no layer divides anything over."""
+    for name, size in sizes.items():
+        what = name.partition("_")[0]
+        if size not in (None, 1):
+            yield f"{flag_of(name)} is {size}, but {what} parallelism is not built yet; leave it out, or use 1"
 
 
 def sizes_for(
