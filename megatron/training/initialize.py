@@ -89,6 +89,8 @@ def initialize_megatron(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
         config.chunks_per_rank if config.chunks_per_rank > 1 else None,
+        context_parallel_size=config.parallel.context_parallel_size,
+        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
         num_distributed_optimizer_instances=config.data_parallel.num_distributed_optimizer_instances,
         ranks_per_kv_head=config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size),
         distributed_timeout_minutes=config.device.distributed_timeout_minutes,
