@@ -137,10 +137,10 @@ _IN_WORDS = {"[0, inf)": "not be negative", "(0, inf)": "be positive", "[1, inf)
 def out_of_range(config: Any) -> Iterator[str]:
     """A line for each value of `config` that is not in the interval, or the table of names, that its knob says."""
     for field in knobs(type(config)):
-        names = field.metadata["names"]
-        if names is not None and getattr(config, field.name) not in names:
-            yield f"{flags_of(field)[0]} is {getattr(config, field.name)}; it must be one of {', '.join(names)}"
-        interval, value = interval_of(type(config), field), getattr(config, field.name)
+        names, value = field.metadata["names"], getattr(config, field.name)
+        if names is not None and value is not None and value not in names:
+            yield f"{flags_of(field)[0]} is {value}; it must be one of {', '.join(names)}"
+        interval = interval_of(type(config), field)
         if interval is None or value is None:
             continue
         opening, low, high, closing = _INTERVAL.fullmatch(interval).groups()

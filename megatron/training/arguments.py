@@ -22,7 +22,7 @@ from megatron.core.config import (
     unknown_problems,
 )
 from megatron.core.placement import Normal
-from megatron.core.tokenizers.tokenizer_config import NEEDED_BY_TYPE
+from megatron.core.tokenizers.tokenizers import TOKENIZERS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.settings.help import add_help_flags, flag_groups, meaning_of_shorthand
@@ -254,8 +254,8 @@ def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
 def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Fill in a script's defaults; but not a tokenizer of which nothing is given, which would be blamed for a choice
     nobody made."""
-    needed = NEEDED_BY_TYPE.get(defaults.get("tokenizer_type"), ())
-    guessed = bool(needed) and all(settings.get(name) is None for name in needed)
+    kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
+    guessed = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
     for name, value in defaults.items():
         if settings.get(name) is None and not (guessed and name == "tokenizer_type"):
             settings[name] = value

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from megatron.core.config import ConfigError
-from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, tokenize_packed
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from tools.preprocessing import word_memory
+from tools.preprocessing.word_memory import WordMemory, packer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -76,7 +78,15 @@ TEXTS = torture_texts()
 
 
 def in_batch(tokenizer, texts):
-    return [np.frombuffer(ids, np.int32).tolist() for ids in tokenize_packed(tokenizer, texts)]
+    return [np.frombuffer(ids, np.int32).tolist() for ids in packer(tokenizer)(texts)]
+
+
+def remembering(tokenizer):
+    return WordMemory(tokenizer.library, tokenizer.words, tokenizer.never)
+
+
+def remembered(memory, texts):
+    return [np.frombuffer(memory.encode(text), np.int32).tolist() for text in texts]
 
 
 def assert_ids(tokenizer, expected):
@@ -109,20 +119,20 @@ def test_remembered_words_are_cut_as_the_library_cuts_them(tmp_path, kind):
         tokenizer = build_tokenizer(TokenizerConfig("TikTokenizer", tokenizer_model=path, tiktoken_pattern=kind))
     characters = [chr(c) for c in range(1, 0x20000, 7) if not (0xD800 <= c < 0xE000 or 0x3500 <= c < 0x9F00)]
     texts = [f"a{c}1{c}! {c}{c}B" for c in characters]
-    assert in_batch(tokenizer, texts) == [encoding.ids for encoding in tokenizer._tokenizer.encode_batch(texts)]
-    assert len(tokenizer._memory._ids) > len(texts), "else the comparison is one of the library with itself"
+    memory = remembering(tokenizer)
+    assert remembered(memory, texts) == [encoding.ids for encoding in tokenizer.library.encode_batch(texts)]
+    assert len(memory._ids) > len(texts), "else the comparison is one of the library with itself"
 
 
 @needs_gpt2
 def test_word_memory_forgets_and_keeps_no_long_words(monkeypatch):
-    from megatron.core.tokenizers import word_memory
-
     monkeypatch.setattr(word_memory, "_REMEMBERED_WORDS", 5)
     monkeypatch.setattr(word_memory, "_LONGEST_TEXT", 100)
     tokenizer = build_tokenizer(TokenizerConfig("GPT2BPETokenizer", *GPT2))
     texts = ["one two three four", "five six seven eight", "nine one " + "x" * 65, "nine" * 30]
-    assert in_batch(tokenizer, texts) == list(map(tokenizer.tokenize, texts))
-    assert sorted(tokenizer._memory._ids) == [" one", "nine"]
+    memory = remembering(tokenizer)
+    assert remembered(memory, texts) == list(map(tokenizer.tokenize, texts))
+    assert sorted(memory._ids) == [" one", "nine"]
 
 
 def test_a_file_of_our_own_training_remembers_words(tmp_path):
@@ -135,7 +145,7 @@ def test_a_file_of_our_own_training_remembers_words(tmp_path):
     trained.train_from_iterator(["the cat sat on the mat " * 4], tokenizers.trainers.BpeTrainer(**options))
     trained.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
-    assert tokenizer._memory is not None
+    assert tokenizer.words is not None
     assert_ids(tokenizer, lambda text: trained.encode(text).ids)
     assert in_batch(tokenizer, ["the<|endoftext|>"])[0][-1] == tokenizer.eod
 
@@ -336,7 +346,7 @@ def test_tik_by_hand_and_what_is_refused(tmp_path):
     assert (tokenizer.eod, tokenizer.pad) == (0, None)
     with pytest.raises(ValueError, match=r"(?s)10.*269.*--vocab-size.*300"):
         build_tokenizer(TokenizerConfig("TikTokenizer", vocab_size=300, **small))
-    for content, reason in (("{}", "first 256"), ("[1]", "is no list"), ("[", "is no list")):
+    for content, reason in (("{}", "first 256"), ("[1]", "TikTokenizer"), ("[", "TikTokenizer")):
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=reason):
             build_tokenizer(TokenizerConfig("TikTokenizer", tokenizer_model=str(tmp_path / "bad")))

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.core.datasets.indexed import token_dtype
-from megatron.core.tokenizers import Tokenizer, tokenize_packed
+from megatron.core.tokenizers import Tokenizer
 from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk
+from tools.preprocessing.word_memory import packer
 
-_PACKED = np.dtype(np.int32)  # of `tokenize_packed`
+_PACKED = np.dtype(np.int32)  # of `packer`
 SHOWN = 20  # bad lines that are reported one by one
 _PATIENCE = 60  # seconds that a tokenizer may take for any text, and
 _SLOWEST = 10_000  # characters a second beyond them; a busy core does a hundred times as many
@@ -106,7 +107,7 @@ class Encoder:
         texts = [text for row in rows for texts in row for text in texts]
         seconds = _PATIENCE + sum(map(len, texts)) / _SLOWEST
         try:
-            of_texts = in_time(lambda: tokenize_packed(self.tokenizer, texts), seconds)
+            of_texts = in_time(lambda: self._pack(texts), seconds)
         except TimeoutError:
             raise TokenizerError(
                 f"{self._file}: the tokenizer is not done with this text after {seconds:.0f} s; does a regular expression run "
@@ -143,6 +144,10 @@ class Encoder:
         if self.append_eod and sequences:
             sequences[-1] += self._eod
         return sequences
+
+    @functools.cached_property
+    def _pack(self) -> Callable[[list[str]], list[bytes]]:
+        return packer(self.tokenizer)
 
     @functools.cached_property
     def _eod(self) -> bytes:

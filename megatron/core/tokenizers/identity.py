@@ -7,38 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config import changes
-from megatron.core.tokenizers.tokenizer_config import NEEDED_BY_TYPE, SIZED, TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizers import TOKENIZERS
 
 _FILES = ("vocab_file", "merge_file", "tokenizer_model")
-_READ_BY = {"null_": "NullTokenizer", "tiktoken_": "TikTokenizer"}  # how settings of one type begin
 _NOT_READ = ("truncation", "padding")  # of a tokenizer.json: settings of whoever saved it last
 
 
 def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
     """SHA-256 of what `config` and its files say, and of the ids that end and pad a document.
 
-    A file may move, and a JSON file may be laid out anew: only what is in it counts. What this type of tokenizer does not read, such as
-    --merge-file without a BPE, tells nothing apart. tokenizer: the one that `config` builds.
+    A file may move, and a JSON file may be laid out anew: only its content counts. Settings of other types of tokenizer, such
+    as --merge-file without a BPE, tell nothing apart. tokenizer: the one that `config` builds.
     """
     # Without what has its default: a flag that comes later leaves the hash of older settings as it is.
-    said = {name: value for name, (_, value) in changes(config).items() if _is_read(name, config.tokenizer_type)}
+    others = {name for kind in TOKENIZERS.values() for name in (*kind.needs, *kind.reads)}
+    others -= {*config.type.needs, *config.type.reads}
+    said = {name: value for name, (_, value) in changes(config).items() if name not in others}
     paths = {name: path for name in _FILES if (path := said.pop(name, None)) is not None}
-    said |= {
-        "ids": tokenizer.vocab_size,
-        "eod": getattr(tokenizer, "eod", None),
-        "pad": getattr(tokenizer, "pad", None),
-    }
+    said |= {"ids": tokenizer.vocab_size} | {name: getattr(tokenizer, name, None) for name in ("eod", "pad")}
     said |= {name: _content(path) for name, path in paths.items()}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def _is_read(name: str, tokenizer_type: str | None) -> bool:
-    """Whether a tokenizer of this type reads the setting."""
-    if name in _FILES:
-        return name in NEEDED_BY_TYPE.get(tokenizer_type, ())
-    if name == "vocab_size":
-        return tokenizer_type in SIZED
-    return next((kind == tokenizer_type for start, kind in _READ_BY.items() if name.startswith(start)), True)
 
 
 def _content(path: str) -> str | None:

@@ -5,16 +5,16 @@ TikToken files: "[SEP]" or "<|endoftext|>" in a document is read as the characte
 """
 
 import base64
-import binascii
 import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.tokenizers.word_memory import GPT2_PATTERN, WordMemory, packed
+# How byte-level BPE cuts text into words: GPT-2's own pattern.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # The names under which published tokenizers keep these tokens, in the order in which they are looked for.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -30,6 +30,7 @@ TIK_PATTERNS = {
 }
 
 
+@dataclass(eq=False)
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library. path: the file that it was read from.
 
@@ -37,29 +38,24 @@ class LibraryTokenizer:
     words that no token crosses, None if there is none such; never: strings of text of which that is not so.
     """
 
-    def __init__(
-        self,
-        name: str,
-        path: str,
-        tokenizer: Any,
-        eod: int,
-        pad: int | None,
-        special: dict[str, int] | None = None,
-        words: str | None = None,
-        never: list[str] = (),
-    ):
-        self.name, self.path = name, path
-        self.eod = eod
-        self.pad = pad
-        self._special = special or {}
-        self._tokenizer = tokenizer
-        self._memory = None if words is None else WordMemory(tokenizer, words, never)
-        self.vocab_size = max(self.vocab.values()) + 1  # ids may have gaps
+    name: str
+    path: str
+    library: Any
+    eod: int
+    pad: int | None = None
+    special: dict[str, int] = field(default_factory=dict)
+    words: str | None = None
+    never: Sequence[str] = ()
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id; there may be gaps."""
+        return max(self.vocab.values()) + 1
 
     @functools.cached_property
     def vocab(self) -> dict[str, int]:
         """Token -> id."""
-        return self._tokenizer.get_vocab(with_added_tokens=True) | self._special
+        return self.library.get_vocab(with_added_tokens=True) | self.special
 
     @functools.cached_property
     def inv_vocab(self) -> dict[int, str]:
@@ -68,24 +64,22 @@ class LibraryTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of `text`; with those that the tokenizer's own template adds, such as a first `<s>`."""
-        with self._naming_panics():
-            return self._tokenizer.encode(text).ids
+        with self.naming_panics():
+            return self.library.encode(text).ids
 
-    def tokenize_packed(self, texts: list[str]) -> list[bytes]:
-        """`tokenize` of each text, faster: no positions within the text are noted, and words may be remembered."""
-        with self._naming_panics():
-            if self._memory is not None:
-                return list(map(self._memory.encode, texts))
-            return [packed(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(texts)]
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        """`tokenize` of each text, faster: no positions within the text are noted."""
+        with self.naming_panics():
+            return [encoding.ids for encoding in self.library.encode_batch_fast(texts)]
 
     def detokenize(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens included."""
-        if not self._special:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return self._tokenizer.decoder.decode([self.inv_vocab[int(i)] for i in ids])
+        if not self.special:
+            return self.library.decode(list(ids), skip_special_tokens=False)
+        return self.library.decoder.decode([self.inv_vocab[int(i)] for i in ids])
 
     @contextlib.contextmanager
-    def _naming_panics(self) -> Iterator[None]:
+    def naming_panics(self) -> Iterator[None]:
         """Where the library breaks off, a ValueError. Its own error, of a class that nobody can import, is no Exception even."""
         try:
             yield
@@ -110,7 +104,8 @@ class WordPieceTokenizer(LibraryTokenizer):
         special = {token: max(vocab.values()) + 1 + i for i, token in enumerate(added)}
         ids = vocab | special
         super().__init__(name, path, tokenizer, ids["[EOS]"], ids["[PAD]"], special)
-        self.cls, self.sep, self.mask = ids["[CLS]"], ids["[SEP]"], ids["[MASK]"]
+        self.cls, self.sep = ids["[CLS]"], ids["[SEP]"]
+        self.mask = ids["[MASK]"]
         self.bos, self.eos = ids["[BOS]"], ids["[EOS]"]
         self.additional_special_tokens_ids = [ids[token] for token in sentinels]
 
@@ -131,7 +126,7 @@ def check_exists(path: str, flag: str) -> None:
         raise FileNotFoundError(f"{flag} {path}: there is no such file")
 
 
-def bert_word_piece_tokenizer(config: TokenizerConfig) -> WordPieceTokenizer:
+def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
     """The tokenizer of the published BERT models: vocab.txt has one token a line, its id being the line's number."""
     library = _library()
     check_exists(config.vocab_file, "--vocab-file")
@@ -152,7 +147,7 @@ def bert_word_piece_tokenizer(config: TokenizerConfig) -> WordPieceTokenizer:
     return WordPieceTokenizer(config.tokenizer_type, tokenizer, config.vocab_extra_ids, config.vocab_file)
 
 
-def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
+def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
     """GPT-2's byte-level BPE. `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron."""
     library = _library()
     check_exists(config.vocab_file, "--vocab-file")
@@ -170,7 +165,7 @@ def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     return LibraryTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, None, words=GPT2_PATTERN)
 
 
-def huggingface_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
+def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     """What the tokenizer.json says.
 
     Its end-of-document token is the eos_token of the tokenizer_config.json beside it, or, where there is none, the
@@ -187,7 +182,8 @@ def huggingface_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     tokenizer.no_truncation()  # a file may carry the truncation and padding of whoever saved it last
     tokenizer.no_padding()
     special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    settings = _settings_beside(path)
+    beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+    settings = _json_of(beside, "valid JSON") if os.path.isfile(beside) else {}
     eod = _special_id(tokenizer, settings, "eos_token", special, EOD_NAMES)
     if eod is None:
         raise ValueError(
@@ -203,37 +199,33 @@ def huggingface_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
 def _is_plain_byte_level(tokenizer: Any) -> bool:
     """Whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
     parts = json.loads(tokenizer.to_str())
-    cut, after, model = parts["pre_tokenizer"] or {}, parts["post_processor"] or {"type": "ByteLevel"}, parts["model"]
+    cut, after = parts["pre_tokenizer"] or {}, parts["post_processor"] or {"type": "ByteLevel"}
+    model = parts["model"]
     cuts_as_gpt2 = cut.get("type") == "ByteLevel" and not cut["add_prefix_space"] and cut.get("use_regex", True)
     is_bpe = model["type"] == "BPE" and not model.get("dropout")
     return cuts_as_gpt2 and is_bpe and after["type"] == "ByteLevel" and parts["normalizer"] is None
 
 
-def _settings_beside(path: str) -> dict[str, Any]:
-    """The tokenizer_config.json in the folder of `path`; empty where there is none."""
-    beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-    if not os.path.isfile(beside):
-        return {}
+def _json_of(path: str, kind: str) -> Any:
     try:
-        with open(beside, encoding="utf-8") as file:
-            settings = json.load(file)
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{beside} is not valid JSON: {error}") from None
-    return settings if isinstance(settings, dict) else {}
+        raise ValueError(f"{path} is not {kind}: {error}") from None
 
 
 def _special_id(
-    tokenizer: Any, settings: dict[str, Any], setting: str, special: dict[str, int], names: tuple[str, ...]
+    tokenizer: Any, settings: Any, setting: str, special: dict[str, int], names: tuple[str, ...]
 ) -> int | None:
     """The id of the token that `settings` name, else of the first of `names` that is special, else None."""
-    token = settings.get(setting)
+    token = settings.get(setting) if isinstance(settings, dict) else None
     token = token.get("content") if isinstance(token, dict) else token
     if isinstance(token, str) and (given := tokenizer.token_to_id(token)) is not None:
         return given
     return next((special[name] for name in names if name in special), None)
 
 
-def tik_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
+def tik_tokenizer(config: Any) -> LibraryTokenizer:
     """Byte-level BPE from a JSON list of {"rank", "token_bytes" (base64), "token_str"} in the order of ranks.
 
     Ids: --tiktoken-num-special-tokens special ones, then the ranks, up to --vocab-size ids in all.
@@ -251,30 +243,27 @@ def tik_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     spelled = {"".join(letters[byte] for byte in token): count + rank for rank, token in enumerate(tokens)}
     model = library.models.BPE(vocab=spelled, merges=_merges(spelled), ignore_merges=True)
     tokenizer = library.Tokenizer(model)
-    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
-        [
-            library.pre_tokenizers.Split(library.Regex(TIK_PATTERNS[config.tiktoken_pattern]), "isolated"),
-            library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = TIK_PATTERNS[config.tiktoken_pattern]
+    cut = library.pre_tokenizers.Split(library.Regex(words), "isolated")
+    as_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([cut, as_bytes])
     tokenizer.decoder = library.decoders.ByteLevel()
     names = list(config.tiktoken_special_tokens or TIK_SPECIAL[:count])
     names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
     special = {name: i for i, name in enumerate(names)}
-    words = TIK_PATTERNS[config.tiktoken_pattern]
-    pad = special.get("<pad>")
-    return LibraryTokenizer("TikTokenizer", config.tokenizer_model, tokenizer, special["</s>"], pad, special, words)
+    end, pad = special["</s>"], special.get("<pad>")
+    return LibraryTokenizer("TikTokenizer", config.tokenizer_model, tokenizer, end, pad, special, words)
 
 
 def _ranked_tokens(path: str, largest: int) -> list[bytes]:
     """The first `largest` tokens of a TikToken file. Raises ValueError unless ranks are 0, 1, ... and bytes come first."""
+    kind = "a list of rank and token_bytes, as TikTokenizer needs it"
+    entries = _json_of(path, kind)
     try:
-        with open(path, encoding="utf-8") as file:
-            entries = json.load(file)
         ranks = [entry["rank"] for entry in entries]
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
-    except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
-        raise ValueError(f"{path} is no list of rank and token_bytes, as TikTokenizer needs it: {error!r}") from None
+    except (ValueError, TypeError, KeyError) as error:  # binascii.Error is a ValueError
+        raise ValueError(f"{path} is not {kind}: {error!r}") from None
     if ranks != list(range(len(ranks))) or tokens[:256] != [bytes([i]) for i in range(256)]:
         raise ValueError(f"{path}: ranks must be 0, 1, 2, ..., and the first 256 tokens the 256 bytes")
     if len(set(tokens)) < len(tokens):

@@ -9,7 +9,6 @@ import re
 from typing import Any
 
 from megatron.core.tokenizers.library import check_exists
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 
 class PieceTokenizer:
@@ -50,9 +49,10 @@ class SpecialPieceTokenizer(PieceTokenizer):
     def __init__(self, name: str, path: str, model: Any, extra_ids: int):
         super().__init__(name, path, model)
         self.special: dict[str, int] = {}
-        self.cls, self.sep, self.eod, self.mask = map(self._add, ("<CLS>", "<SEP>", "<EOD>", "<MASK>"))
-        own = ((model.pad_id(), "<PAD>"), (model.bos_id(), "<BOS>"), (model.eos_id(), "<EOS>"))
-        self.pad, self.bos, self.eos = (self._add(model.id_to_piece(i) if i >= 0 else name) for i, name in own)
+        self.cls, self.sep = self._add("<CLS>"), self._add("<SEP>")
+        self.eod, self.mask = self._add("<EOD>"), self._add("<MASK>")
+        self.pad = self._add_own(model.pad_id(), "<PAD>")
+        self.bos, self.eos = self._add_own(model.bos_id(), "<BOS>"), self._add_own(model.eos_id(), "<EOS>")
         self.additional_special_tokens_ids = [self._add(f"<extra_id_{i}>") for i in range(extra_ids)]
         self.vocab_size = len(self.vocab)
         longest_first = sorted(self.special, key=len, reverse=True)
@@ -61,6 +61,10 @@ class SpecialPieceTokenizer(PieceTokenizer):
     def _add(self, token: str) -> int:
         self.special[token] = self.vocab.setdefault(token, len(self.vocab))
         return self.special[token]
+
+    def _add_own(self, i: int, name: str) -> int:
+        """The model's own piece i, or one of this name where it has none."""
+        return self._add(self._model.id_to_piece(i) if i >= 0 else name)
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids; the name of a special token in a text becomes its id, and the parts between are encoded by themselves."""
@@ -87,7 +91,7 @@ class SpecialPieceTokenizer(PieceTokenizer):
         return " ".join([*words, self._model.decode(run)] if run else words)
 
 
-def _load(config: TokenizerConfig) -> Any:
+def _load(config: Any) -> Any:
     try:
         import sentencepiece
     except ImportError:
@@ -101,23 +105,23 @@ def _load(config: TokenizerConfig) -> Any:
         raise ValueError(f"{config.tokenizer_model} is no sentencepiece model: {error}") from None
 
 
-def sentence_piece_tokenizer(config: TokenizerConfig) -> SpecialPieceTokenizer:
+def sentence_piece_tokenizer(config: Any) -> SpecialPieceTokenizer:
     model = _load(config)
     return SpecialPieceTokenizer("SentencePieceTokenizer", config.tokenizer_model, model, config.vocab_extra_ids)
 
 
-def gpt_sentence_piece_tokenizer(config: TokenizerConfig) -> PieceTokenizer:
+def gpt_sentence_piece_tokenizer(config: Any) -> PieceTokenizer:
     return _with_end(PieceTokenizer("GPTSentencePieceTokenizer", config.tokenizer_model, _load(config)), config)
 
 
-def llama2_tokenizer(config: TokenizerConfig) -> PieceTokenizer:
+def llama2_tokenizer(config: Any) -> PieceTokenizer:
     model = _load(config)
     if model.bos_id() < 0:
         raise ValueError(f"{config.tokenizer_model} has no begin-of-text piece; use GPTSentencePieceTokenizer")
     return _with_end(PieceTokenizer("Llama2Tokenizer", config.tokenizer_model, model, (model.bos_id(),)), config)
 
 
-def _with_end(tokenizer: PieceTokenizer, config: TokenizerConfig) -> PieceTokenizer:
+def _with_end(tokenizer: PieceTokenizer, config: Any) -> PieceTokenizer:
     if tokenizer.eod < 0:
         raise ValueError(f"{config.tokenizer_model} has no end-of-text piece, which ends documents; train it with one")
     return tokenizer

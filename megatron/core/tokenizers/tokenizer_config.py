@@ -1,53 +1,29 @@
-"""The knobs of the tokenizer."""
+"""The knobs of the tokenizer, and the tokenizer that they name."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config import Count, FlagConfig, knob
+from megatron.core.tokenizers.tokenizers import TOKENIZERS, Tokenizer, TokenizerType
 
-# The flags that each type cannot do without, as field names.
-NEEDED_BY_TYPE = {
-    "BertWordPieceLowerCase": ("vocab_file",),
-    "BertWordPieceCase": ("vocab_file",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-}
 NO_TOKENIZER = (
     "--tokenizer-type is required, or the files of the script's own choice (--vocab-file, and --merge-file for a GPT); "
     "NullTokenizer with --vocab-size is for data without text"
 )
-SIZED = ("NullTokenizer", "TikTokenizer")  # which read --vocab-size; the files of the others say it
-EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")  # --vocab-extra-ids is theirs
+EXTRA_IDS = [name for name, kind in TOKENIZERS.items() if "vocab_extra_ids" in kind.reads]
 
 
 @dataclass(frozen=True)
 class TokenizerConfig(FlagConfig):
     """Tokenizer."""
 
-    tokenizer_type: (
-        Literal[
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HuggingFaceTokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = knob(
+    tokenizer_type: str | None = knob(
         None,
         "tokenizer, and the files it reads: BertWordPiece...: vocab.txt; GPT2BPETokenizer: vocab.json and merges.txt; "
         "SentencePiece and Llama2: tokenizer.model; HuggingFaceTokenizer: tokenizer.json; TikTokenizer: a JSON list; "
         "NullTokenizer: none, its texts are ids",
+        names=TOKENIZERS,
     )
     vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...", metavar="FILE")
     merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
@@ -70,41 +46,48 @@ class TokenizerConfig(FlagConfig):
         None, "names of the first special tokens of TikTokenizer; unset: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
 
+    @property
+    def type(self) -> TokenizerType | None:
+        """The entry of `TOKENIZERS`; None while no tokenizer is chosen."""
+        return TOKENIZERS.get(self.tokenizer_type)
+
     def problems(self) -> Iterator[str]:
-        for name in NEEDED_BY_TYPE.get(self.tokenizer_type, ()):
+        for name in self.type.needs if self.type else ():
             if getattr(self, name) is None:
                 yield f"--tokenizer-type {self.tokenizer_type} needs --{name.replace('_', '-')}"
         words, end = self.vocab_size or 0, self.null_tokenizer_eod_id
         if words >= 0 and end is not None and not 0 <= end <= words:
             yield f"--null-tokenizer-eod-id ({end}) must lie between 0 and --vocab-size ({self.vocab_size})"
-        yield from self._extra_problems()
-
-    @property
-    def without_effect(self) -> dict[str, str]:
-        """The flags that are given and change nothing, with the reason."""
-        has_its_own = self.tokenizer_type in NEEDED_BY_TYPE and self.tokenizer_type not in SIZED
-        if self.vocab_size is None or not has_its_own:
-            return {}
-        return {"--vocab-size": f"--tokenizer-type {self.tokenizer_type} has a vocabulary of its own, whose size holds"}
-
-    def _extra_problems(self) -> list[str]:
-        problems = []
         if self.vocab_extra_ids < 0:
-            problems.append(f"--vocab-extra-ids ({self.vocab_extra_ids}) must not be negative")
-        elif self.vocab_extra_ids and self.tokenizer_type not in (None, *EXTRA_IDS):
-            problems.append(
+            yield f"--vocab-extra-ids ({self.vocab_extra_ids}) must not be negative"
+        elif self.vocab_extra_ids and self.type and "vocab_extra_ids" not in self.type.reads:
+            yield (
                 f"--vocab-extra-ids ({self.vocab_extra_ids}) has no meaning with --tokenizer-type "
                 f"{self.tokenizer_type}; leave it out, or use one of {', '.join(EXTRA_IDS)}"
             )
         if self.tokenizer_type == "TikTokenizer":
-            names, room = self.tiktoken_special_tokens or [], self.tiktoken_num_special_tokens
-            if len(set(names)) < len(names) or (names and not {"<unk>", "<s>", "</s>"} <= set(names)):
-                problems.append(
-                    "--tiktoken-special-tokens must be different names, with <unk>, <s> and </s> among them"
-                )
-            if not max(len(names), 3) <= room < (self.vocab_size or room + 1):
-                problems.append(
-                    f"--tiktoken-num-special-tokens ({room}) must have room for the special tokens "
-                    f"({max(len(names), 3)} at least) and lie below --vocab-size ({self.vocab_size})"
-                )
-        return problems
+            yield from self._tik_problems()
+
+    def _tik_problems(self) -> Iterator[str]:
+        names, room = self.tiktoken_special_tokens or [], self.tiktoken_num_special_tokens
+        if len(set(names)) < len(names) or (names and not {"<unk>", "<s>", "</s>"} <= set(names)):
+            yield "--tiktoken-special-tokens must be different names, with <unk>, <s> and </s> among them"
+        if not max(len(names), 3) <= room < (self.vocab_size or room + 1):
+            yield (
+                f"--tiktoken-num-special-tokens ({room}) must have room for the special tokens "
+                f"({max(len(names), 3)} at least) and lie below --vocab-size ({self.vocab_size})"
+            )
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """The flags that are given and change nothing, with the reason."""
+        reads = self.vocab_size is None or not self.type or "vocab_size" in self.type.needs + self.type.reads
+        reason = f"--tokenizer-type {self.tokenizer_type} has a vocabulary of its own, whose size holds"
+        return {} if reads else {"--vocab-size": reason}
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that `config` names. Raises as its `TokenizerType.build` does."""
+    if config.type is None:
+        raise ValueError(f"no tokenizer; set --tokenizer-type to one of {', '.join(TOKENIZERS)}")
+    return config.type.build(config)

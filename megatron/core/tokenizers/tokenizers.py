@@ -1,16 +1,19 @@
-"""The tokenizers, each a class with the members of `Tokenizer`, chosen by name in `TOKENIZERS`."""
+"""The tokenizers: what each is relied on for, and the table that `--tokenizer-type` chooses from.
+
+A script adds its own, which then is a value of the flag:
+
+    TOKENIZERS["Letters"] = TokenizerType(lambda config: Letters(config.vocab_file), needs=("vocab_file",))
+"""
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from megatron.core.tokenizers import library, sentence_piece
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.tokenizers.word_memory import packed
 
 
 class Tokenizer(Protocol):
-    """What the rest of the code relies on. A tokenizer may also have `tokenize_batch` (many texts
-    in one call) or `tokenize_packed`, see below.
+    """What the rest of the code relies on. A tokenizer may also have `tokenize_batch`, many texts in one call.
 
     Those made for masked words have cls, sep, mask (ids) and vocab, inv_vocab (token to id and back) besides.
     """
@@ -23,6 +26,19 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
     def detokenize(self, ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class TokenizerType:
+    """One value of --tokenizer-type.
+
+    build: a `TokenizerConfig` -> the tokenizer; it raises ValueError (or its file-system kin) with the flag to change, ImportError
+    if a library is missing. needs: fields of the config that it cannot do without; reads: others that it reads.
+    """
+
+    build: Callable[[Any], Tokenizer]
+    needs: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 class NullTokenizer:
@@ -48,38 +64,23 @@ class NullTokenizer:
         return " ".join(str(i) for i in ids)
 
 
-def null_tokenizer(config: TokenizerConfig) -> NullTokenizer:
-    return NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id)
+_SENTINELS = ("vocab_extra_ids",)
+_OF_TIK = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+_bert = TokenizerType(library.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
+_MODEL = ("tokenizer_model",)
 
-
-# A fork adds its own here.
-TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "BertWordPieceLowerCase": library.bert_word_piece_tokenizer,
-    "BertWordPieceCase": library.bert_word_piece_tokenizer,
-    "GPT2BPETokenizer": library.gpt2_bpe_tokenizer,
-    "SentencePieceTokenizer": sentence_piece.sentence_piece_tokenizer,
-    "GPTSentencePieceTokenizer": sentence_piece.gpt_sentence_piece_tokenizer,
-    "Llama2Tokenizer": sentence_piece.llama2_tokenizer,
-    "HuggingFaceTokenizer": library.huggingface_tokenizer,
-    "TikTokenizer": library.tik_tokenizer,
-    "NullTokenizer": null_tokenizer,
+TOKENIZERS: dict[str, TokenizerType] = {
+    "BertWordPieceLowerCase": _bert,
+    "BertWordPieceCase": _bert,
+    "GPT2BPETokenizer": TokenizerType(library.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")),
+    "SentencePieceTokenizer": TokenizerType(sentence_piece.sentence_piece_tokenizer, _MODEL, _SENTINELS),
+    "GPTSentencePieceTokenizer": TokenizerType(sentence_piece.gpt_sentence_piece_tokenizer, _MODEL),
+    "Llama2Tokenizer": TokenizerType(sentence_piece.llama2_tokenizer, _MODEL),
+    "HuggingFaceTokenizer": TokenizerType(library.huggingface_tokenizer, _MODEL),
+    "TikTokenizer": TokenizerType(library.tik_tokenizer, _MODEL, _OF_TIK),
+    "NullTokenizer": TokenizerType(
+        lambda config: NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id),
+        ("vocab_size",),
+        ("null_tokenizer_eod_id",),
+    ),
 }
-
-
-def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `config` names.
-
-    Raises ValueError (or its file-system kin) with the flag to change, ImportError if the library it needs is missing.
-    """
-    if config.tokenizer_type is None:
-        raise ValueError(f"no tokenizer; set --tokenizer-type to one of {', '.join(TOKENIZERS)}")
-    return TOKENIZERS[config.tokenizer_type](config)
-
-
-def tokenize_packed(tokenizer: Tokenizer, texts: list[str]) -> list[bytes]:
-    """The ids of each text, end to end as int32 of this machine: what the tokenizer is fastest at."""
-    if hasattr(tokenizer, "tokenize_packed"):
-        return tokenizer.tokenize_packed(texts)
-    if hasattr(tokenizer, "tokenize_batch"):
-        return list(map(packed, tokenizer.tokenize_batch(texts)))
-    return [packed(tokenizer.tokenize(text)) for text in texts]
