@@ -77,7 +77,7 @@ def group_table(group: FlagGroup) -> Iterator[str]:
     for component, field in group.fields:
         flags = ", ".join(f"`{flag}`" for flag in flags_of(field))
         value = metavar_of(component, field)
-        several = "..." if value and "list[" in str(component.__annotations__[field.name]) else ""
+        several = "..." if value and "list[" in str(field.type) else ""
         shown = f"`{value}{several}`" if value else ""
         yield f"| {flags} | {cell(shown)} | {cell(default_text(field))} | {cell(field.metadata['help'])} |\n"
 
