@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.schedule import (
     one_f_one_b,
     zb_h1,
 )
-from megatron.core.pipeline_parallel.stage import loop_placement
 
 RANKS, MICROBATCHES, CHUNKS = range(1, 9), (*range(1, 13), 16), range(1, 5)
 FLAT = [(p, m) for p in RANKS for m in MICROBATCHES]
@@ -67,7 +66,7 @@ def lowered_schedules() -> list[tuple[int, int, int, Schedule]]:
 
 
 def lower(schedule: Schedule, p: int) -> Schedule:
-    return add_reduce(add_transfers(schedule, loop_placement(p)))
+    return add_reduce(add_transfers(schedule))
 
 
 def parse(text: str) -> Schedule:

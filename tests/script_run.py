@@ -28,8 +28,7 @@ def trainer_of(script: ModuleType | SimpleNamespace, mesh: Mesh, flags: str) -> 
         split(flags), getattr(script, "extra_args_provider", None), getattr(script, "args_defaults", None)
     )
     check(config, mesh["world"].size)
-    if config.chunks_per_rank > 1:
-        current().virtual_size = config.chunks_per_rank
+    mesh.stages = config.stages
     current().sequence_parallel = config.parallel.sequence_parallel_on
     keys = DropoutKeys(config.training.seed)
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None

@@ -31,6 +31,7 @@ ROWS = [
         "lazy",
         "batch_size",
         "parallel_config",
+        "stage_map",
         "storage",
     },
     {"comm", "mesh", "current_mesh", "job", "model_parallel", "parallel_state"}
@@ -51,6 +52,7 @@ PURE = [
     "megatron.core.job.lines",
     "megatron.core.errors",
     "megatron.core.parallel_config",
+    "megatron.core.stage_map",
     "megatron.core.storage.atomic",
     "megatron.core.distributed.data_parallel_config",
     "megatron.core.distributed.plan",

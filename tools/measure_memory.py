@@ -239,7 +239,11 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     parallel = config.parallel
     sizes = parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
     sharing = config.transformer.ranks_per_kv_head(parallel.tensor_model_parallel_size)
-    mesh = build_mesh(sizes, rank, lambda name, ranks: SilentGroup(len(ranks), ranks.index(rank)), sharing)
+
+    def group(name: str, ranks: tuple[int, ...]) -> SilentGroup:
+        return SilentGroup(len(ranks), ranks.index(rank))
+
+    mesh = build_mesh(sizes, rank, group, sharing, stages=config.stages)
     return mesh
 
 
@@ -300,7 +304,6 @@ def measure(words: Sequence[str], world_size: int, rank: int, model: str = "gpt"
     use_mesh(mesh)
     here = current()
     here.sequence_parallel = config.parallel.sequence_parallel_on
-    here.virtual_size = config.chunks_per_rank if config.chunks_per_rank > 1 else None
     set_runtime(runtime, this_thread_only=True)
     try:
         with MemoryTracker() as tracker:
@@ -357,10 +360,9 @@ def bytes_in_file(chunks: Iterable[DistributedDataParallel], optimizer: FlatOpti
 
 def _chunks_of(runtime: Runtime, script: ModuleType) -> Iterator[tuple[int, DistributedDataParallel]]:
     mesh, config = runtime.mesh, runtime.config
-    last = config.chunks_per_rank * mesh["pp"].size - 1
-    for number in range(config.chunks_per_rank):
-        stage, current().virtual_rank = number * mesh["pp"].size + mesh["pp"].rank, number
-        model = script.model_provider(stage == 0, stage == last, number)
+    for number, stage in enumerate(mesh.stages.of_rank(mesh["pp"].rank)):
+        current().virtual_rank = number
+        model = script.model_provider(stage == 0, stage == mesh.stages.last, number)
         for parameter in model.parameters():
             parameter.data.zero_()  # no weight matters, but a chance one may be no number
         tier = runtime.tier if config.offload.offload_params else None

@@ -32,7 +32,6 @@ from megatron.core.pipeline_parallel.simulate import (
     peak_live_in_theory,
     simulate,
 )
-from megatron.core.pipeline_parallel.stage import loop_placement
 
 # What a schedule tells a training run to change -> what there is to change here.
 _FLAG_INSTEAD = {
@@ -189,7 +188,7 @@ def schedules_page() -> str:
         lines += [f"## {name}\n", f"{_SAID_OF[name]}\n", f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "") + ":\n"]
         lines += ["```", plot_text(make(p, m, v)), "```\n"]
     lines += [_TABLE_HEAD, *_table_rows(), ""]
-    lowered = add_reduce(add_transfers(SCHEDULES["zb-h1"](2, 2, 1), loop_placement(2)))
+    lowered = add_reduce(add_transfers(SCHEDULES["zb-h1"](2, 2, 1)))
     lines += [
         _LOWERED_HEAD,
         "```",

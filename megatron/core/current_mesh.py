@@ -23,13 +23,17 @@ class Current:
     device: torch.device | str = "cpu"
     sequence_parallel: bool = False
     products: Products = NATIVE
-    virtual_size: int | None = None  # model chunks of each pipeline rank, None without interleaving
     virtual_rank: int | None = None  # the chunk that is running
     fills_by_name: bool = False  # inside `filling_by_name`
     samples: int = 0  # that `get_forward_backward_func` has trained on
     rng_tracker: Any = None  # of classic.random
     memory_buffer: Any = None  # of parallel_state
     group_of_one: Any = None  # of torch.distributed
+
+    @property
+    def virtual_size(self) -> int | None:
+        """Model chunks of each pipeline rank; None where it is one."""
+        return self.mesh.stages.chunks if self.mesh.stages.chunks > 1 else None
 
 
 _of_process: Current | None = None

@@ -30,6 +30,7 @@ from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis, AxisSizes
 from megatron.core.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.core.stage_map import StageMap, loop
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class GradAxes:
 class Mesh(Mapping[str, Axis]):
     """Every axis of this rank by name: `mesh["tp"]`. Also the home of the ledger."""
 
-    def __init__(self, axes: dict[str, Axis], ledger: Ledger, sharing: Mapping[str, tuple[int, ...]]):
+    def __init__(self, axes: dict[str, Axis], ledger: Ledger, sharing: Mapping[str, tuple[int, ...]], stages: StageMap):
         self._axes, self.ledger = axes, ledger
+        self.stages = stages  # of the model, by pipeline rank
         # of this pipeline, the global ranks that share a table; a rank that does not is alone on that axis
         self.embedding_ranks, self.position_embedding_ranks = sharing["embd"], sharing["pos_embd"]
 
@@ -59,6 +61,15 @@ class Mesh(Mapping[str, Axis]):
 
     def __len__(self) -> int:
         return len(self._axes)
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self["pp"].rank == self.stages.rank_of_last
+
+    def reporter(self, axis_name: str = "world") -> int:
+        """The position on an axis of its last rank that has the last stage: it knows the losses, and logs."""
+        axis, pipeline = self[axis_name], self["pp"].ranks
+        return axis.ranks.index(axis.ranks[-1] - (pipeline[-1] - pipeline[self.stages.rank_of_last]))
 
     @property
     def samples(self) -> Axis:
@@ -123,21 +134,20 @@ MakeGroup = Callable[[str, tuple[int, ...]], Group]
 StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # some of the ranks of one pipeline
 
 
-def first_and_last(stages: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((stages[0], stages[-1])))
-
-
 def build_mesh(
     sizes: AxisSizes,
     rank: int,
     make_group: MakeGroup,
     ranks_per_kv_head: int = 1,
     *,
-    embedding_ranks: StageRanks = first_and_last,
-    position_embedding_ranks: StageRanks = lambda stages: stages[:1],
+    stages: StageMap | None = None,
+    embedding_ranks: StageRanks | None = None,
+    position_embedding_ranks: StageRanks | None = None,
 ) -> Mesh:
     """The axes of `rank`. `make_group(axis name, global ranks)` is called in the same order by all members of a group.
 
+    stages: of the model, one on each pipeline rank unless given. embedding_ranks, position_embedding_ranks: those that
+    share a table, of the ranks of one pipeline; unless given, those of the first stage, and for words of the last.
     `ranks_per_kv_head`: so many neighbours on "tp" are an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
     """
     if sizes.tp % ranks_per_kv_head:
@@ -156,12 +166,15 @@ def build_mesh(
     for grid, table in ((sizes.dense(), _DENSE), (sizes.expert(), _EXPERT)):
         for name, varying in table.items():
             add(name, next(ranks for ranks in grid.groups(*varying) if rank in ranks))
-    sharing: dict[str, tuple[int, ...]] = {}
-    for name, ranks_of in (("embd", embedding_ranks), ("pos_embd", position_embedding_ranks)):
-        members = sharing[name] = tuple(ranks_of(axes["pp"].ranks))
-        if strangers := set(members) - set(axes["pp"].ranks):
-            raise ConfigError(f"ranks {sorted(strangers)} of {name} are not in the pipeline {axes['pp'].ranks}")
+    pipeline, sharing = axes["pp"].ranks, {}
+    stages = loop(len(pipeline)) if stages is None else stages
+    first, last = pipeline[stages.rank_of_first], pipeline[stages.rank_of_last]
+    ends = {"embd": (embedding_ranks, (first, last)), "pos_embd": (position_embedding_ranks, (first,))}
+    for name, (ranks_of, usual) in ends.items():
+        members = sharing[name] = tuple(dict.fromkeys(usual) if ranks_of is None else ranks_of(pipeline))
+        if strangers := set(members) - set(pipeline):
+            raise ConfigError(f"ranks {sorted(strangers)} of {name} are not in the pipeline {pipeline}")
         add(name, members if rank in members else (rank,))
     first = axes["tp"].rank // ranks_per_kv_head * ranks_per_kv_head
     add("kv", axes["tp"].ranks[first : first + ranks_per_kv_head])
-    return Mesh(axes, ledger, sharing)
+    return Mesh(axes, ledger, sharing, stages)

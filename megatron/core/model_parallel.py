@@ -16,6 +16,7 @@ from megatron.core.current_mesh import current, has_mesh, mesh_of_process, set_m
 from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
 from megatron.core.parallel_config import ORDER, sizes_for, unbuilt_axes
+from megatron.core.stage_map import StageMap, loop
 
 
 def initialize_model_parallel(
@@ -30,6 +31,7 @@ def initialize_model_parallel(
     ranks_per_kv_head: int = 1,
     distributed_timeout_minutes: int = 30,
     order: str = ORDER,
+    stages: StageMap | None = None,
     get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     **of_back_ends: Any,
@@ -43,6 +45,7 @@ def initialize_model_parallel(
         pp   [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]
     Neighbouring ranks share a node, so the chattiest axis varies fastest.
 
+    stages: where the stages of the model run; in a loop of virtual_pipeline_model_parallel_size chunks unless given.
     get_embedding_ranks(ranks of a pipeline) -> those of them that share the word table, if not the first and the last;
     get_position_embedding_ranks likewise, if not the first. `of_back_ends`: Megatron's settings of communicators (use_sharp, ...);
     those that ask for nothing are passed over, others raise ConfigError.
@@ -75,9 +78,9 @@ def initialize_model_parallel(
 
     chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
     chosen = {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
-    mesh = build_mesh(sizes, launched_rank(), make_group, ranks_per_kv_head, **chosen)
+    stages = stages or loop(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1)
+    mesh = build_mesh(sizes, launched_rank(), make_group, ranks_per_kv_head, stages=stages, **chosen)
     set_mesh_of_process(mesh)
-    current().virtual_size = virtual_pipeline_model_parallel_size
     all_have_met()
     return mesh
 

@@ -32,7 +32,6 @@ from megatron.core.job.processes import (  # noqa: F401
     world_axis,
 )
 from megatron.core.lazy import not_built
-from megatron.core.mesh import first_and_last
 from megatron.core.model_parallel import (  # noqa: F401
     destroy_model_parallel,
     initialize_model_parallel,
@@ -40,6 +39,7 @@ from megatron.core.model_parallel import (  # noqa: F401
     torch_group,
 )
 from megatron.core.parallel_config import ORDER, ParallelConfig, sizes_for  # noqa: F401
+from megatron.core.stage_map import loop
 
 
 def _group(axis: str) -> Callable[[], Any]:
@@ -73,8 +73,6 @@ get_tensor_model_parallel_src_rank = _member("tp")  # which reads the data of it
 get_pipeline_model_parallel_group = _group("pp")
 get_pipeline_model_parallel_rank = _rank("pp")
 get_pipeline_model_parallel_world_size = _size("pp")
-get_pipeline_model_parallel_first_rank = _member("pp")
-get_pipeline_model_parallel_last_rank = _member("pp", -1)
 get_pipeline_model_parallel_next_rank = _member("pp", 1, from_here=True)
 get_pipeline_model_parallel_prev_rank = _member("pp", -1, from_here=True)
 
@@ -102,6 +100,18 @@ def get_context_parallel_global_ranks() -> list[int]:
     return list(get_mesh()["cp"].ranks)
 
 
+def get_pipeline_model_parallel_first_rank() -> int:
+    """The global rank of this pipeline's first stage."""
+    mesh = get_mesh()
+    return mesh["pp"].ranks[mesh.stages.rank_of_first]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """The global rank of this pipeline's last stage."""
+    mesh = get_mesh()
+    return mesh["pp"].ranks[mesh.stages.rank_of_last]
+
+
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """The model chunk of this rank that is running."""
     return current().virtual_rank
@@ -116,7 +126,9 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    current().virtual_size = world_size
+    here = current()
+    if world_size != here.virtual_size:
+        here.mesh.stages = loop(here.mesh["pp"].size, world_size or 1)
 
 
 # Megatron's tools set ranks and sizes to build the part of another process. Here layers are made by their axis, and some would hear
@@ -142,25 +154,26 @@ set_expert_model_parallel_rank = _say_again("set_expert_model_parallel_rank", _r
 set_expert_model_parallel_world_size = _say_again("set_expert_model_parallel_world_size", _size("ep"))
 
 
-def _is_chunk(wanted: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Whether the running chunk (or `vp_stage`) is number `wanted`; always so where ranks hold one chunk."""
+def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    """Whether the running chunk (or `vp_stage`) is this stage; with `ignore_virtual`, whether any chunk of this rank is."""
     here = current()
-    if ignore_virtual or here.virtual_size is None:
-        return True
+    mine = here.mesh.stages.of_rank(here.mesh["pp"].rank)
+    if ignore_virtual or len(mine) == 1 or stage not in mine:
+        return stage in mine
     chunk = here.virtual_rank if vp_stage is None else vp_stage
     if chunk is None:
         raise RuntimeError("no chunk is running: pass vp_stage, or set_virtual_pipeline_model_parallel_rank first")
-    return chunk == wanted % here.virtual_size
+    return mine[chunk] == stage
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
     """Whether this rank, with its running chunk or `vp_stage`, holds the first stage."""
-    return get_mesh()["pp"].is_first and _is_chunk(0, ignore_virtual, vp_stage)
+    return _holds(0, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
     """Whether this rank, with its running chunk or `vp_stage`, holds the last stage."""
-    return get_mesh()["pp"].is_last and _is_chunk(-1, ignore_virtual, vp_stage)
+    return _holds(get_mesh().stages.last, ignore_virtual, vp_stage)
 
 
 def _data_axis(with_context_parallel: bool, partial: bool) -> str:
@@ -208,10 +221,8 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     """Whether this rank's stage (or its running chunk, or `vp_stage`) holds the word table: the first one, and the last for its
     output layer, if a script has not chosen others."""
     mesh = get_mesh()
-    ends = first_and_last(mesh["pp"].ranks)
-    mine = mesh["pp"].ranks[mesh["pp"].rank]
-    if ignore_virtual or mine not in ends:
-        return mine in mesh.embedding_ranks
+    if ignore_virtual or not {0, mesh.stages.last} & {*mesh.stages.of_rank(mesh["pp"].rank)}:
+        return mesh["pp"].ranks[mesh["pp"].rank] in mesh.embedding_ranks
     return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
 
 

@@ -103,14 +103,14 @@ def save(
     state: TrainState,
     log_state: dict[str, Any],
 ) -> None:
-    """Write a checkpoint of this step. Every rank must call. `log_state` is that of the last rank."""
+    """Write a checkpoint of this step. Every rank must call. `log_state` is that of the rank that logs."""
     mesh, device = runtime.mesh, runtime.device.torch_device
     root = runtime.config.checkpoint.save
     for chunk in chunks:
         chunk.finish_param_gather()
     world = mesh["world"]
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
-    log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=world.size - 1)
+    log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
     save_checkpoint(
         Path(root),
         state.iteration,

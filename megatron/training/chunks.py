@@ -1,7 +1,7 @@
 """The parts that a rank trains with, from a script's `model_provider`: model chunks, optimizer, pipeline. No rank waits for another here."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,22 +28,33 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
 
     A provider that takes `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
     """
-    pp, config = runtime.mesh["pp"], runtime.config
+    stages, config = runtime.mesh.stages, runtime.config
     made: dict[int, nn.Module] = {}
-    last_stage = config.chunks_per_rank * pp.size - 1
-    takes_chunk = takes_vp_stage(model_provider, config.chunks_per_rank)
-    for chunk_number in range(config.chunks_per_rank):
-        stage = chunk_number * pp.size + pp.rank
+    takes_chunk = takes_vp_stage(model_provider, stages.chunks)
+    for chunk_number, stage in enumerate(stages.of_rank(runtime.mesh["pp"].rank)):
         current().virtual_rank = chunk_number
         chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
         # On the device, where a module that is told nothing makes its tensors.
         with runtime.device.torch_device, filling_by_name():
-            chunk = model_provider(pre_process=stage == 0, post_process=stage == last_stage, **chunk_argument)
+            chunk = model_provider(pre_process=stage == 0, post_process=stage == stages.last, **chunk_argument)
         place_plain_parameters(chunk, config.transformer.params_dtype, config.parallel.sequence_parallel_on)
-        if problems := model_problems(chunk, in_pipeline=last_stage > 0):
+        if problems := model_problems(chunk, in_pipeline=stages.last > 0):
             raise ConfigError(problems)
         made[stage] = chunk
+    share_tables(made)
     return made
+
+
+def share_tables(made: Mapping[int, nn.Module]) -> None:
+    """Let a tied table lie once on a rank that has both the first stage and the last: later chunks use the first's."""
+    tables: dict[str, nn.Parameter] = {}
+    for chunk in made.values():
+        for name, table in list(chunk.named_parameters()):
+            if "embd" in table.placement.partial_grad and tables.setdefault(name, table) is not table:
+                path, _, attribute = name.rpartition(".")
+                owner = chunk.get_submodule(path)
+                delattr(owner, attribute)
+                owner.__dict__[attribute] = tables[name]  # not registered: it is trained with the chunk that holds it
 
 
 def in_buffers(

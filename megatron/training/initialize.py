@@ -88,7 +88,7 @@ def initialize_megatron(
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
-        config.chunks_per_rank if config.chunks_per_rank > 1 else None,
+        stages=config.stages,
         context_parallel_size=config.parallel.context_parallel_size,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
         num_distributed_optimizer_instances=config.data_parallel.num_distributed_optimizer_instances,

@@ -107,11 +107,11 @@ class Runtime:
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> dict[str, Any]:
         """The keyword arguments of `GPTModel` for this rank's stage; with interleaving, for its chunk `vp_stage`."""
-        pp = self.mesh["pp"]
+        mine = self.mesh.stages.of_rank(self.mesh["pp"].rank)
         return {
             "vocab_size": self.vocab_size,
             "positions": self.config.positions,
-            "layers": self.config.layer_split[(vp_stage or 0) * pp.size + pp.rank],
+            "layers": self.config.layer_split[mine[vp_stage or 0]],
             "context": self.layer_context,
             "pre_process": pre_process,
             "post_process": post_process,
@@ -162,6 +162,10 @@ def get_timers() -> Timers:
 
 
 def is_last_rank() -> bool:
+    """Whether this rank logs: the last of those with the last pipeline stage, where losses are known."""
+    if parallel_state.model_parallel_is_initialized():
+        mesh = parallel_state.get_mesh()
+        return mesh["world"].rank == mesh.reporter()
     return parallel_state.launched_rank() == parallel_state.launched_world_size() - 1
 
 
@@ -172,6 +176,6 @@ def print_rank_0(message: str) -> None:
 
 
 def print_rank_last(message: str) -> None:
-    """Print once per run, from the last rank: it is in the last pipeline stage, where losses are known."""
+    """Print once per run, from the rank that logs (`is_last_rank`)."""
     if is_last_rank():
         print(message, flush=True)

@@ -80,7 +80,7 @@ class Trainer:
         )
         self.memory = MemoryWatch(runtime, self.model, self.optimizer)
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
-        self.pipeline.transport.connect(wraps=len(self.chunks) > 1)
+        self.pipeline.transport.connect(self.pipeline.stages.neighbours)
         with as_settings_problem():
             self.state, log_state = self._load()
             self.train_iters = self.config.training.train_iters or self._iters_of_samples()

@@ -32,7 +32,6 @@ from megatron.core.pipeline_parallel.schedule import (
     zb_h1,
 )
 from megatron.core.pipeline_parallel.simulate import locate, run_in_order, simulate
-from megatron.core.pipeline_parallel.stage import loop_placement
 
 BEGINS = (Op.SEND_F, Op.POST_F, Op.SEND_B, Op.POST_B)
 TRANSFER_OPS = (*BEGINS, Op.SENT_F, Op.RECV_F, Op.SENT_B, Op.RECV_B)
@@ -78,7 +77,7 @@ def test_lowered_interleaved_lists():
 
 def test_lowered_forward_only_lists():
     assert_lists(
-        add_transfers(forward_only(2, 2), loop_placement(2)),
+        add_transfers(forward_only(2, 2)),
         """
         F0.0 SEND_F0.0 F0.1 SEND_F0.1 SENT_F0.0 SENT_F0.1
         POST_F1.0 POST_F1.1 RECV_F1.0 F1.0 RECV_F1.1 F1.1
@@ -91,7 +90,7 @@ def test_stages_on_the_same_rank_need_no_transfer():
 
 
 def test_lists_in_the_documentation_are_current():
-    made = [*add_transfers(one_f_one_b(2, 1), loop_placement(2)), *lower(one_f_one_b(2, 1), 2)]
+    made = [*add_transfers(one_f_one_b(2, 1)), *lower(one_f_one_b(2, 1), 2)]
     for actions in made:
         assert f" {' '.join(map(str, actions))}\n" in lower_module.__doc__
 
@@ -103,7 +102,7 @@ def test_lists_in_the_documentation_are_current():
 def test_no_schedule_deadlocks_whatever_the_cost(cost):
     for p, m, v in COVERING:
         for schedule in schedules_of(p, m, v):
-            check_rendezvous(add_reduce(add_transfers(schedule, loop_placement(p), cost)), loop_placement(p))
+            check_rendezvous(add_reduce(add_transfers(schedule, cost)))
 
 
 @pytest.mark.full
@@ -114,13 +113,13 @@ def test_no_schedule_deadlocks_over_the_whole_product(p):
         for schedule in schedules_of(p, m, v):
             walked = []
             for cost in COSTS[:3]:
-                lowered = add_reduce(add_transfers(schedule, loop_placement(p), cost))
+                lowered = add_reduce(add_transfers(schedule, cost))
                 if lowered not in walked:
-                    check_rendezvous(lowered, loop_placement(p))
+                    check_rendezvous(lowered)
                     walked.append(lowered)
 
 
-def timed_run(lowered, placement, cost):
+def timed_run(lowered, cost):
     """When the last action ends if a transfer takes no time, but waits for its turn and for both its ends."""
     home, clock = locate(lowered), [0.0] * len(lowered)
     began, ready = {}, {}  # a SEND or POST: its moment; a transfer's SEND: when it is done
@@ -162,9 +161,9 @@ def timed_run(lowered, placement, cost):
 def test_beginning_and_waiting_in_order_delays_no_compute(cost):
     for p, m, v in COVERING:
         for schedule in schedules_of(p, m, v):
-            lowered = add_transfers(schedule, loop_placement(p), cost)
+            lowered = add_transfers(schedule, cost)
             on_paper = max(simulate(schedule, cost).end.values())
-            assert timed_run(lowered, loop_placement(p), cost) == pytest.approx(on_paper), (p, m, v, schedule)
+            assert timed_run(lowered, cost) == pytest.approx(on_paper), (p, m, v, schedule)
 
 
 @pytest.mark.full
@@ -181,7 +180,7 @@ def test_lowering_keeps_the_compute_and_begins_and_ends_each_transfer_once():
 def test_a_rank_begins_transfers_in_one_global_order_of_their_direction():
     for p, m, v in COVERING:
         for schedule in schedules_of(p, m, v):
-            lowered, edges = add_transfers(schedule, loop_placement(p)), {}
+            lowered, edges = add_transfers(schedule), {}
             for direction, actions in itertools.product(("forward", "backward"), lowered):
                 begun = [a for a in actions if a.op in BEGINS and DIRECTION_OF[a.op] == direction]
                 sends = [a if a.op in (Op.SEND_F, Op.SEND_B) else partner(a) for a in begun]
@@ -247,7 +246,7 @@ def test_at_most_two_receives_a_direction_are_posted_ahead_of_their_data(cost):
     for p, m, v in COVERING:
         for schedule in schedules_of(p, m, v):
             end = simulate(schedule, cost).end
-            for actions in add_transfers(schedule, loop_placement(p), cost):
+            for actions in add_transfers(schedule, cost):
                 now, ahead = 0.0, {"forward": [], "backward": []}
                 for action in actions:
                     if action.op in COMPUTE:
@@ -297,7 +296,7 @@ def test_receives_posted_in_another_order_than_the_sends_are_refused():
         F0.0 SEND_F0.0 F0.1 SEND_F0.1 SENT_F0.0 SENT_F0.1
         POST_F1.1 POST_F1.0 RECV_F1.0 F1.0 RECV_F1.1 F1.1
     """
-    assert refusal(check_rendezvous, parse(lists), loop_placement(2)).splitlines() == [
+    assert refusal(check_rendezvous, parse(lists)).splitlines() == [
         "schedule: it can never finish, every unfinished rank waits",
         "  rank 0, position 4: SENT_F0.0 waits for POST_F1.1 (rank 1, position 0)",
         "  rank 1, position 2: RECV_F1.0 waits for POST_F1.1 (rank 1, position 0)",
@@ -309,12 +308,11 @@ def test_receives_posted_in_another_order_than_the_sends_are_refused():
 def test_a_circle_through_the_queues_of_three_ranks_is_refused():
     # Every pair of ranks agrees on its own transfers, but rank 0 waits with F3.0 behind F0.1, rank 1 with F0.1 behind
     # F1.0, and rank 2 with F1.0 behind F2.0, which goes to rank 0.
-    placement = loop_placement(3)
-    lists = add_transfers(forward_only(3, 3, 2), placement)
-    check_rendezvous(lists, placement)
+    lists = add_transfers(forward_only(3, 3, 2))
+    check_rendezvous(lists)
     moved = move(lists, parse("POST_F1.1")[0][0], before=parse("SEND_F1.0")[0][0])
     moved = move(moved, parse("POST_F3.0")[0][0], before=parse("SEND_F0.1")[0][0])
-    assert "it can never finish" in refusal(check_rendezvous, moved, placement)
+    assert "it can never finish" in refusal(check_rendezvous, moved)
 
 
 def move(schedule, action, before):
@@ -357,7 +355,7 @@ BROKEN = [
 @pytest.mark.parametrize("broken, message", BROKEN)
 def test_rendezvous_refuses_what_stands_before_its_needs(broken, message):
     lists = parse(broken)
-    assert tells(refusal(check_rendezvous, lists, loop_placement(len(lists))), message)
+    assert tells(refusal(check_rendezvous, lists), message)
 
 
 # What needs what on one rank, by op, for the same stage and microbatch.
@@ -377,7 +375,7 @@ def test_rendezvous_refuses_every_action_moved_before_what_it_needs(make):
         action, need = Action(op, rank, microbatch), Action(needed_op, rank, microbatch)
         if action in lowered[rank] and need in lowered[rank]:
             moved = move(lowered, action, before=need)
-            assert f"{action} waits for {need}" in refusal(check_rendezvous, moved, loop_placement(p))
+            assert f"{action} waits for {need}" in refusal(check_rendezvous, moved)
             num_refused += 1
     needs_on_each_boundary, needs_in_each_stage = 8, 1 if make is one_f_one_b else 2  # F before B, or before I before W
     assert num_refused == m * (needs_on_each_boundary * (p - 1) + needs_in_each_stage * p)
@@ -391,9 +389,7 @@ def test_rendezvous_refuses_two_transfers_of_a_direction_begun_in_the_other_orde
     for rank, direction in itertools.product(range(p), ("forward", "backward")):
         posts = [a for a in lowered[rank] if a.op in (Op.POST_F, Op.POST_B) and DIRECTION_OF[a.op] == direction]
         for earlier, later in itertools.pairwise(posts):
-            assert "it can never finish" in refusal(
-                check_rendezvous, move(lowered, later, before=earlier), loop_placement(p)
-            )
+            assert "it can never finish" in refusal(check_rendezvous, move(lowered, later, before=earlier))
 
 
 @pytest.mark.parametrize("op", TRANSFER_OPS)
@@ -402,16 +398,16 @@ def test_rendezvous_refuses_a_missing_transfer_action(op):
     for action in locate(lowered):
         if action.op is op:
             without = [[other for other in row if other != action] for row in lowered]
-            assert str(action) in refusal(check_rendezvous, without, loop_placement(3))
+            assert str(action) in refusal(check_rendezvous, without)
 
 
-def test_a_schedule_of_another_placement_is_refused():
-    assert refusal(add_transfers, gpipe(2, 1), lambda stage: 1 - stage) == (
-        "schedule: F0.0 is in the list of rank 0, but the placement puts stage 0 on rank 1; "
-        "pass the placement the schedule was made for\n"
-        "rank 0 at 0 |    -> F0.0    B0.0\n"
-        "rank 1 at 0 |       F1.0    B1.0"
-    )
+def test_a_schedule_whose_stage_is_not_on_one_rank_is_refused():
+    for lists, wrong in (
+        ("F0.0 B1.0 \n F1.0 B0.0", "stage 0 is on ranks [0, 1]"),
+        ("F0.0 B0.0 \n F2.0", "stage 1 is on ranks []"),
+    ):
+        for function in (add_transfers, check_rendezvous):
+            assert wrong in refusal(function, parse(lists))
 
 
 def test_a_lowered_schedule_cannot_be_simulated_as_compute():

@@ -298,7 +298,7 @@ def test_every_public_name_is_found_and_others_are_refused():
 def test_the_pure_files_load_without_torch():
     """A process of its own, because other tests of this one load torch."""
     code = (
-        "import sys; from megatron.core.pipeline_parallel import add_reduce, bubble, interleaved, loop_placement; "
+        "import sys; from megatron.core.pipeline_parallel import add_reduce, bubble, interleaved, loop; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

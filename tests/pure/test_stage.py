@@ -4,12 +4,22 @@ import pytest
 from said import tells
 from schedules import refusal
 
-from megatron.core.pipeline_parallel.stage import layers_of_stage, loop_placement, split_layers, stages_of_rank
+from megatron.core.pipeline_parallel.stage import layers_of_stage, split_layers
+from megatron.core.stage_map import StageMap, loop
+
+MAPS = [  # ranks of the stages, stages of rank 0 and of the last rank, ranks of the first and the last stage, pairs that talk
+    (loop(1), (0,), (0,), (0, 0), []),
+    (loop(2, 3), (0, 2, 4), (1, 3, 5), (0, 1), [(0, 1)]),
+    (loop(3, 2), (0, 3), (2, 5), (0, 2), [(0, 1), (0, 2), (1, 2)]),
+    (StageMap((0, 1, 2, 2, 1, 0)), (0, 5), (2, 3), (0, 0), [(0, 1), (1, 2)]),
+]
 
 
-def test_loop_placement_deals_stages_round():
-    assert [loop_placement(3)(stage) for stage in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    assert [stages_of_rank(loop_placement(2), 6, rank) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+@pytest.mark.parametrize("stages, of_first_rank, of_last_rank, ends, pairs", MAPS)
+def test_a_map_says_where_each_stage_runs(stages, of_first_rank, of_last_rank, ends, pairs):
+    assert (stages.of_rank(0), stages.of_rank(max(stages.ranks))) == (of_first_rank, of_last_rank)
+    assert (stages.rank_of_first, stages.rank_of_last) == ends and stages.neighbours == pairs
+    assert [stages.chunk_of(stage) for stage in of_last_rank] == [*range(stages.chunks)]
 
 
 def test_layers_are_split_evenly_and_in_order():
@@ -42,9 +52,9 @@ SPLITS = [  # num_layers, num_stages, keywords, layers in each stage
     (2, 4, {"embedding_as_layer": True, "loss_as_layer": True}, [0, 1, 1, 0]),  # the ends have no layer
     (5, 1, {"embedding_as_layer": True, "loss_as_layer": True}, [5]),
     # Two chunks: the counts of the first and the last rank are split over its chunks, an end's place is one stage's.
-    (8, 4, {"num_ranks": 2, "first": 2}, [1, 3, 1, 3]),
-    (16, 8, {"num_ranks": 4, "first": 2, "last": 2}, [1, 3, 3, 1, 1, 3, 3, 1]),
-    (14, 8, {"num_ranks": 4, "embedding_as_layer": True, "loss_as_layer": True}, [1, 2, 2, 2, 2, 2, 2, 1]),
+    (8, 4, {"stages": loop(2, 2), "first": 2}, [1, 3, 1, 3]),
+    (16, 8, {"stages": loop(4, 2), "first": 2, "last": 2}, [1, 3, 3, 1, 1, 3, 3, 1]),
+    (14, 8, {"stages": loop(4, 2), "embedding_as_layer": True, "loss_as_layer": True}, [1, 2, 2, 2, 2, 2, 2, 1]),
 ]
 
 
@@ -61,7 +71,7 @@ def test_splits_in_the_documentation_are_current():
     for sizes, uneven in [
         ((8, 4), {}),
         ((8, 4), {"first": 1, "last": 1}),
-        ((8, 4), {"num_ranks": 2, "first": 2}),
+        ((8, 4), {"stages": loop(2, 2), "first": 2}),
         ((6, 4), {"embedding_as_layer": True, "loss_as_layer": True}),
     ]:
         drawn = "".join(" ".join(map(str, layers)).ljust(7) for layers in split_layers(*sizes, **uneven))
@@ -94,7 +104,7 @@ REFUSED = [
     ((8, 3), {"first": 0, "last": 2}, "--decoder-first-pipeline-num-layers 0 1"),
     (
         (8, 4),
-        {"num_ranks": 2, "first": 3, "last": 5},
+        {"stages": loop(2, 2), "first": 3, "last": 5},
         "--decoder-first-pipeline-num-layers 3 2 --decoder-last-pipeline-num-layers 5",
     ),
     ((8, 1), {"last": 8}, "--decoder-last-pipeline-num-layers 8 2 1"),

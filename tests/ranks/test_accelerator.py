@@ -24,6 +24,7 @@ from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel.transport import Transport
+from megatron.core.stage_map import StageMap, loop
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.kernels import fused_attention
@@ -199,14 +200,17 @@ class Rendezvous:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-@pytest.mark.parametrize("wraps", [False, True])
-def test_pairs_of_stages_connect_in_an_order_that_ends(ranks: int, wraps: bool, monkeypatch):
+@pytest.mark.parametrize("chunks", [1, 2, -1])
+def test_pairs_of_stages_connect_in_an_order_that_ends(ranks: int, chunks: int, monkeypatch):
+    """chunks: in a loop, or -1 for a V of two."""
     monkeypatch.setattr(Rendezvous, "met", {})
-    pairs = {frozenset((rank, (rank + 1) % ranks)) for rank in range(ranks - (not wraps))}
+    there = tuple(range(ranks))
+    stages = StageMap(there + there[::-1]) if chunks < 0 else loop(ranks, chunks)
+    pairs = {frozenset((rank, (rank + 1) % ranks)) for rank in range(ranks - (chunks < 2))}
 
     def work(rank: int) -> None:
         axis = Axis("pp", tuple(range(ranks)), rank, Rendezvous(rank), comm.Ledger())
-        Transport({"pp_forward": axis, "pp_backward": axis}, ()).connect(wraps=wraps)
+        Transport({"pp_forward": axis, "pp_backward": axis}, ()).connect(stages.neighbours)
 
     with ThreadPoolExecutor(ranks) as pool:
         for done in [pool.submit(work, rank) for rank in range(ranks)]:

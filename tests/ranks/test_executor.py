@@ -17,11 +17,19 @@ from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.lower import add_transfers
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.schedule import Action, Op, forward_only, gpipe, interleaved, one_f_one_b
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    Op,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    stages_in,
+)
 from megatron.core.pipeline_parallel.simulate import show
-from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
+from megatron.core.stage_map import loop
 from megatron.training.train_step import train_step
 
 ROWS, WIDTH = 2, 4  # of a microbatch
@@ -59,13 +67,11 @@ def forward_step(data, model):
     return model(next(data)), sum_loss
 
 
-def execute(mesh, schedule, chunks, *, step=forward_step, boundary=BOUNDARY, training=True, stages=None):
+def execute(mesh, schedule, chunks, *, step=forward_step, boundary=BOUNDARY, training=True):
     """Run one rank's list; returns the executor and its totals."""
-    p = mesh["pp"].size
     executor = Executor(
         chunks,
-        stages or p,
-        placement=loop_placement(p),
+        stages_in(schedule),
         transport=Transport(mesh, boundary),
         forward_step=step,
         data_iterators={stage: iter([batch(i) for i in range(8)]) for stage in chunks},
@@ -74,7 +80,7 @@ def execute(mesh, schedule, chunks, *, step=forward_step, boundary=BOUNDARY, tra
 
 
 def lowered(p: int, m: int, make=one_f_one_b):
-    return add_transfers(make(p, m), loop_placement(p))
+    return add_transfers(make(p, m))
 
 
 def plain(stages: int, m: int) -> tuple[float, list[Tensor]]:
@@ -115,7 +121,7 @@ def test_several_chunks_of_a_rank_equal_autograd_over_the_whole(p: int, v: int, 
     def work(mesh):
         rank = mesh["pp"].rank
         chunks = {stage: Stage(stage) for stage in range(rank, p * v, p)}
-        execute(mesh, add_transfers(interleaved(p, m, v), loop_placement(p)), chunks, stages=p * v)
+        execute(mesh, add_transfers(interleaved(p, m, v)), chunks)
         return {stage: chunk.weight.grad for stage, chunk in chunks.items()}
 
     got = {stage: grad for rank in run_ranks({"pp": p}, work) for stage, grad in rank.items()}
@@ -128,8 +134,7 @@ def test_each_compute_action_and_each_reduction_is_announced():
         rank, heard = mesh["pp"].rank, []
         executor = Executor(
             {rank: Stage(rank)},
-            2,
-            placement=loop_placement(2),
+            loop(2),
             transport=Transport(mesh, BOUNDARY),
             forward_step=forward_step,
             data_iterators={rank: iter([batch(i) for i in range(2)])},
@@ -178,14 +183,13 @@ def test_what_was_sent_is_freed(p: int, v: int, m: int):
 
         executor = Executor(
             {stage: Sum(stage) for stage in range(rank, p * v, p)},
-            p * v,
-            placement=loop_placement(p),
+            loop(p, v),
             transport=Transport(mesh, BOUNDARY),
             forward_step=forward_step,
             around=around,
             data_iterators={stage: iter([batch(i) for i in range(m)]) for stage in range(rank, p * v, p)},
         )
-        executor.run(lowered(p, m) if v == 1 else add_transfers(interleaved(p, m, v), loop_placement(p)), rank)
+        executor.run(lowered(p, m) if v == 1 else add_transfers(interleaved(p, m, v)), rank)
         return counts, len(made)
 
     for rank, (counts, made) in enumerate(run_ranks({"pp": p}, work)):

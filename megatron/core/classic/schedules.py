@@ -19,6 +19,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline, tell
 from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.stage_map import loop
 
 # Megatron's further arguments: they steer its own transfers and groups, or how it warms up.
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
@@ -71,10 +72,10 @@ def forward_backward(
         raise ValueError(f"{len(chunks)} model chunk(s) but {len(iterators)} data iterator(s); give one for each chunk")
     here, reports = current(), []
     mesh = here.mesh
-    pp, batch = mesh["pp"], BatchShape(micro_batch_size, num_microbatches, seq_length)
-    stages = [i * pp.size + pp.rank for i in range(len(chunks))]
+    batch, stages = BatchShape(micro_batch_size, num_microbatches, seq_length), loop(mesh["pp"].size, len(chunks))
+    mine = stages.of_rank(mesh["pp"].rank)
     pipeline = Pipeline(
-        dict(zip(stages, chunks)),
+        dict(zip(mine, chunks)),
         mesh,
         batch,
         boundary=_boundary(chunks[0], mesh, seq_length, micro_batch_size),
@@ -82,7 +83,7 @@ def forward_backward(
         schedule_name="1f1b" if len(chunks) == 1 else "interleaved",
         device=here.device,
     )
-    data, first_sample = dict(zip(stages, iterators)), here.samples
+    data, first_sample = dict(zip(mine, iterators)), here.samples
     if forward_only or collect_non_loss_data:
         pipeline.evaluate(data, first_sample)
         return reports

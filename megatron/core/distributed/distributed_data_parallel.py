@@ -451,7 +451,7 @@ def finalize_model_grads(
     if num_tokens is None or not chunks:
         return
     mesh = chunks[0].mesh
-    counted = num_tokens if mesh["pp"].is_last else 0.0
+    counted = num_tokens if mesh.has_last_stage else 0.0
     total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(current().device)
     for axis in (mesh.tokens, mesh["pp"]):
         comm.all_reduce(total, axis)

@@ -132,23 +132,24 @@ class _Stage:
 
     def __init__(self, model: nn.Module, mesh: Mesh):
         self.model, self.mesh = model, mesh
+        (self.stage,) = mesh.stages.of_rank(mesh["pp"].rank)
         self.device = next(model.parameters()).device
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
         """The scores of the token after each text, without padding [b, v]; None but on the last stage. tokens: [b, new]"""
-        pp, config = self.mesh["pp"], self.model.config
+        stages, config = self.mesh.stages, self.model.config
         b, new = tokens.shape
         spec = TensorSpec((new, b, config.hidden_size), config.residual_dtype)
         transport = Transport(self.mesh, (spec,), self.device, copies_over=self.mesh["tp"])
-        if not pp.is_first:
-            (received,) = transport.post("forward", pp.rank - 1).wait()
+        if self.stage > 0:
+            (received,) = transport.post("forward", stages.ranks[self.stage - 1]).wait()
             self.model.set_input_tensor(received)
         with _evaluating(self.model):
             out = self.model(tokens, cache.positions(new), cache=cache)
         self.model.set_input_tensor(None)
-        if not pp.is_last:
-            transport.send("forward", pp.rank + 1, (out,)).wait()
+        if self.stage < stages.last:
+            transport.send("forward", stages.ranks[self.stage + 1], (out,)).wait()
             return None
         return comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
 
@@ -165,7 +166,7 @@ class _Stage:
             except Exception as caught:
                 error, chosen = caught, [_FAILED] * len(going)
         ids = torch.tensor(chosen, device=self.device)
-        chosen = comm.broadcast(ids, model_ranks, source=model_ranks.size - 1).tolist()  # the last is in the last stage
+        chosen = comm.broadcast(ids, model_ranks, source=self.mesh.reporter("mp")).tolist()
         if _FAILED in chosen:
             with comm.together(model_ranks, self.device):
                 if error is not None:

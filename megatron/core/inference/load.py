@@ -75,15 +75,17 @@ def _stage(
     products: Products,
 ) -> GPTModel:
     """Layers divided as evenly as they can be, whatever division the training had."""
-    pp, n = mesh["pp"], config.num_layers
+    stages, n = mesh.stages, config.num_layers
+    (stage,) = stages.of_rank(mesh["pp"].rank)
+    size = stages.last + 1
     return GPTModel(
         config,
         vocab_size=vocab_size,
         positions=positions,
-        layers=range(pp.rank * n // pp.size, (pp.rank + 1) * n // pp.size),
+        layers=range(stage * n // size, (stage + 1) * n // size),
         context=LayerContext.on(mesh, config.params_dtype, device=device, products=products, fills=False),
-        pre_process=pp.is_first,
-        post_process=pp.is_last,
+        pre_process=stage == 0,
+        post_process=stage == stages.last,
     )
 
 

@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel.loss import ForwardStep, LossTotals, read_l
 from megatron.core.pipeline_parallel.lower import BEGIN_OF, DIRECTION_OF, partner
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 from megatron.core.pipeline_parallel.simulate import show
-from megatron.core.pipeline_parallel.stage import Placement
 from megatron.core.pipeline_parallel.transport import Transfer, Transport
+from megatron.core.stage_map import StageMap
 
 Key = tuple[int, int]  # (stage, microbatch)
 
@@ -35,9 +35,8 @@ class Executor:
     def __init__(
         self,
         chunks: Mapping[int, nn.Module],
-        num_stages: int,
+        stages: StageMap,
         *,
-        placement: Placement,
         transport: Transport,
         forward_step: ForwardStep,
         data_iterators: Mapping[int, Iterator | None],
@@ -47,7 +46,7 @@ class Executor:
         nominal_tokens: float = 1.0,
         around: Callable[[Action], AbstractContextManager] | None = None,
     ):
-        self.chunks, self.last_stage, self.placement, self.transport = chunks, num_stages - 1, placement, transport
+        self.chunks, self.stages, self.transport = chunks, stages, transport
         self.forward_step, self.data_iterators, self.nominal_tokens = forward_step, data_iterators, nominal_tokens
         self.begin, self.reduce, self.weight_grads = begin, reduce, weight_grads or WeightGradStore()
         self.around = around
@@ -96,21 +95,21 @@ class Executor:
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
         del inputs  # what the stage does not keep is freed as soon as it has gone on
         output, loss_func = read_step(
-            self.forward_step(self.data_iterators[stage], chunk), is_last=stage == self.last_stage
+            self.forward_step(self.data_iterators[stage], chunk), is_last=stage == self.stages.last
         )
         chunk.set_input_tensor(None)
-        if stage == self.last_stage:
+        if stage == self.stages.last:
             loss = read_loss(loss_func(output), self.nominal_tokens)
             self.totals.add(loss)
             output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale
         outputs = output if isinstance(output, tuple) else (output,)
         if self.training:
-            self.roots[key] = outputs if stage == self.last_stage else tuple(_root(x) for x in outputs)
+            self.roots[key] = outputs if stage == self.stages.last else tuple(_root(x) for x in outputs)
         else:
             self.inputs.pop(key, None)
         if stage + 1 in self.chunks:  # the next stage lives here too
             self.inputs[stage + 1, microbatch] = _as_inputs(outputs, self.training)
-        elif stage < self.last_stage:
+        elif stage < self.stages.last:
             self.outputs[key] = outputs
 
     def backward(self, action: Action) -> None:
@@ -119,7 +118,7 @@ class Executor:
         key = (stage, microbatch)
         self.begin(action)
         roots, inputs = self.roots.pop(key), self.inputs.pop(key, ())
-        incoming = (None,) * len(roots) if stage == self.last_stage else self.grads.pop(key)
+        incoming = (None,) * len(roots) if stage == self.stages.last else self.grads.pop(key)
         pairs = [(root, grad) for root, grad in zip(roots, incoming) if root is not None]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
@@ -165,7 +164,7 @@ class Executor:
 
     def _peer(self, transfer: Action) -> int:
         """The pipeline rank at the other end."""
-        return self.placement(partner(transfer).stage)
+        return self.stages.ranks[partner(transfer).stage]
 
 
 class _Input:

@@ -21,9 +21,9 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from megatron.core.pipeline_parallel.schedule import COMPUTE, Action, Op, Schedule, count_stages, dependencies
-from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, locate, run_in_order, show, simulate
-from megatron.core.pipeline_parallel.stage import Placement
+from megatron.core.pipeline_parallel.schedule import COMPUTE, Action, Op, Schedule, dependencies, stages_in
+from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, locate, run_in_order, simulate
+from megatron.core.stage_map import StageMap
 
 DIRECTION_OF = {  # the communicator that carries it; SEND, SENT, POST and RECV of a transfer are named by it
     **dict.fromkeys((Op.F, Op.SEND_F, Op.SENT_F, Op.POST_F, Op.RECV_F), "forward"),
@@ -41,7 +41,7 @@ BEGIN_OF = {Op.SENT_F: Op.SEND_F, Op.RECV_F: Op.POST_F, Op.SENT_B: Op.SEND_B, Op
 _WAIT_OF = {begin: wait for wait, begin in BEGIN_OF.items()}
 
 
-def add_transfers(schedule: Schedule, placement: Placement, cost: Mapping[Op, float] = DEFAULT_COST) -> Schedule:
+def add_transfers(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST) -> Schedule:
     """The schedule with SEND and SENT for each result that another rank needs, and POST and RECV on that rank.
 
     Between two computes stands first what does not wait, then what does:
@@ -57,15 +57,15 @@ def add_transfers(schedule: Schedule, placement: Placement, cost: Mapping[Op, fl
     is computed. All ranks must lower with the same `cost`, not with what each one measured. A stage's neighbour on the
     same rank needs no transfer.
     """
-    _check_placement(schedule, placement)
-    time, home, num_stages = simulate(schedule, cost), locate(schedule), count_stages(schedule)
+    ranks = stages_in(schedule).ranks
+    time, home = simulate(schedule, cost), locate(schedule)
     rows = [_Row(actions, [time.end[action] for action in actions]) for actions in schedule]
     for producer in sorted(time.end, key=time.end.get):  # what ends together keeps one order, the same on all ranks
         if producer.op is Op.W:
             continue
         direction = DIRECTION_OF[producer.op]
         consumer = producer._replace(stage=producer.stage + _STEP_OF[direction])
-        if 0 <= consumer.stage < num_stages and placement(consumer.stage) != placement(producer.stage):
+        if 0 <= consumer.stage < len(ranks) and ranks[consumer.stage] != ranks[producer.stage]:
             (rank, produced), (peer, consumed) = home[producer], home[consumer]
             rows[rank].send(producer, direction, produced)
             rows[peer].receive(consumer, direction, consumed, time.start[producer])
@@ -117,35 +117,35 @@ class _Row:
 def add_reduce(schedule: Schedule) -> Schedule:
     """The schedule with a REDUCE once a stage's last gradient is computed, and on its way where it has to be sent.
 
-    The SEND_B goes first because the stage below waits for it and nothing waits for the REDUCE. Apply it last, after
-    `add_transfers`.
+    The SEND_B goes first because the stage below waits for it and nothing waits for the REDUCE. The first stage waits
+    for the last where one rank has both, since they may share a table. Apply it last, after `add_transfers`.
     """
-    lowered = []
+    lowered, last_stage = [], stages_in(schedule).last
     for actions in schedule:
         last = {a.stage: index for index, a in enumerate(actions) if a.op in (Op.B, Op.W, Op.SEND_B)}
+        if 0 in last and last_stage in last:
+            last[0] = max(last[0], last[last_stage])
         row = []
         for index, action in enumerate(actions):
             row.append(action)
-            if last.get(action.stage) == index:
-                row.append(Action(Op.REDUCE, action.stage))
+            row += [Action(Op.REDUCE, stage) for stage in last if last[stage] == index]
         lowered.append(row)
     return lowered
 
 
-def check_rendezvous(schedule: Schedule, placement: Placement) -> None:
+def check_rendezvous(schedule: Schedule) -> None:
     """Run the lowered lists on paper over communicators that do, on each rank, what was begun in the order it was begun.
 
     A transfer happens when it is first in the queues of both its ends; that is the strictest transport there is. Raises
     ValueError, naming the waiting actions and the grid around them, if an action stands before what it needs, the ranks
     wait for each other in a circle, or a transfer is begun and never met or never waited for.
     """
-    _check_placement(schedule, placement)
-    home, num_stages = locate(schedule), count_stages(schedule)
-    done, wires = set(), {"forward": _Wire(placement), "backward": _Wire(placement)}
+    home, stages = locate(schedule), stages_in(schedule)
+    done, wires = set(), {"forward": _Wire(stages), "backward": _Wire(stages)}
 
     def attempt(rank: int, heads: list[int]) -> list[Action]:
         action = schedule[rank][heads[rank]]
-        needs = _needs_on_rank(action, schedule[rank], home, placement, num_stages)
+        needs = _needs_on_rank(action, schedule[rank], home, stages)
         missing = [need for need in needs if need not in done]
         if action.op in BEGIN_OF and not missing:
             missing = wires[DIRECTION_OF[action.op]].held_up_by(action.with_op(BEGIN_OF[action.op]))
@@ -170,19 +170,19 @@ def check_rendezvous(schedule: Schedule, placement: Placement) -> None:
 class _Wire:
     """One direction's communicator: a queue a rank of what it has begun."""
 
-    def __init__(self, placement: Placement):
-        self.placement = placement
+    def __init__(self, stages: StageMap):
+        self.ranks = dict(enumerate(stages.ranks))  # a partner may be in no list
         self.queues: dict[int, deque[Action]] = defaultdict(deque)
         self.happened: set[Action] = set()
 
     def begin(self, action: Action) -> None:
         """Queue a SEND or POST, and do every transfer that is now first at both its ends."""
-        ranks = [self.placement(action.stage)]
+        ranks = [self.ranks[action.stage]]
         self.queues[ranks[0]].append(action)
         while ranks:
             rank = ranks.pop()
             queue = self.queues[rank]
-            if queue and self._first(peer := self.placement(partner(queue[0]).stage)) == partner(queue[0]):
+            if queue and self._first(peer := self.ranks.get(partner(queue[0]).stage)) == partner(queue[0]):
                 self.happened |= {queue.popleft(), self.queues[peer].popleft()}
                 ranks += [rank, peer]  # what stood behind it is first now
 
@@ -192,9 +192,9 @@ class _Wire:
             return []
         other = partner(action)
         for mine in (action, other):
-            first = self._first(self.placement(mine.stage))
+            first = self._first(self.ranks[mine.stage])
             if first != mine:
-                return [first if mine in self.queues[self.placement(mine.stage)] else mine]
+                return [first if mine in self.queues[self.ranks[mine.stage]] else mine]
         raise AssertionError(f"{action} and {other} are first in their queues and did not happen")
 
     def _first(self, rank: int) -> Action | None:
@@ -204,14 +204,14 @@ class _Wire:
 def partner(action: Action) -> Action:
     """The action that meets this one: SEND_F3.1 and POST_F4.1, SENT_F3.1 and RECV_F4.1, SEND_B4.1 and POST_B3.1, ...
 
-    `placement(partner(action).stage)` is the rank at the other end.
+    The rank at the other end is that of `partner(action).stage`.
     """
     step = _STEP_OF[DIRECTION_OF[action.op]] * (1 if action.op in _SENDING else -1)
     return Action(_PARTNER_OF[action.op], action.stage + step, action.microbatch)
 
 
 def _needs_on_rank(
-    action: Action, actions: list[Action], home: Mapping[Action, tuple[int, int]], placement: Placement, num_stages: int
+    action: Action, actions: list[Action], home: Mapping[Action, tuple[int, int]], stages: StageMap
 ) -> list[Action]:
     """What must stand before `action` in its own rank's list, which is `actions`."""
     if action.op is Op.SEND_F:
@@ -225,17 +225,8 @@ def _needs_on_rank(
         return [other for other in actions if other.op in (Op.B, Op.W) and other.stage == action.stage]
     if action.op not in COMPUTE:
         return []  # a POST
+    ranks = stages.ranks
     return [
-        need if placement(need.stage) == placement(action.stage) else action.with_op(_OPS_OF[DIRECTION_OF[need.op]][3])
-        for need in dependencies(action, num_stages)
+        need if ranks[need.stage] == ranks[action.stage] else action.with_op(_OPS_OF[DIRECTION_OF[need.op]][3])
+        for need in dependencies(action, len(ranks))
     ]
-
-
-def _check_placement(schedule: Schedule, placement: Placement) -> None:
-    for action, (rank, index) in locate(schedule).items():
-        if placement(action.stage) != rank:
-            raise ValueError(
-                f"schedule: {action} is in the list of rank {rank}, but the placement puts stage {action.stage} on "
-                f"rank {placement(action.stage)}; pass the placement the schedule was made for\n"
-                f"{show(schedule, rank, index)}"
-            )

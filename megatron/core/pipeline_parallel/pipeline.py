@@ -19,9 +19,8 @@ from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forward_only
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forwards_over, stage_map, stages_in
 from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
-from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
 
@@ -78,7 +77,7 @@ class Pipeline:
     ):
         self.chunks, self.mesh, self.batch = chunks, mesh, batch
         self.keys = _keys_in(chunks) if keys is None else {keys}
-        self.placement = loop_placement(mesh["pp"].size)
+        self.stages = stage_map(schedule_name, mesh["pp"].size, len(chunks))
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
         self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
         self.schedule_name = schedule_name
@@ -110,18 +109,15 @@ class Pipeline:
         loss_scale: float = 1.0,
         forward_step: ForwardStep | None = None,
     ) -> LossTotals:
-        pp = self.mesh["pp"]
-
         def begin(action: Action) -> None:
             for keys in self.keys:
                 keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
-            current().virtual_rank = action.stage // pp.size
+            current().virtual_rank = self.stages.chunk_of(action.stage)
             tell(self.chunks[action.stage], "begin_microbatch", action.microbatch, backward=action.op is not Op.F)
 
         executor = Executor(
             self.chunks,
-            len(self.chunks) * pp.size,
-            placement=self.placement,
+            self.stages,
             transport=self.transport,
             forward_step=forward_step or self.forward_step,
             data_iterators=data_iterators,
@@ -132,7 +128,7 @@ class Pipeline:
             around=self.around,
         )
         schedule = self.schedule(purpose, num_microbatches)
-        return executor.run(schedule, pp.rank, training=purpose == "train", loss_scale=loss_scale)
+        return executor.run(schedule, self.mesh["pp"].rank, training=purpose == "train", loss_scale=loss_scale)
 
     def schedule(self, purpose: str, num_microbatches: int | None = None) -> Schedule:
         """The lowered lists of all pipeline ranks, kept until a step has another number of microbatches.
@@ -142,9 +138,15 @@ class Pipeline:
         m = num_microbatches or self.batch.num_microbatches
         made_for, schedule = self._schedules.get(purpose, (None, []))
         if made_for != m:
-            p, v = self.mesh["pp"].size, len(self.chunks)
-            generated = make_schedule(self.schedule_name, p, m, v) if purpose == "train" else forward_only(p, m, v)
-            lowered = add_transfers(generated, self.placement)
+            generated = forwards_over(self.stages, m)
+            if purpose == "train":
+                generated = make_schedule(self.schedule_name, self.mesh["pp"].size, m, len(self.chunks))
+            if stages_in(generated) != self.stages:
+                raise ValueError(
+                    f"{self.schedule_name}: with {m} microbatches its stages are on other ranks than with others; mend "
+                    f"SCHEDULES[{self.schedule_name!r}]"
+                )
+            lowered = add_transfers(generated)
             schedule = add_reduce(lowered) if purpose == "train" else lowered
             self._schedules[purpose] = m, schedule
             if purpose == "train":
@@ -161,7 +163,7 @@ class Pipeline:
         packed[0], packed[1] = totals.tokens, totals.value
         for i, name in enumerate(names):
             packed[2 + 2 * i : 4 + 2 * i] = totals.report[name]
-        if self.mesh["pp"].is_last:
+        if self.mesh["pp"].rank == self.stages.rank_of_last:
             comm.all_reduce(packed, self.mesh.tokens)
         shared = comm.all_reduce(packed[:2].clone(), self.mesh["pp"])
         numbers = torch.cat((shared, packed[2:])).cpu().tolist()  # read at once: each read waits for the device

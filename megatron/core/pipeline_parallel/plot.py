@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, dependencies, stages_in
 from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, bubble, locate, simulate
 
 _FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
@@ -20,16 +20,16 @@ def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, trans
     -- goes on with what the cell to the left began, blank is idle. An example opens `schedule.py`.
     """
     start, end = simulate(schedule, cost, transfer)
+    stages = stages_in(schedule)
     unit = min(cost[action.op] for action in end)
     width = 1 + max(len(str(action.microbatch)) for action in end)
     num_cells = _round_half_up(max(end.values()) / unit)
     rows = []
     for rank, actions in enumerate(schedule):
         cells = [" " * width] * num_cells
-        first_chunk = min(action.stage for action in actions)
         for action in actions:
             begin, stop = _round_half_up(start[action] / unit), _round_half_up(end[action] / unit)
-            name = action.op.name if action.stage == first_chunk else action.op.name.lower()
+            name = action.op.name.lower() if stages.chunk_of(action.stage) else action.op.name
             cells[begin:stop] = [f"{name}{action.microbatch}".ljust(width, "-")] + ["-" * width] * (stop - begin - 1)
         rows.append(f"rank {rank:<{len(str(len(schedule) - 1))}} |{''.join(cells)}|")
     return "\n".join(rows)
@@ -43,10 +43,10 @@ def plot_svg(
     Chunks after a rank's first are lighter. Pointing at a box shows its action and its times.
     """
     start, end = simulate(schedule, cost, transfer)
-    total, first_stage = max(end.values()), [min(action.stage for action in actions) for actions in schedule]
+    total, stages = max(end.values()), stages_in(schedule)
     digits = max(len(str(action.microbatch)) for action in end)
     scale = min(_DIGIT * (digits + 1) / min(cost[action.op] for action in end), _MAX_WIDTH / total)
-    num_chunks = max(len({action.stage for action in actions}) for actions in schedule)
+    num_chunks = stages.chunks
     ops = sorted({action.op for action in end}, key=list(Op).index)
     notes = [f"{op.name}: {_LABEL[op]}" for op in ops] + (["lighter: later chunks of a rank"] if num_chunks > 1 else [])
     title = f"{title}, bubble {bubble(schedule, cost, transfer):.1%}"
@@ -63,7 +63,7 @@ def plot_svg(
         lines.append(f'<text x="{_MARGIN - 8}" y="{y + 16}" text-anchor="end">rank {rank}</text>')
         lines.append(f'<rect x="{_MARGIN}" y="{y}" width="{total * scale:.2f}" height="{_ROW - 4}" fill="#eee"/>')
         for action in actions:
-            chunk = (action.stage - first_stage[rank]) // len(schedule)
+            chunk = stages.chunk_of(action.stage)
             x, box = _MARGIN + start[action] * scale, (end[action] - start[action]) * scale
             lines += _box(action, x, y, box, 1 - 0.6 * chunk / num_chunks, f"{start[action]:g} to {end[action]:g}")
     lines += _legend(ops, notes, 40 + _ROW * len(schedule) + 10)
@@ -107,7 +107,7 @@ def chrome_trace(
     One thread per rank; arrows lead from each result that crosses ranks to the action that needs it.
     """
     start, end = simulate(schedule, cost, transfer)
-    home, num_stages = locate(schedule), count_stages(schedule)
+    home, num_stages = locate(schedule), len(stages_in(schedule).ranks)
     events = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(len(schedule))

@@ -9,15 +9,17 @@
     rank 2 |    F0B0--F1B1--F2B2--F3B3--        |
 
 A schedule says who computes what and in which order. `simulate` runs it on paper, `lower` adds the communication, the
-executor runs one rank's list. A new schedule is a new function here and a line in SCHEDULES; nothing else has to know.
+executor runs one rank's list. It also says where each stage is: on the rank whose list has its actions. A new schedule
+is a new function, here or in a script, and a line in SCHEDULES; nothing else has to know.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum, auto
+from functools import cache
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.stage import loop_placement, stages_of_rank
+from megatron.core.stage_map import StageMap, loop
 
 
 class Op(IntEnum):
@@ -126,7 +128,13 @@ def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Sched
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
     """The forwards of `interleaved` (with v = 1, of 1F1B), for evaluation; m may be any number."""
     _check_sizes("forward_only", p, m, v)
-    return [_in_groups(Op.F, stages, group=p, m=m) for stages in _stages_by_rank(p, v)]
+    return forwards_over(loop(p, v), m)
+
+
+def forwards_over(stages: StageMap, m: int) -> Schedule:
+    """The forwards of m microbatches, wherever the stages are."""
+    ranks = range(len(set(stages.ranks)))
+    return [_in_groups(Op.F, stages.of_rank(rank), group=len(ranks), m=m) for rank in ranks]
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
@@ -147,10 +155,27 @@ def count_stages(schedule: Schedule) -> int:
     return 1 + max(action.stage for actions in schedule for action in actions)
 
 
+def stages_in(schedule: Schedule) -> StageMap:
+    """The rank of each stage, as the lists have it. Raises ValueError where a stage is on several ranks, or on none."""
+    homes = defaultdict(set)
+    for rank, actions in enumerate(schedule):
+        for stage in {action.stage for action in actions}:
+            homes[stage].add(rank)
+    wrong = [
+        f"stage {stage} is on ranks {sorted(homes[stage])}"
+        for stage in range(count_stages(schedule))
+        if len(homes[stage]) != 1
+    ]
+    if wrong:
+        raise ValueError(f"schedule: {'; '.join(wrong)}; each must be on one rank")
+    return StageMap(tuple(homes[stage].pop() for stage in range(len(homes))))
+
+
 def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule:
     """On each rank `warmup(rank)` forwards, then one forward and one backward in turn, then the backwards left over."""
     schedule = []
-    for rank, stages in enumerate(_stages_by_rank(p, v)):
+    for rank in range(p):
+        stages = loop(p, v).of_rank(rank)
         forwards = _in_groups(Op.F, stages, group=p, m=m)
         backwards = _in_groups(Op.B, reversed(stages), group=p, m=m)
         num_warmup = min(warmup(rank), len(forwards))
@@ -170,10 +195,6 @@ def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Act
         for stage in stages
         for microbatch in range(first, min(first + group, m))
     ]
-
-
-def _stages_by_rank(p: int, v: int) -> list[list[int]]:
-    return [stages_of_rank(loop_placement(p), p * v, rank) for rank in range(p)]
 
 
 def _check_sizes(name: str, p: int, m: int, v: int = 1) -> None:
@@ -204,10 +225,23 @@ def _with_one_chunk(name: str, make: Callable[[int, int], Schedule]) -> Callable
     return make_or_refuse
 
 
-# What trains, by name: (p, m, v) -> Schedule, or ValueError where the sizes do not fit.
+# What trains, by name: (p, m, v) -> Schedule, or ValueError where the sizes do not fit. Open to scripts. The lists for
+# m = 2 p say where the stages are before the number of microbatches is known; any m must place them alike.
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": _with_one_chunk("gpipe", gpipe),
     "1f1b": _with_one_chunk("1f1b", one_f_one_b),
     "interleaved": interleaved,
     "zb-h1": _with_one_chunk("zb-h1", zb_h1),
 }
+
+
+def stage_map(name: str, p: int, v: int = 1) -> StageMap:
+    """Where SCHEDULES[name] places p * v stages. Raises ValueError for an unknown name, or sizes that the schedule refuses."""
+    if name not in SCHEDULES:
+        raise ValueError(f"--pipeline-schedule is {name}; it must be one of {', '.join(SCHEDULES)}")
+    return _stages_of(SCHEDULES[name], p, v)
+
+
+@cache
+def _stages_of(make: Callable[[int, int, int], Schedule], p: int, v: int) -> StageMap:
+    return stages_in(make(p, 2 * p, v))

@@ -6,7 +6,6 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Schedule, count_stages, dependencies
-from megatron.core.pipeline_parallel.stage import loop_placement
 
 DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # backward multiplies two matrices where forward multiplies one
 
@@ -39,7 +38,13 @@ def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
     """
     if len(schedule) != p:
         return [f"it has lists for {len(schedule)} ranks, and the pipeline has {p}"]
-    home = loop_placement(p)
+    found = Counter((action.stage, rank) for rank, actions in enumerate(schedule) for action in actions)
+    home = {stage: max(range(p), key=lambda rank: found[stage, rank]) for stage in range(p * v)}
+    uneven = [rank for rank in range(p) if list(home.values()).count(rank) != v]
+    if uneven:
+        return [
+            f"rank {rank} has the stages {[s for s in home if home[s] == rank]}, not {v} of {p * v}" for rank in uneven
+        ]
     times = Counter(action for actions in schedule for action in actions)
     wanted = [
         Action(op, stage, microbatch)
@@ -48,14 +53,14 @@ def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
     ]
     needless = times.keys() - set(wanted)
     return [
-        *(f"rank {home(a.stage)} lacks {a}, {_MEANING[a.op]}" for a in wanted if a not in times),
+        *(f"rank {home[a.stage]} lacks {a}, {_MEANING[a.op]}" for a in wanted if a not in times),
         *(f"{action} is there {count} times" for action, count in times.items() if count > 1),
         *(f"{action} is none of the step's" for action in sorted(needless, key=str)),
         *(
-            f"rank {rank} has {action}, whose stage is on rank {home(action.stage)}"
+            f"rank {rank} has {action}, whose stage is on rank {home[action.stage]}"
             for rank, actions in enumerate(schedule)
             for action in actions
-            if home(action.stage) != rank and action not in needless
+            if action not in needless and home[action.stage] != rank
         ),
     ]
 

@@ -1,27 +1,10 @@
-"""Which stages live on which pipeline rank, and which layers live in which stage.
+"""Which layers a stage has."""
 
-A stage is a run of consecutive layers. With v stages (chunks) per rank, p ranks hold p * v stages, dealt out in a loop:
-
-    p = 2, v = 2, 8 layers      rank 0: stage 0 (layers 0 1), stage 2 (layers 4 5)
-                                rank 1: stage 1 (layers 2 3), stage 3 (layers 6 7)
-"""
-
-from collections.abc import Callable
 from itertools import accumulate
 
+from megatron.core.stage_map import StageMap, loop
+
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-
-Placement = Callable[[int], int]  # stage -> pipeline rank
-
-
-def loop_placement(num_ranks: int) -> Placement:
-    """Stage s lives on rank s % num_ranks: chunk 0 of every rank, then chunk 1 of every rank, ..."""
-    return lambda stage: stage % num_ranks
-
-
-def stages_of_rank(placement: Placement, num_stages: int, rank: int) -> list[int]:
-    """The stages of `rank` in the order of the model; entry k is the rank's chunk k."""
-    return [stage for stage in range(num_stages) if placement(stage) == rank]
 
 
 def layers_of_stage(num_layers: int, num_stages: int, stage: int, **uneven) -> range:
@@ -34,7 +17,7 @@ def split_layers(
     num_layers: int,
     num_stages: int,
     *,
-    num_ranks: int | None = None,
+    stages: StageMap | None = None,
     first: int | None = None,
     last: int | None = None,
     embedding_as_layer: bool = False,
@@ -42,9 +25,9 @@ def split_layers(
 ) -> list[range]:
     """The global numbers, from 0, of each stage's layers: as many in each, unless told otherwise.
 
-    first, last: layers of the first and the last pipeline rank, over all its chunks; the other ranks share the rest.
-    embedding_as_layer, loss_as_layer: count these as one more layer of the first and the last stage, which then has a
-    layer less than the others, and may have none. num_ranks: pipeline ranks; None means one stage on each.
+    first, last: layers of the pipeline rank that has the first or the last stage, over all its chunks; the other ranks
+    share the rest. embedding_as_layer, loss_as_layer: count these as one more layer of the first and the last stage,
+    which then has a layer less than the others, and may have none. stages: on which ranks; None means one on each.
 
         8 layers, 4 stages                                          0 1    2 3    4 5    6 7
         8 layers, 4 stages, first=1, last=1                         0      1 2 3  4 5 6  7
@@ -53,8 +36,8 @@ def split_layers(
 
     The same as Megatron-LM's `get_num_layers_to_build`. Raises ValueError where a number does not come out even.
     """
-    num_ranks = num_stages if num_ranks is None else num_ranks
-    assert num_stages % num_ranks == 0, f"{num_stages} stages cannot be dealt out to {num_ranks} ranks"
+    stages = loop(num_stages) if stages is None else stages
+    assert num_stages == len(stages.ranks), f"{num_stages} stages, and a map of {len(stages.ranks)}"
     if first is None and last is None:
         counts = _count_evenly(num_layers, num_stages, embedding_as_layer, loss_as_layer)
     elif embedding_as_layer or loss_as_layer:
@@ -63,8 +46,8 @@ def split_layers(
             f"{_given_accounting(embedding_as_layer, loss_as_layer)}; leave out one of the two"
         )
     else:
-        by_rank = _count_around_ends(num_layers, num_ranks, num_stages // num_ranks, first, last)
-        counts = [by_rank[stage % num_ranks] for stage in range(num_stages)]
+        by_rank = _count_around_ends(num_layers, stages, first, last)
+        counts = [by_rank[rank] for rank in stages.ranks]
     ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
@@ -85,11 +68,14 @@ def _count_evenly(num_layers: int, num_stages: int, embedding: bool, loss: bool)
     return counts
 
 
-def _count_around_ends(num_layers: int, num_ranks: int, v: int, first: int | None, last: int | None) -> list[int]:
-    """Layers in each of the v chunks of a rank, by rank, where the count of an end rank is given."""
+def _count_around_ends(num_layers: int, stages: StageMap, first: int | None, last: int | None) -> list[int]:
+    """Layers in each chunk of a rank, by rank, where the count of an end rank is given."""
     given = _given(first, last)
+    v, num_ranks = stages.chunks, len(set(stages.ranks))
     if num_ranks < 2:
         raise ValueError(f"pipeline: {given} needs at least 2 pipeline ranks, not {num_ranks}; leave it out")
+    if None not in (first, last) and stages.rank_of_first == stages.rank_of_last:
+        raise ValueError(f"pipeline: {given} speak of one rank, which has the first stage and the last; leave out one")
     problems = [
         f"{flag} ({count}) must be a positive multiple of the chunks per rank ({v}); change it"
         for flag, count in ((_FIRST, first), (_LAST, last))
@@ -107,9 +93,9 @@ def _count_around_ends(num_layers: int, num_ranks: int, v: int, first: int | Non
         raise ValueError("\n".join(f"pipeline: {problem}" for problem in problems))
     counts = [rest // (middle * v) if middle else 0] * num_ranks
     if first is not None:
-        counts[0] = first // v
+        counts[stages.rank_of_first] = first // v
     if last is not None:
-        counts[-1] = last // v
+        counts[stages.rank_of_last] = last // v
     return counts
 
 

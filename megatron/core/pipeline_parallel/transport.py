@@ -4,7 +4,7 @@ Where tensor-parallel ranks hold equal copies of what passes (no sequence parall
 counterpart, and the receivers put the parts together again over the faster links that they share (arXiv:2104.04473, section 4.1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -49,18 +49,16 @@ class Transport:
         divides = copies_over is not None and all(prod(spec.shape) % copies_over.size == 0 for spec in boundary)
         self._copies_over = copies_over if divides and copies_over.size > 1 else None
 
-    def connect(self, *, wraps: bool = False) -> None:
+    def connect(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Let every two ranks that will exchange tensors do so once, in each direction's communicator; every rank must call.
 
         NCCL makes the connection of a pair at its first transfer, for which the hosts of both ends wait. In a
         schedule a receive is posted long before its send, so that a rank might never get there: our own schedules do,
-        a fork's need not. And a network that does not work shows at the start. wraps: the last rank and the first are
-        a pair too. The pairs come in one order: even ranks with the next, then odd ones with theirs.
+        a fork's need not. And a network that does not work shows at the start. neighbours: those pairs, such as
+        `StageMap.neighbours`. They come in one order: even ranks with the next, then odd ones with theirs.
         """
         for axis in self.axes.values():
-            pairs = [(rank, rank + 1) for rank in range(axis.size - 1)]
-            pairs += [(axis.size - 1, 0)] * (wraps and axis.size > 2)
-            for one, other in sorted(pairs, key=lambda pair: pair[0] % 2):
+            for one, other in sorted(neighbours, key=lambda pair: pair[0] % 2):
                 x = torch.zeros(1, device=self.device)
                 if axis.rank == one:
                     comm.start_send(x, axis, other).wait()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
-from megatron.core.pipeline_parallel.stage import loop_placement
 from megatron.training.memory import activations, communication
 from megatron.training.memory.elsewhere import bytes_elsewhere
 from megatron.training.memory.parameters import plans_of_stage, state_of
@@ -123,4 +122,4 @@ def _lowered(run: RunSizes) -> Schedule:
     keeps all."""
     enough = (4 if run.chunks > 1 else 2) * run.p
     m = run.m if run.schedule == "gpipe" or run.m < enough + 2 * run.p else enough
-    return add_reduce(add_transfers(SCHEDULES[run.schedule](run.p, m, run.chunks), loop_placement(run.p)))
+    return add_reduce(add_transfers(SCHEDULES[run.schedule](run.p, m, run.chunks)))

@@ -7,6 +7,8 @@ parallelism, s / t positions.
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.pipeline_parallel.schedule import stage_map
+
 MODELS = ("gpt", "bert")
 
 
@@ -229,9 +231,9 @@ class RunSizes:
         """Of a gradient that travels."""
         return 2 if self.rounds else self.layer.main_grad_bytes
 
-    def stages_of(self, rank: int) -> range:
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on a pipeline rank."""
-        return range(rank, len(self.layers), self.p)
+        return stage_map(self.schedule, self.p, self.chunks).of_rank(rank)
 
     @classmethod
     def of(cls, config: Any, vocab_size: int, world_size: int, **of_layer: Any) -> "RunSizes":

@@ -25,7 +25,9 @@ from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig
+from megatron.core.pipeline_parallel.schedule import stage_map
 from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.stage_map import StageMap
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -210,8 +212,8 @@ class Config:
         parallel = self.parallel
         return split_layers(
             self.transformer.num_layers,
-            parallel.pipeline_model_parallel_size * self.chunks_per_rank,
-            num_ranks=parallel.pipeline_model_parallel_size,
+            self.stages.last + 1,
+            stages=self.stages,
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
             embedding_as_layer=parallel.account_for_embedding_in_pipeline_split,
@@ -222,6 +224,11 @@ class Config:
     def schedule_name(self) -> str:
         """The pipeline schedule that runs."""
         return self.parallel.pipeline_schedule or ("1f1b" if self.chunks_per_rank == 1 else "interleaved")
+
+    @property
+    def stages(self) -> StageMap:
+        """The pipeline rank of each stage. Raises ValueError for a schedule that is not there, or not for such sizes."""
+        return stage_map(self.schedule_name, self.parallel.pipeline_model_parallel_size, self.chunks_per_rank)
 
     @property
     def positions(self) -> int:

@@ -146,13 +146,11 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     except ConfigError as error:
         return error.problems
     try:
-        chunks = config.chunks_per_rank
-    except ConfigError:
+        chunks = config.stages.chunks
+    except ValueError:
         return []  # which `_layer_problems` says
     if chunks > 1 and stages == 1:
         return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
-    if config.schedule_name not in SCHEDULES:
-        return [f"--pipeline-schedule is {config.schedule_name}; it must be one of {', '.join(SCHEDULES)}"]
     if training.micro_batch_size is None:
         return []
     if training.step_batch_size_schedule is not None and config.data.seq_length is None:

@@ -48,7 +48,7 @@ Measured = dict[TensorKey, Statistics]  # of --inspect, where it is due
 
 
 class Watch:
-    """What watches one run. Every rank has one and calls it alike; sinks are on the last rank."""
+    """What watches one run. Every rank has one and calls it alike; sinks are on the rank that logs."""
 
     def __init__(
         self, runtime: Runtime, pipeline: Pipeline, chunks: Sequence[DistributedDataParallel], state: TrainState
@@ -63,7 +63,7 @@ class Watch:
         self.memory = MemoryHistory(config.profile, runtime.device, mesh["world"].rank)
         self._inspector: Inspector | None = None
         self._steps = 0  # that the timers have seen since they were read
-        self.sinks: list[Sink] = make_sinks(runtime, state.iteration) if mesh["world"].is_last else []
+        self.sinks: list[Sink] = make_sinks(runtime, state.iteration) if mesh["world"].rank == mesh.reporter() else []
         if self.timers.level >= 2 or self.profiler.wanted:
             pipeline.around = self._around
         self.note_progress("Starting job")
