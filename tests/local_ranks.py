@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.grid import AxisSizes
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.parallel_config import ORDER
+from megatron.core.stage_map import StageMap
 
 TIMEOUT = 30.0
 
@@ -172,6 +173,7 @@ def run_ranks(
     delayed: bool = False,
     order: str = ORDER,
     ranks_per_kv_head: int = 1,
+    stages: StageMap | None = None,
 ) -> list:
     """work(mesh) of every rank, run as threads; results in rank order. `sizes`: those of `AxisSizes`."""
     sizes = AxisSizes(**sizes, order=order)
@@ -190,7 +192,7 @@ def run_ranks(
 
         with turn:
             try:
-                mesh = build_mesh(sizes, rank, make_group, ranks_per_kv_head)
+                mesh = build_mesh(sizes, rank, make_group, ranks_per_kv_head, stages=stages)
                 parallel_state.use_mesh(mesh)
                 results[rank] = work(mesh)
                 left = [what for group in groups for what in group.unfinished()]

@@ -12,10 +12,19 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import Arguments, parse_args
 from megatron.training.runtime import Runtime, set_runtime
+from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check
 from megatron.training.trainer import Trainer
+
+
+def settings_of(script: ModuleType | SimpleNamespace, flags: str) -> tuple[Config, Arguments]:
+    """The settings of a run of the script, and its flags as `get_args()` gives them."""
+    config, args, _ = parse_args(
+        split(flags), getattr(script, "extra_args_provider", None), getattr(script, "args_defaults", None)
+    )
+    return config, args
 
 
 @contextmanager
@@ -24,9 +33,7 @@ def trainer_of(script: ModuleType | SimpleNamespace, mesh: Mesh, flags: str) -> 
 
     script: has the arguments of `pretrain` under their names; those that have a default may be missing.
     """
-    config, args, _ = parse_args(
-        split(flags), getattr(script, "extra_args_provider", None), getattr(script, "args_defaults", None)
-    )
+    config, args = settings_of(script, flags)
     check(config, mesh["world"].size)
     mesh.stages = config.stages
     current().sequence_parallel = config.parallel.sequence_parallel_on

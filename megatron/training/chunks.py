@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current, filling_by_name
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -41,20 +41,36 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
         if problems := model_problems(chunk, in_pipeline=stages.last > 0):
             raise ConfigError(problems)
         made[stage] = chunk
-    share_tables(made)
+    if shared := share_tables(made):
+        refuse_shared_tables(shared, runtime.config.data_parallel)
     return made
 
 
-def share_tables(made: Mapping[int, nn.Module]) -> None:
-    """Let a tied table lie once on a rank that has both the first stage and the last: later chunks use the first's."""
+def share_tables(made: Mapping[int, nn.Module]) -> list[str]:
+    """Let a tied table lie once on a rank that has both the first stage and the last: later chunks use the first's.
+
+    Returns the names of the tables that do."""
     tables: dict[str, nn.Parameter] = {}
+    shared = []
     for chunk in made.values():
         for name, table in list(chunk.named_parameters()):
-            if "embd" in table.placement.partial_grad and tables.setdefault(name, table) is not table:
+            if getattr(table, "shared_embedding", False) and tables.setdefault(name, table) is not table:
                 path, _, attribute = name.rpartition(".")
                 owner = chunk.get_submodule(path)
                 delattr(owner, attribute)
                 owner.__dict__[attribute] = tables[name]  # not registered: it is trained with the chunk that holds it
+                shared.append(name)
+    return shared
+
+
+def refuse_shared_tables(names: list[str], config: DataParallelConfig) -> None:
+    """Raise ConfigError for what counts on a parameter being used by the chunk that holds it alone."""
+    flags = {"--zero-stage 3": config.stage == 3, "--fixed-order-grad-reduce": config.fixed_order_grad_reduce}
+    if asked := [flag for flag, is_set in flags.items() if is_set]:
+        raise ConfigError(
+            f"{', '.join(asked)}: the schedule has the first stage and the last on one rank, where they share {names[0]}; "
+            "leave it out, or give --untie-embeddings-and-output-weights"
+        )
 
 
 def in_buffers(

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from local_ranks import run_ranks
-from script_run import trainer_of
+from script_run import settings_of, trainer_of
 from tiny_run import Outcome, assert_equal, pieces_of_chunks, put_together
 
 from megatron import training
@@ -87,7 +87,8 @@ def memory_of(trainer) -> dict[str, tuple[int, int]]:
 
 def run(fork: SimpleNamespace, sizes: dict[str, int], flags: str) -> tuple[Outcome, list[dict[str, tuple[int, int]]]]:
     """What must not depend on the layout, and the memory of each rank."""
-    ranks = run_ranks(sizes, partial(train_rank, fork=fork, flags=flags), delayed=bool(sizes))
+    stages = settings_of(fork, SIZES + flags)[0].stages
+    ranks = run_ranks(sizes, partial(train_rank, fork=fork, flags=flags), delayed=bool(sizes), stages=stages)
     losses = max((rank.losses for rank in ranks), key=sum)  # the other stages know none
     whole = Outcome(losses, ranks[0].norms, [], put_together([rank.weights for rank in ranks]))
     return whole, [rank.memory for rank in ranks]

@@ -197,6 +197,7 @@ class VocabParallelEmbedding(nn.Module):
                 (num_embeddings, embedding_dim), init, shard={tp.axis.name: 0}, replicated_over=tied, partial_grad=tied
             ),
         )
+        self.weight.shared_embedding = ends is not None  # Megatron's name
         if tied and tp.fills and not self.weight.is_meta:
             comm.broadcast(self.weight.data, ends)  # stages that are seeded unlike draw other values
 
