@@ -48,14 +48,8 @@ TP, PP, ZERO = (
 KINDS = {
     "ZeRO 3, overlap": (
         7,
-        [
-            (2, ZERO),
-            (3, ZERO),
-            (4, ZERO),
-            (4, f"{ZERO} {TP}"),
-            (4, f"{ZERO} {PP}"),
-            (4, f"{ZERO} --num-distributed-optimizer-instances 2"),
-        ],
+        [*((ranks, ZERO) for ranks in (2, 3, 4))]
+        + [(4, f"{ZERO} {more}") for more in (TP, PP, "--num-distributed-optimizer-instances 2")],
     ),
     "PP 2": (
         5,
@@ -71,36 +65,16 @@ KINDS = {
     "own process group": (2, [(2, f"--own-group {TP}"), (4, f"--own-group {PP} {TP}"), (3, f"--own-group {ZERO}")]),
 }
 # place -> how many of 31 cases
-PLACES = {
-    "importing": 1,
-    "settings": 1,
-    "opening its line": 1,
-    "meeting": 4,
-    "connecting": 3,
-    "agreeing": 2,
-    "making groups": 3,
-    "initialising": 1,
-    "building": 2,
-    "loading": 2,
-    "training": 5,
-    "saving": 3,
-    "evaluating": 2,
-    "leaving": 1,
-}
-MARKS = (
-    *(
-        "importing",
-        "settings",
-        "opening its line",
-        "meeting",
-        "connecting",
-        "agreeing",
-        "making groups",
-        "initialising",
-        "building",
-    ),
-    *("loading", "making ready", "training", "evaluating", "saving", "going on", "leaving", "left", "ending"),
-)  # in the order of a run
+_SHARES = (
+    "importing 1, settings 1, opening its line 1, meeting 4, connecting 3, agreeing 2, making groups 3, "
+    "initialising 1, building 2, loading 2, training 5, saving 3, evaluating 2, leaving 1"
+)
+PLACES = {name: int(cases) for name, cases in (share.rsplit(" ", 1) for share in _SHARES.split(", "))}
+_RUN = (
+    "importing, settings, opening its line, meeting, connecting, agreeing, making groups, initialising, "
+    "building, loading, making ready, training, evaluating, saving, going on, leaving, left, ending"
+)
+MARKS = tuple(_RUN.split(", "))  # in the order of a run
 
 
 @dataclass(frozen=True)

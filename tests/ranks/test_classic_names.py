@@ -22,56 +22,57 @@ from megatron.training.utils import average_losses_across_data_parallel_group, g
 
 # Rank r holds x, is handed back the gradient g of the result, and ends with (y, dx). All by hand.
 WHOLE = [[1.0, 2.0, 3.0, 4.0]]
-REGIONS = {
-    "copy_to_tensor_model_parallel_region": {
-        "x": [[[1.0, 2.0]]] * 2,
-        "g": [[[1.0, 1.0]], [[2.0, 3.0]]],
-        "y": [[[1.0, 2.0]]] * 2,
-        "dx": [[[3.0, 4.0]]] * 2,
-    },
-    "reduce_from_tensor_model_parallel_region": {
-        "x": [[[1.0, 2.0]], [[10.0, 20.0]]],
-        "g": [[[5.0, 6.0]]] * 2,
-        "y": [[[11.0, 22.0]]] * 2,
-        "dx": [[[5.0, 6.0]]] * 2,
-    },
-    "scatter_to_tensor_model_parallel_region": {
-        "x": [WHOLE] * 2,
-        "g": [[[5.0, 6.0]], [[7.0, 8.0]]],
-        "y": [[[1.0, 2.0]], [[3.0, 4.0]]],
-        "dx": [[[5.0, 6.0, 7.0, 8.0]]] * 2,
-    },
-    "gather_from_tensor_model_parallel_region": {
-        "x": [[[1.0, 2.0]], [[3.0, 4.0]]],
-        "g": [[[5.0, 6.0, 7.0, 8.0]]] * 2,
-        "y": [WHOLE] * 2,
-        "dx": [[[5.0, 6.0]], [[7.0, 8.0]]],
-    },
-    "scatter_to_sequence_parallel_region": {
-        "x": [[[1.0], [2.0]]] * 2,
-        "g": [[[5.0]], [[7.0]]],
-        "y": [[[1.0]], [[2.0]]],
-        "dx": [[[5.0], [7.0]]] * 2,
-    },
-    "gather_from_sequence_parallel_region": {  # the gradients of the ranks are parts, and are summed
-        "x": [[[1.0]], [[2.0]]],
-        "g": [[[1.0], [2.0]], [[10.0], [20.0]]],
-        "y": [[[1.0], [2.0]]] * 2,
-        "dx": [[[11.0]], [[22.0]]],
-    },
-    "reduce_scatter_to_sequence_parallel_region": {
-        "x": [[[1.0], [2.0]], [[10.0], [20.0]]],
-        "g": [[[5.0]], [[7.0]]],
-        "y": [[[11.0]], [[22.0]]],
-        "dx": [[[5.0], [7.0]]] * 2,
-    },
+REGIONS = {  # name: x, g, y, dx, each of both ranks
+    "copy_to_tensor_model_parallel_region": (
+        [[[1.0, 2.0]]] * 2,
+        [[[1.0, 1.0]], [[2.0, 3.0]]],
+        [[[1.0, 2.0]]] * 2,
+        [[[3.0, 4.0]]] * 2,
+    ),
+    "reduce_from_tensor_model_parallel_region": (
+        [[[1.0, 2.0]], [[10.0, 20.0]]],
+        [[[5.0, 6.0]]] * 2,
+        [[[11.0, 22.0]]] * 2,
+        [[[5.0, 6.0]]] * 2,
+    ),
+    "scatter_to_tensor_model_parallel_region": (
+        [WHOLE] * 2,
+        [[[5.0, 6.0]], [[7.0, 8.0]]],
+        [[[1.0, 2.0]], [[3.0, 4.0]]],
+        [[[5.0, 6.0, 7.0, 8.0]]] * 2,
+    ),
+    "gather_from_tensor_model_parallel_region": (
+        [[[1.0, 2.0]], [[3.0, 4.0]]],
+        [[[5.0, 6.0, 7.0, 8.0]]] * 2,
+        [WHOLE] * 2,
+        [[[5.0, 6.0]], [[7.0, 8.0]]],
+    ),
+    "scatter_to_sequence_parallel_region": (
+        [[[1.0], [2.0]]] * 2,
+        [[[5.0]], [[7.0]]],
+        [[[1.0]], [[2.0]]],
+        [[[5.0], [7.0]]] * 2,
+    ),
+    # the gradients of the ranks are parts, and are summed
+    "gather_from_sequence_parallel_region": (
+        [[[1.0]], [[2.0]]],
+        [[[1.0], [2.0]], [[10.0], [20.0]]],
+        [[[1.0], [2.0]]] * 2,
+        [[[11.0]], [[22.0]]],
+    ),
+    "reduce_scatter_to_sequence_parallel_region": (
+        [[[1.0], [2.0]], [[10.0], [20.0]]],
+        [[[5.0]], [[7.0]]],
+        [[[11.0]], [[22.0]]],
+        [[[5.0], [7.0]]] * 2,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
 def test_a_region_on_two_ranks(name, delayed):
-    case = {key: [torch.tensor(value) for value in values] for key, values in REGIONS[name].items()}
+    case = dict(zip(("x", "g", "y", "dx"), ([torch.tensor(value) for value in values] for values in REGIONS[name])))
 
     def work(mesh):
         x = case["x"][mesh["tp"].rank].clone().requires_grad_()
