@@ -26,11 +26,12 @@ from megatron import training
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.pipeline_parallel import SCHEDULES
+from megatron.core.tokenizers import TOKENIZERS
 from megatron.core.transformer.kernels import KERNELS
 
 HERE = Path(__file__).parent
 PROMISES = sorted(path.parent.name for path in HERE.glob("*/pretrain.py"))
-TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS]  # those that a fork may add to
+TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS, TOKENIZERS]  # those that a fork may add to
 SIZES = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --make-vocab-size-divisible-by 8 --fp64 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --clip-grad 0.5 --eval-iters 0 --num-workers 0 --device cpu "
