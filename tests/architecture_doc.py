@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from code_lines import code_lines
@@ -25,6 +24,7 @@ from test_architecture import ROWS
 import pretrain_gpt
 from megatron.core.mesh import Mesh
 
+ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 WIDTH = 116
 FLAGS = (

@@ -40,8 +40,12 @@ def main(arguments: list[str]) -> int:
     listed = subprocess.run([*git, "ls-files", *folders], capture_output=True, text=True, check=True).stdout.split()
     differ = 0
     for name in (name for name in listed if name.endswith(".py")):
-        before = subprocess.run([*git, "show", f"{revision}:{name}"], capture_output=True, text=True, check=True).stdout
-        old, new = blanked(before), blanked((ROOT / name).read_text())
+        before = subprocess.run([*git, "show", f"{revision}:{name}"], capture_output=True, text=True, check=False)
+        if before.returncode:
+            print(f"{name}: not there before")
+            differ += 1
+            continue
+        old, new = blanked(before.stdout), blanked((ROOT / name).read_text())
         if old != new:
             differ += 1
             at = next((i for i, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
