@@ -10,14 +10,14 @@ A weight that lies in a gradient buffer has `main_grad`, and its gradient is acc
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.deferred import WeightGradStore
-from megatron.core.grid import Axis
+from megatron.core.grid import ALONE, Axis
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta
 from megatron.core.products import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
 
@@ -105,8 +105,8 @@ def _accumulate_for(
     return _widened
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """x [s(/t), b, in] -> [s, b, out/t], with the moves of the input on either side of the product."""
+class _Linear(torch.autograd.Function):
+    """x [s(/t), b, in] -> [s, b, out/t], with the moves of the input on either side of the product; on an axis of one rank there are none."""
 
     @staticmethod
     def forward(
@@ -130,46 +130,22 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         defers = needs_weight and _defers(ctx)
-        gathering = None
+        gathering = summing = None
+        grad_weight = None
         if ctx.sequence_parallel and needs_weight and not defers:
             gathering = comm.start_all_gather(x, ctx.axis)
-        grad_x = summing = grad_weight = None
         if needs_x:
             start = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
             summing = start(times(grad, weight, ctx.way), ctx.axis)
         if defers:
-            holder, axis, gathers, factor, way = ctx.weight, ctx.axis, ctx.sequence_parallel, x.detach(), ctx.way
-            ctx.store.keep(lambda: _write(holder, grad, comm.all_gather(factor, axis) if gathers else factor, way))
-            grad_was_put_off(holder)
+            # of x without the graph behind it, which holds the stage's input
+            gather_over = ctx.axis if ctx.sequence_parallel else ALONE
+            ctx.store.keep(partial(_write, ctx.weight, grad, x.detach(), gather_over, ctx.way))
+            grad_was_put_off(ctx.weight)
         elif needs_weight:
             grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x, ctx.way)
-        if summing:
-            grad_x = summing.wait()
+        grad_x = summing.wait() if summing else None
         return grad_x, grad_weight, None, None, None, None
-
-
-class _Linear(torch.autograd.Function):
-    """x [.., in] -> [.., out] without communication: the product inside a row-parallel layer."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, store: WeightGradStore | None, products: Products) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.store, ctx.way = weight, store, products.backward
-        return times_transposed(x, weight, products.forward)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x, grad_weight = times(grad, weight, ctx.way) if needs_x else None, None
-        if needs_weight and _defers(ctx):
-            # without the graph behind it, which holds the stage's input
-            holder, factor, way = ctx.weight, x.detach(), ctx.way
-            ctx.store.keep(lambda: _write(holder, grad, factor, way))
-            grad_was_put_off(holder)
-        elif needs_weight:
-            grad_weight = weight_gradient(ctx.weight, grad, x, ctx.way)
-        return grad_x, grad_weight, None, None
 
 
 def _defers(ctx) -> bool:
@@ -177,9 +153,9 @@ def _defers(ctx) -> bool:
     return ctx.store is not None and ctx.store.is_collecting and hasattr(ctx.weight, "main_grad")
 
 
-def _write(weight: Tensor, grad: Tensor, x: Tensor, way: Way) -> None:
-    with torch.no_grad():
-        weight_gradient(weight, grad, x, way)
+@torch.no_grad()
+def _write(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, way: Way) -> None:
+    weight_gradient(weight, grad, comm.all_gather(x, gather_over), way)
 
 
 def column_linear(
@@ -195,9 +171,9 @@ def column_linear(
 
     `store`: where the weight gradient may be put off.
     """
-    return _ColumnLinear.apply(x, weight, axis, sequence_parallel and axis.size > 1, store, products)
+    return _Linear.apply(x, weight, axis, sequence_parallel and axis.size > 1, store, products)
 
 
 def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, products: Products = NATIVE) -> Tensor:
-    """x [.., in] times weight [out, in] transposed -> [.., out]. `store`: where the weight gradient may be put off."""
-    return _Linear.apply(x, weight, store, products)
+    """x [.., in] times weight [out, in] transposed -> [.., out], as in a row-parallel layer. `store`: where the weight gradient may be put off."""
+    return _Linear.apply(x, weight, ALONE, False, store, products)
