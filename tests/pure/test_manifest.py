@@ -63,7 +63,7 @@ EDITS = [
     (edited(*P, "box", value=[[0, 3]]), "0:3 3 4"),
     (edited(*P, "box", value=[[0, 3], [4]]), "w 4 2 0"),
     (edited(*W, "dtype", value="object"), "w object float64 float32 bfloat16"),
-    (edited(*W, "shape", value=[3, -4]), "w 3 -4 0"),
+    (edited(*W, "shape", value=[3, -4]), "w shape -4 0"),
     (edited(*W, "pieces", value=[3]), "w box"),
     (edited(*W, "pieces", value=[]), "w 3 4 0 12"),
     (two_pieces([[0, 2], [0, 4]], [[1, 3], [0, 4]]), "0:2 0:4 rank_00000.bin 1:3"),
@@ -73,7 +73,7 @@ EDITS = [
     (edited("files", value={"rank_00000.bin": 48, "x": 9}), "x 9"),
     (edited("files", value={"a" * 300: 48}), "255"),
     (edited(*W, "shape", value=[1] * 100), "w 100 64"),
-    (edited(*W, "shape", value=[3, 2**70]), "w 3 1180591620717411303424"),
+    (edited(*W, "shape", value=[3, 2**70]), "w shape 1180591620717411303424"),
     (edited(*P, "offset", value=2**70), "w offset 64"),
     (two_pieces([[0, 2], [0, 4]], [[2, 3], [0, 3]]), "11 12"),
 ]

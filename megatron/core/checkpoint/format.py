@@ -18,11 +18,12 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from itertools import product
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron.core.boxes import Box, intersect, size_of
 
@@ -142,15 +143,7 @@ def parse_manifest(text: str, file: Path | str) -> Manifest:
     if text != _sealed(text[:-_SEAL_LENGTH]):
         raise CheckpointError(file, "does not match the sha256 in its last line", DAMAGED)
     try:
-        manifest = Manifest(
-            iteration=_count(raw, "iteration", "the manifest"),
-            state=_value(raw, "state", dict, "the manifest"),
-            files={name: _count(raw["files"], name, "files") for name in _value(raw, "files", dict, "the manifest")},
-            tensors={
-                name: _parse_tensor(record, f"tensor {name!r}")
-                for name, record in _value(raw, "tensors", dict, "the manifest").items()
-            },
-        )
+        manifest = _read(Manifest, raw, "the manifest")
     except _Malformed as error:
         raise CheckpointError(file, str(error), DAMAGED) from error
     if problems := _problems_of_names(manifest) + _problems_of_places(manifest):
@@ -160,16 +153,13 @@ def parse_manifest(text: str, file: Path | str) -> Manifest:
 
 def _check_header(raw: Any, file: Path | str) -> None:
     header = raw if isinstance(raw, dict) else {}
-    if header.get("format") != FORMAT:
-        raise CheckpointError(
-            file, f"has format {header.get('format')!r}, not {FORMAT!r}", "convert it, or give another folder"
-        )
-    if header.get("version") != FORMAT_VERSION:
-        advice = "load it with the release that wrote it, or update this one"
-        raise CheckpointError(file, f"has version {header.get('version')!r}; this code reads {FORMAT_VERSION}", advice)
-    if header.get("byte_order") != sys.byteorder:
-        wrong = f"holds {header.get('byte_order')!r}-endian numbers, this machine's are {sys.byteorder}-endian"
-        raise CheckpointError(file, wrong, "load it on a machine like the one that wrote it")
+    for key, known, advice in (
+        ("format", FORMAT, "convert it, or give another folder"),
+        ("version", FORMAT_VERSION, "load it with the release that wrote it, or update this one"),
+        ("byte_order", sys.byteorder, "load it on a machine like the one that wrote it"),
+    ):
+        if header.get(key) != known:
+            raise CheckpointError(file, f"has {key} {header.get(key)!r}; this code and machine read {known!r}", advice)
 
 
 class _Malformed(ValueError):
@@ -186,49 +176,35 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _value(record: Any, key: str, kind: type, at: str) -> Any:
-    if not isinstance(record, dict) or type(record.get(key)) is not kind:
-        raise _Malformed(f"{at} has no {key!r} of type {kind.__name__}")
-    return record[key]
+_hints = cache(get_type_hints)
 
 
-def _count(record: Any, key: str, at: str) -> int:
-    if (value := _value(record, key, int, at)) < 0:
-        raise _Malformed(f"{at} has a negative {key!r}: {value}")
-    if value >= 1 << 63:
-        raise _Malformed(f"{at} has {key!r} beyond 64 bits")
-    return value
-
-
-def _integers(values: Any, length: int | None, at: str) -> tuple[int, ...]:
-    """`values` if it is a list of non-negative integers, of `length` if that is given."""
-    fits = isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
-    if not fits or length not in (None, len(values)):
-        raise _Malformed(
-            f"{at}: {values!r:.60} is not a list of {'' if length is None else f'{length} '}integers from 0 up"
-        )
-    return tuple(values)
-
-
-def _parse_tensor(record: Any, at: str) -> TensorRecord:
-    dtype = _value(record, "dtype", str, at)
-    if dtype not in ITEM_BYTES:
-        raise _Malformed(f"{at} has dtype {dtype!r}; allowed are {', '.join(ITEM_BYTES)}")
-    shape = _integers(_value(record, "shape", list, at), None, f"{at}, shape")
-    if len(shape) > _MOST_DIMS:
-        raise _Malformed(f"{at} has {len(shape)} dimensions; allowed are {_MOST_DIMS}")
-    pieces = tuple(_parse_piece(piece, at) for piece in _value(record, "pieces", list, at))
-    return TensorRecord(dtype, shape, pieces)
-
-
-def _parse_piece(record: Any, at: str) -> Piece:
-    return Piece(
-        box=tuple(_integers(span, 2, f"{at}, box") for span in _value(record, "box", list, at)),
-        file=_value(record, "file", str, at),
-        offset=_count(record, "offset", at),
-        nbytes=_count(record, "nbytes", at),
-        sha256=_value(record, "sha256", str, at),
-    )
+def _read(kind: Any, value: Any, at: str) -> Any:
+    """`value` as a manifest may hold it: `kind` is one of the dataclasses above, or the type of one of their fields."""
+    if type(value) is kind and (kind is not int or 0 <= value < 1 << 63):
+        return value
+    inner = get_args(kind)
+    if is_dataclass(kind):
+        if isinstance(value, dict):
+            return kind(
+                **{name: _read(part, value.get(name), f"{at}, {name!r}") for name, part in _hints(kind).items()}
+            )
+        wanted = f"an object with {', '.join(_hints(kind))}"
+    elif get_origin(kind) is tuple:
+        if isinstance(value, list) and (inner[-1] is ... or len(value) == len(inner)):
+            return tuple([_read(inner[0], one, at) for one in value])
+        wanted = "a list" if inner[-1] is ... else f"a list of {len(inner)} integers from 0 up"
+    elif get_origin(kind) is dict and inner[1] is not Any:
+        if isinstance(value, dict):
+            return {name: _read(inner[1], one, f"{at}, {name!r}") for name, one in value.items()}
+        wanted = "an object"
+    elif kind is int:
+        wanted = "an integer from 0 up, in 64 bits"
+    elif type(value) is get_origin(kind):
+        return value
+    else:
+        wanted = f"of type {(get_origin(kind) or kind).__name__}"
+    raise _Malformed(f"{at}: {value!r:.60} is not {wanted}")
 
 
 # ---------------------------------------------------------------- what must hold between the values
@@ -247,6 +223,12 @@ def _problems_of_names(manifest: Manifest) -> list[str]:
 def _problems_of_places(manifest: Manifest) -> list[str]:
     problems = []
     for name, record in manifest.tensors.items():
+        if record.dtype not in ITEM_BYTES or len(record.shape) > _MOST_DIMS:
+            problems.append(
+                f"tensor {name!r} has dtype {record.dtype!r} and {len(record.shape)} dimensions; allowed are "
+                f"{', '.join(ITEM_BYTES)}, and {_MOST_DIMS}"
+            )
+            continue
         for piece in record.pieces:
             at = f"tensor {name!r}, box {show_box(piece.box)}"
             if not _is_box_within(piece.box, record.shape):
