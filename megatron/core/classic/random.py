@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron.core.current_mesh import current, get_mesh
 from megatron.core.mesh import Mesh
-from megatron.core.tensor_parallel.in_parts import InParts
+from megatron.core.tensor_parallel.saved import SavedActivation
 
 MODEL_PARALLEL, DATA_PARALLEL, EXPERT_PARALLEL = "model-parallel-rng", "data-parallel-rng", "expert-parallel-rng"
 
@@ -96,7 +96,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     generator = _generator()
     before = generator.get_rng_state()
     if distribute_saved_activations and torch.is_grad_enabled() and _is_divisible(args[0], mesh):
-        take, args = InParts(args[0], mesh["tp"]).take, args[1:]
+        take, args = SavedActivation(args[0], mesh["tp"]).take, args[1:]
 
     def run(*inputs: Any) -> Any:
         nonlocal is_again

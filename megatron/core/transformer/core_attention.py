@@ -1,6 +1,5 @@
 """Attention without its parameters: the heads' layout and precision around a kernel."""
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.random import AttentionDropout
@@ -25,20 +24,6 @@ class CoreAttention(nn.Module):
         if self.way == "widened":  # computed in float32, and rounded once
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
-        kernel = kernel_for(self.backend, self._case(q, k, mask))
-        out = kernel.compute(q, k, v, mask, self.dropout)
+        case = AttentionCase(q, k, mask, self.dropout.probability if self.training else 0.0)
+        out = kernel_for(self.backend, case).compute(q, k, v, mask, self.dropout)
         return out.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, n * d]
-
-    def _case(self, q: Tensor, k: Tensor, mask: Mask) -> AttentionCase:
-        return AttentionCase(
-            dtype=q.dtype,
-            device=q.device.type,
-            heads=q.shape[1],
-            groups=k.shape[1],
-            width=q.shape[3],
-            queries=q.shape[2],
-            keys=k.shape[2],
-            mask=mask,
-            dropout=self.dropout.probability if self.training else 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,20 +99,18 @@ def attention_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents,
 # ---------------------------------------------------------------- the table
 
 
-@dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(NamedTuple):
     """The work that a kernel is asked for in one forward."""
 
-    dtype: torch.dtype
-    device: str  # torch.device.type
-    heads: int  # of the queries
-    groups: int  # key/value heads
-    width: int  # of a head
-    queries: int
-    keys: int  # as many as queries, unless a cache holds those of earlier tokens
+    q: Tensor  # [b, n, s, d]
+    k: Tensor  # [b, groups, s, d], longer than q where a cache holds earlier tokens
     mask: Mask
     dropout: float  # 0 in evaluation
-    deterministic: bool  # torch.use_deterministic_algorithms
+
+    def __str__(self) -> str:
+        kind = "causal" if self.mask is None else "documents" if isinstance(self.mask, Documents) else "a mask"
+        sizes = f"queries {tuple(self.q.shape)}, keys {tuple(self.k.shape)}"
+        return f"{self.q.dtype} on {self.q.device.type}, {sizes}, {kind}, dropout {self.dropout}"
 
 
 @dataclass(frozen=True)

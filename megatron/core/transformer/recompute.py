@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.grid import Axis
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel.in_parts import InParts, keep_copy
+from megatron.core.tensor_parallel.saved import SavedActivation, keep_copy
 from megatron.core.tiers.activations import Keep
 
 
@@ -29,11 +29,9 @@ def recomputed(
     if not torch.is_grad_enabled():
         return run(*inputs)
     samples = keys.samples
-    take = None
-    if parts_over is not None and parts_over.size == 1:
-        parts_over = None
-    if parts_over is not None or keep is not None:
-        take, inputs = InParts(inputs[0], parts_over, keep or keep_copy).take, inputs[1:]
+    axis, take = parts_over if parts_over is not None and parts_over.size > 1 else None, None
+    if axis is not None or keep is not None:
+        take, inputs = SavedActivation(inputs[0], axis, keep or keep_copy).take, inputs[1:]
 
     def run_as_before(*again: Any) -> Tensor:
         with keys.naming(samples):

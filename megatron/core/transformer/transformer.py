@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.tiers.activations import StageActivations
 from megatron.core.transformer.context import LayerContext, MakePart
+from megatron.core.transformer.kernels import Mask
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
@@ -47,7 +49,7 @@ class ParallelTransformer(nn.Module):
         self.layers = nn.ModuleDict({str(layer): make_layer(config, layer, context) for layer in layers})
         self.final_layernorm = make_norm(config, context) if post_process else None
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
         config, angles, length = self.config, None, x.shape[0] * self.sequence_ranks
         if cache is not None:
             if self.sequence_ranks > 1:
@@ -58,8 +60,8 @@ class ParallelTransformer(nn.Module):
         if config.position_embedding_type == "rope":
             positions = torch.arange(length, device=x.device)[:, None] if cache is None else cache.positions(length).t()
             angles = rotary_angles(positions, config.rotary_width, config.rotary_base, like=x)
-        for first, recompute, layers in self._groups():
-            x = self._run_group(first, recompute, layers, x, mask, angles, cache)
+        for group in self._groups():
+            x = self._run_group(group, x, mask, angles, cache)
         if torch.is_grad_enabled():
             self.activations.end(x)
         if cache is not None:
@@ -67,45 +69,44 @@ class ParallelTransformer(nn.Module):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def _run_group(
-        self,
-        first: int,
-        recompute: bool,
-        layers: Sequence[nn.Module],
-        x: Tensor,
-        mask: Tensor | None,
-        angles: Tensor | None,
-        cache: KeyValueCache | None,
+        self, group: "LayerGroup", x: Tensor, mask: Mask, angles: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
-        run, elsewhere = partial(_run_layers, layers, cache), self.activations
-        if not torch.is_grad_enabled():
-            return run(x, mask, angles)
-        if recompute:
-            return recomputed(run, self.keys, x, mask, angles, parts_over=self.parts_over, keep=elsewhere.keeper(first))
-        if first >= elsewhere.offloaded:
+        run, kept, first = partial(_run_layers, group.layers, cache), self.activations, group.first
+        if torch.is_grad_enabled() and group.recompute:
+            return recomputed(run, self.keys, x, mask, angles, parts_over=self.parts_over, keep=kept.keeper(first))
+        if not torch.is_grad_enabled() or first >= kept.offloaded:
             return run(x, mask, angles)
         masks = mask if isinstance(mask, Tensor) else None
-        with elsewhere.saving(first, x, (masks, angles, *(p for layer in layers for p in layer.parameters()))):
+        with kept.saving(first, x, (masks, angles, *(p for layer in group.layers for p in layer.parameters()))):
             return run(x, mask, angles)
 
-    def _groups(self) -> list[tuple[int, bool, Sequence[nn.Module]]]:
-        """The layers in order, in groups: (the first's place in the stage, whether the backward computes the group again, its layers)."""
+    def _groups(self) -> "list[LayerGroup]":
+        """The layers in order, in groups that are computed again, or offloaded, as one."""
         layers, config = list(self.layers.values()), self.config
         size = config.recompute_num_layers or 1
         if config.recompute_granularity == "full" and config.recompute_method == "uniform":
-            return [(i, True, layers[i : i + size]) for i in range(0, len(layers), size)]
+            return [LayerGroup(i, True, layers[i : i + size]) for i in range(0, len(layers), size)]
         again = size if config.recompute_granularity == "full" else 0
         alone = max(again, config.cpu_offloading_num_layers)  # each of these leaves, and comes back, by itself
-        groups = [(i, i < again, [layer]) for i, layer in enumerate(layers[:alone])]
-        return [*groups, (alone, False, layers[alone:])] if layers[alone:] else groups
+        groups = [LayerGroup(i, i < again, [layer]) for i, layer in enumerate(layers[:alone])]
+        return [*groups, LayerGroup(alone, False, layers[alone:])] if layers[alone:] else groups
 
     def reserve(self, microbatches: int) -> None:
         """So many will wait for their backwards at once: of what the layers keep in slots, there is room for that and no more."""
-        groups = sum(again and first >= self.activations.offloaded for first, again, _ in self._groups())
+        groups = sum(group.recompute and group.first >= self.activations.offloaded for group in self._groups())
         self.activations.slots.reserve(groups * microbatches)
 
 
+class LayerGroup(NamedTuple):
+    """Layers that follow one another."""
+
+    first: int  # its place in the stage
+    recompute: bool  # the backward computes the group again
+    layers: Sequence[nn.Module]
+
+
 def _run_layers(
-    layers: Sequence[nn.Module], cache: KeyValueCache | None, x: Tensor, mask: Tensor | None, angles: Tensor | None
+    layers: Sequence[nn.Module], cache: KeyValueCache | None, x: Tensor, mask: Mask, angles: Tensor | None
 ) -> Tensor:
     more = () if cache is None else (cache,)  # a fork's layer that only trains need not know of it
     for layer in layers:

@@ -1,4 +1,4 @@
-"""What is needed again later: kept in parts where several ranks hold copies, or elsewhere."""
+"""Saved activations: sharded over the ranks that hold copies, or offloaded."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ def keep_copy(x: Tensor) -> Callable[[], Tensor]:
     return lambda: copied
 
 
-class InParts:
-    """A tensor for one use as it is, and for others, later, from the parts that the ranks of the axis keep. All ask in one order.
+class SavedActivation:
+    """A tensor that is used once as it is, and later from the shards that the ranks of the axis keep.
 
-    axis: None where each rank keeps the whole. keep: where to.
+    axis: None if each rank keeps the whole. keep: stores the shard. Every rank of the axis must take its activations in the same order.
     """
 
     def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = keep_copy):
