@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from megatron.core.config import ConfigError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
+_NUMBER = r"\d+(?:\.\d+)?[KMBT]?"
+_ENTRY = re.compile(f"({_NUMBER}):({_NUMBER})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,9 @@ def size_table(text: str, seq_length: int) -> BatchSizes:
     """
     rows, given = [], f"--step-batch-size-schedule {text!r}"
     for entry in text.replace(",", " ").split():
-        tokens, colon, size = entry.partition(":")
-        if not (colon and _NUMBER.fullmatch(tokens) and _NUMBER.fullmatch(size)):
+        if (found := _ENTRY.fullmatch(entry)) is None:
             raise ConfigError(f"{given}: {entry!r} is not TOKENS:SIZE, such as 250B:1536 (suffixes K, M, B, T)")
-        rows.append((_number(tokens) // seq_length, _number(size)))
+        rows.append((_number(found[1]) // seq_length, _number(found[2])))
     rows.sort()
     firsts = [first for first, _ in rows]
     if not rows or firsts[0] != 0:
@@ -122,5 +122,5 @@ def size_table(text: str, seq_length: int) -> BatchSizes:
 
 
 def _number(text: str) -> int:
-    value, suffix = _NUMBER.fullmatch(text).groups()
-    return int(float(value) * _SUFFIXES[suffix.upper()])
+    value = text.rstrip("KMBTkmbt")
+    return int(float(value) * _SUFFIXES[text[len(value) :].upper()])

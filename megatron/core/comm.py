@@ -115,8 +115,8 @@ class LostPeerError(PeerError):
 def as_peer_error() -> Iterator[None]:
     """A call that torch.distributed gives up has lost the rank at the other end, whose own error is the one to read.
 
-    Not so what this rank's device has to say, which comes up at whatever call is next: no memory, a kernel that failed, two ranks on
-    one device. NCCL has a name of its own for the end of another rank.
+    An error of this rank's own device stays what it is, though it comes up at whatever call is next: no memory, a kernel that
+    failed, two ranks on one device. NCCL has a name of its own for the end of another rank.
     """
     try:
         yield
@@ -171,14 +171,15 @@ def _wait_for(work: dist.Work) -> None:
 class StoreGroup:
     """A few numbers in memory of the host, agreed on through the job's store: what a group can do before its ranks have devices.
 
-    The first rank reads the numbers of all, so that a job of n ranks makes 3 n requests. All groups of a process count their calls
-    together: ranks must make them in one order.
+    The first rank reads the numbers of all, so that a job of n ranks makes 3 n requests. All groups of a process count their
+    calls together: ranks must make them in one order.
     """
 
     _calls = itertools.count()
 
     def __init__(self, store: dist.Store, rank: int, size: int):
-        self._store, self._rank, self._size = store, rank, size
+        self._store = store
+        self._rank, self._size = rank, size
 
     def all_reduce(self, x: Tensor, op: str) -> Pending[Any]:
         key = self._put(x)
@@ -371,7 +372,7 @@ def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") 
 
 
 def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
-    """Wait until every rank of the axis is here. The host waits too: of a call on an accelerator `wait` holds up the device only."""
+    """Wait until every rank of the axis is here. The host waits too, and not the device alone as in `wait`."""
     all_reduce(torch.zeros(1, dtype=torch.int64, device=device), axis).item()
 
 

@@ -121,7 +121,7 @@ NotNegative = Annotated[float, "[0, inf)"]
 BelowOne = Annotated[float, "[0, 1)"]
 Share = Annotated[float, "[0, 1]"]
 
-_INTERVAL = re.compile(r"([\[(])(\S+), (\S+)([\])])")
+_INTERVAL = re.compile(r"[\[(](?P<low>\S+), (?P<high>\S+)[\])]")
 _annotations_of = cache(partial(typing.get_type_hints, include_extras=True))
 
 
@@ -143,17 +143,18 @@ def out_of_range(config: Any) -> Iterator[str]:
         interval = interval_of(type(config), field)
         if interval is None or value is None:
             continue
-        opening, low, high, closing = _INTERVAL.fullmatch(interval).groups()
-        above = _bound(low) < value or (opening == "[" and value == _bound(low))
-        below = value < _bound(high) or (closing == "]" and value == _bound(high))
+        ends = _INTERVAL.fullmatch(interval)
+        low, high = _bound(ends["low"]), _bound(ends["high"])
+        above = low < value or (interval[0] == "[" and value == low)
+        below = value < high or (interval[-1] == "]" and value == high)
         if not (above and below):
             yield f"{flags_of(field)[0]} is {value}; it must {_IN_WORDS.get(interval, f'be in {interval}')}"
 
 
 def _bound(text: str) -> float:
     """The number that an interval ends at: 0, inf, 2^32."""
-    base, _, power = text.partition("^")
-    return float(base) ** float(power or 1)
+    base, *power = text.split("^")
+    return float(base) ** float(*power or [1])
 
 
 # ---------------------------------------------------------------- reading values

@@ -26,12 +26,13 @@ class DeviceConfig(FlagConfig):
     )
     distributed_timeout_minutes: Count = knob(
         10,
-        "minutes that ranks wait at the start for those that have not come, and after which a collective that never completes is an error",
+        "minutes that ranks wait at the start for those that have not come, and after which a collective that never completes "
+        "is an error",
     )
     empty_unused_memory_level: Literal[0, 1, 2] = knob(
         0,
-        "give memory that tensors have given back to others than the next tensors, which costs time: 1 after the backwards of a step, 2 "
-        "after its update too; on a CPU whenever a block is given back, 1 of a megabyte, 2 of 128 KiB",
+        "give memory that tensors have given back to others than the next tensors, which costs time: 1 after the backwards "
+        "of a step, 2 after its update too; on a CPU whenever a block is given back, 1 of a megabyte, 2 of 128 KiB",
     )
     check_memory: bool = knob(
         True,
@@ -46,7 +47,7 @@ class DeviceConfig(FlagConfig):
 class Device:
     """One computing device: its torch name, the back end that connects several, memory numbers.
 
-    Of those in sight rank k of a machine takes number k; one alone is its own, as launchers show each process one.
+    Local rank k uses visible device k. If only one device is visible, the launcher has already chosen it.
     """
 
     def __init__(self, name: str = "cpu", local_rank: int = 0):
@@ -69,36 +70,41 @@ class Device:
         return cls(name, local_rank)
 
     def check_number(self, processes: int) -> None:
-        """Raise ConfigError where so many processes of this machine see fewer devices. One in sight may be another one for each."""
+        """Raise ConfigError where this many processes of a machine see fewer devices. One visible device may differ by
+        process."""
         count = processes if self.module is None else self.module.device_count()
         if processes > count > 1:
             raise ConfigError(
-                f"{processes} processes on this machine see {count} devices (--device {self.name}); start at most {count}, or let them share "
-                "devices with --distributed-backend gloo"
+                f"{processes} processes on this machine see {count} devices (--device {self.name}); start at most {count}, "
+                "or let them share devices with --distributed-backend gloo"
             )
 
     @property
     def identity(self) -> str | None:
         """What no other device of any machine is called; None where the maker gives no such name."""
-        number = getattr(self.module.get_device_properties(self.torch_device), "uuid", None) if self.module else None
+        number = self._property("uuid")
         return None if number is None else f"{socket.gethostname()} {number}"
 
     @property
     def memory_bytes(self) -> int | None:
         """All memory that the device has of its own; None where it is the host's, or not said."""
+        return self._property("total_memory")
+
+    def _property(self, name: str) -> Any:
+        """One of torch's properties of an accelerator; None where it has no such."""
         return (
-            getattr(self.module.get_device_properties(self.torch_device), "total_memory", None) if self.module else None
+            None if self.module is None else getattr(self.module.get_device_properties(self.torch_device), name, None)
         )
 
     def prepare(self, *, bf16: bool, empty_level: int = 0) -> None:
-        """Make the process ready for a training run. For whoever decides about the whole process.
+        """Make the process ready for a training run; it changes settings of the whole process.
 
-        Of an accelerator, whose large pinned memory is then as large as it has to be. Of a CPU:
-        empty_level: as `DeviceConfig.empty_unused_memory_level`, which a C library can only be told once.
-        With `bf16` float32 matrix products are rounded to bfloat16 factors from here on, where the CPU has instructions for that. The
-        float32 factors in a --bf16 run are widened bfloat16, those of weight gradients and of `products.py`: every product is exact,
-        summed in float32, and takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`). Only attention that is taken
-        in float32 has others, its probabilities, which are rounded then as they are without.
+        An accelerator's large pinned memory is not rounded up. On a CPU, empty_level is
+        `DeviceConfig.empty_unused_memory_level`, which a C library can only be told once, and with `bf16` the factors of
+        float32 matrix products are rounded to bfloat16 from here on, where the CPU has instructions for that. In a --bf16 run
+        these factors are widened bfloat16 (weight gradients, `products.py`): every product is exact, summed in float32, and
+        takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`). Only attention in float32 has others, its
+        probabilities, which are rounded to bfloat16 without this too.
         """
         if self.name != "cpu":
             round_no_large_pinned_memory()
@@ -117,7 +123,8 @@ class Device:
             self.module.synchronize()
 
     def empty_unused(self) -> None:
-        """Give back what torch keeps of an accelerator's memory. A CPU's C library does so by itself, or not at all (`prepare`)."""
+        """Give back what torch keeps of an accelerator's memory. A CPU's C library does so by itself, or not at all
+        (`prepare`)."""
         if self.module is not None:
             self.module.empty_cache()
 
@@ -156,7 +163,8 @@ class Device:
         record = getattr(getattr(self.module, "memory", None), "_record_memory_history", None)
         if record is None:
             raise ConfigError(
-                f"--record-memory-history is about an accelerator's allocator, and {self.name} keeps no such record; leave it out"
+                f"--record-memory-history is about an accelerator's allocator, and {self.name} keeps no such record; leave "
+                "it out"
             )
         record()
 
@@ -191,8 +199,9 @@ _ROUNDS_UP_TO = "pinned_max_round_threshold_mb"
 
 
 def round_no_large_pinned_memory() -> None:
-    """Let pinned memory of more than 16 MB be as large as asked for, where torch knows how (PyTorch pull request 171662): else it is
-    rounded up to a power of two, and 5 GB of moments take 8. What the user has said of it holds."""
+    """Let pinned memory of more than 16 MB be as large as asked for, where torch knows how (PyTorch pull request 171662).
+
+    Else it is rounded up to a power of two, and 5 GB of moments take 8. A threshold that the user has set stays."""
     try:
         settings = torch._C._accelerator_getAllocatorSettings()
         if _ROUNDS_UP_TO not in settings:
@@ -202,10 +211,11 @@ def round_no_large_pinned_memory() -> None:
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`x` on the device. The host does not wait: from its memory an accelerator fetches it itself, behind what it was asked for before.
+    """`x` on the device. The host does not wait: an accelerator copies from the host's memory by itself, after the work queued
+    before.
 
-    A plain copy would wait until all of that is done, and then the device for the host. `x` may be dropped at once, and changed too
-    unless it is pinned: then when the host has next waited for the device.
+    A plain copy would wait until all of that is done, and then the device for the host. `x` may be dropped at once, and changed
+    too unless it is pinned: then when the host has next waited for the device.
     """
     if x.device.type != "cpu" or torch.device(device).type == "cpu":
         return x.to(device)
@@ -238,7 +248,7 @@ _KEPT_BELOW = (2**31 - 1, 1 << 20, 1 << 17)  # bytes from which on a freed block
 
 
 def set_malloc(threshold: int) -> None:
-    """Let the C library keep the memory that tensors smaller than this give back, for the next ones. A no-op but with glibc on Linux.
+    """Let the C library keep the memory of tensors smaller than this for the next ones. A no-op unless with glibc on Linux.
 
     By default it returns each large block to the system at once, and the next tensor of that size gets pages that have to be
     faulted in and zeroed again: a quarter of the processor time of a step (2 layers of 512, 1024 tokens). What it keeps lies in

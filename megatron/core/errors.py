@@ -24,12 +24,12 @@ def write_error_file(text: str, *, follows: bool = False) -> None:
 
 
 def sequence_parallel_hint(given: int, expected: int) -> str:
-    """What to change where hidden states are `given` tokens long instead of `expected`, if one is a multiple of the other, as it is
-    where a model forgets that sequence parallelism divides them; else nothing."""
+    """What to change where hidden states are `given` tokens long instead of `expected`, if one is a multiple of the other, as
+    it is where a model forgets that sequence parallelism divides them; else nothing."""
     if given > expected and given % expected == 0:
         return (
-            f"; that is {given // expected} times as long: under --sequence-parallel each tensor-parallel rank holds its part of the "
-            "sequence between the layers, so scatter it once, after the embedding (scatter_to_sequence_parallel_region of "
+            f"; that is {given // expected} times as long: under --sequence-parallel each tensor-parallel rank holds its part of "
+            "the sequence between the layers, so scatter it once, after the embedding (scatter_to_sequence_parallel_region of "
             "megatron.core.tensor_parallel, or its VocabParallelEmbedding with reduce_scatter_embeddings=True), or leave out "
             "--sequence-parallel"
         )

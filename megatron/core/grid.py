@@ -83,16 +83,16 @@ class AxisSizes:
         dense     pp, dp, cp, tp      what every token passes through: attention, norms, embeddings, losses
         expert    pp, edp, ep, etp    experts: one is cut over etp, different ones lie on ep, copies of them on edp
 
-    A pipeline stage is the same ranks in both; inside it experts are laid out by themselves, since the tokens travel to them anyway
-    (arXiv:2504.14960). With tp 2, dp 4 and ep 4, etp 1, hence edp 2:
+    A pipeline stage is the same ranks in both; inside it experts are laid out by themselves, since the tokens travel to them
+    anyway (arXiv:2504.14960). With tp 2, dp 4 and ep 4, etp 1, hence edp 2:
 
         rank             0    1    2    3    4    5    6    7
         (dp, tp)         0,0  0,1  1,0  1,1  2,0  2,1  3,0  3,1
         (edp, ep, etp)   000  010  020  030  100  110  120  130
 
     order: Megatron's, whose leftmost axis varies fastest; etp stands at "tp" and edp at "dp". It may leave out axes of one rank.
-    replicas: dp and edp are each an axis "_outer" of so many groups around an axis "_inner" of neighbours, which may share one copy
-    of sharded state.
+    replicas: dp and edp are each an axis "_outer" of so many groups around an axis "_inner" of neighbours, which may share one
+    copy of sharded state.
     """
 
     tp: int = 1
@@ -130,15 +130,16 @@ class AxisSizes:
         names = f"expert-tensor-parallel-size ({etp}) x expert-model-parallel-size ({self.ep})"
         if stage % (etp * self.ep * self.replicas):
             raise ConfigError(
-                f"the {stage} ranks of a pipeline stage are not a multiple of {etp * self.ep * self.replicas} = {names} x optimizer "
-                f"instances ({self.replicas}); change the sizes"
+                f"the {stage} ranks of a pipeline stage are not a multiple of {etp * self.ep * self.replicas} = {names} x "
+                f"optimizer instances ({self.replicas}); change the sizes"
             )
         edp = stage // (etp * self.ep)
         grid = self._grid({"tp": ("etp", etp), "ep": ("ep", self.ep), "dp": ("edp", edp), "pp": ("pp", self.pp)})
         if set(grid.groups("pp")) != set(self.dense().groups("pp")):
             raise ConfigError(
-                f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) where pp varies faster than "
-                f"dp (order {self.order}): else a stage's experts would lie on other ranks than the stage; leave out --use-tp-pp-dp-mapping"
+                f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) where pp varies "
+                f"faster than dp (order {self.order}): else a stage's experts would lie on other ranks than the stage; leave out "
+                "--use-tp-pp-dp-mapping"
             )
         return grid
 

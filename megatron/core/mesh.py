@@ -25,6 +25,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
@@ -86,7 +87,9 @@ class Mesh(Mapping[str, Axis]):
     ) -> GradAxes:
         """Those of placements with this `reduce_over`. shards: whether state is divided among the ranks of the inner axis;
         divides_outer: over the outer one too."""
-        reduce, outer, inner, model = (self[name] for name in _GRADS[reduce_over])
+        names = _GRADS[reduce_over]
+        reduce, model = self[names.reduce], self[names.model]
+        outer, inner = self[names.outer], self[names.inner]
         if not shards or (inner.size == 1 and not divides_outer):
             return GradAxes(reduce, ALONE, reduce, ALONE, model)
         return GradAxes(reduce, inner, *((ALONE, outer) if divides_outer else (outer, ALONE)), model)
@@ -124,10 +127,18 @@ _EXPERT: dict[str, tuple[str, ...]] = {
     "emp": ("pp", "ep", "etp"),
 }
 _OWN_COMMUNICATOR = ("pp_forward", "pp_backward")
-# A placement's `reduce_over` -> the axes that span it, its outer part, its inner part, and one copy of such parameters.
-_GRADS = {
-    DATA_PARALLEL: ("dp_cp", "dp_outer", "dp_inner_cp", "mp"),
-    EXPERT_DATA_PARALLEL: ("edp", "edp_outer", "edp_inner", "emp"),
+
+
+class _GradNames(NamedTuple):
+    reduce: str  # spans `outer` and `inner`
+    outer: str
+    inner: str
+    model: str
+
+
+_GRADS = {  # by a placement's `reduce_over`
+    DATA_PARALLEL: _GradNames("dp_cp", "dp_outer", "dp_inner_cp", "mp"),
+    EXPERT_DATA_PARALLEL: _GradNames("edp", "edp_outer", "edp_inner", "emp"),
 }
 
 MakeGroup = Callable[[str, tuple[int, ...]], Group]

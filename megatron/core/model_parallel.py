@@ -47,8 +47,8 @@ def initialize_model_parallel(
 
     stages: where the stages of the model run; in a loop of virtual_pipeline_model_parallel_size chunks unless given.
     get_embedding_ranks(ranks of a pipeline) -> those of them that share the word table, if not the first and the last;
-    get_position_embedding_ranks likewise, if not the first. `of_back_ends`: Megatron's settings of communicators (use_sharp, ...);
-    those that ask for nothing are passed over, others raise ConfigError.
+    get_position_embedding_ranks likewise, if not the first. `of_back_ends`: Megatron's settings of communicators (use_sharp,
+    ...); those that ask for nothing are passed over, others raise ConfigError.
     """
     if mesh_of_process() is not None:
         raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")

@@ -53,7 +53,7 @@ class ParallelConfig(FlagConfig):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def sizes(self, world_size: int, replicas: int = 1) -> AxisSizes:
-        """Of a job of so many ranks. replicas: --num-distributed-optimizer-instances. Raises ConfigError where they do not fit."""
+        """The axes of a job. replicas: --num-distributed-optimizer-instances. Raises ConfigError where they do not fit."""
         return sizes_for(
             world_size,
             tensor=self.tensor_model_parallel_size,

@@ -1,7 +1,7 @@
 """The process-group registry as Megatron's scripts know it (`mpu`): accessors over the `Mesh` of this process, a line each.
 
-What they look at is made in `job/processes.py` (the processes) and `model_parallel.py` (the mesh), whose functions scripts call by way of
-this module. Code below the composition root never comes here: it is handed the `Axis` objects that it uses.
+What they look at is made in `job/processes.py` (the processes) and `model_parallel.py` (the mesh), whose functions scripts call
+by way of this module. Code below the composition root never comes here: it is handed the `Axis` objects that it uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,15 +131,15 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
         here.mesh.stages = loop(here.mesh["pp"].size, world_size or 1)
 
 
-# Megatron's tools set ranks and sizes to build the part of another process. Here layers are made by their axis, and some would hear
-# of it and others not; so what is the case may be said, and None ends the pretence, as there.
+# Megatron's tools set ranks and sizes to build the part of another process. Here layers are made by their axis, and some would
+# hear of it and others not; so what is the case may be said, and None ends the pretence, as there.
 def _say_again(setter: str, get: Callable[[], int]) -> Callable[[int | None], None]:
     def say(value: int | None) -> None:
         if value not in (None, get()):
             raise ConfigError(
-                f"{setter}({value}): it is {get()}, and a process cannot pretend to be another; start as many as the layout has, with "
-                "--tensor-model-parallel-size and --pipeline-model-parallel-size. Checkpoints load into any layout, so none has to be "
-                "pretended for their sake"
+                f"{setter}({value}): it is {get()}, and a process cannot pretend to be another; start as many as the layout has, "
+                "with --tensor-model-parallel-size and --pipeline-model-parallel-size. Checkpoints load into any layout, so none "
+                "has to be pretended for their sake"
             )
 
     return say

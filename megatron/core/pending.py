@@ -1,4 +1,4 @@
-"""What has been started and is not done yet: a collective, a transfer between stages, a read, a write, a copy. No torch in this file."""
+"""What has been started and is not done yet: a collective, a transfer between stages, a read, a write, a copy. Without torch."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar

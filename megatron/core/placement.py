@@ -127,7 +127,7 @@ def _listed(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Ro
 
 
 def _part_of(axes: list[Axis]) -> tuple[int, int]:
-    """(which part, of how many) of a dimension is this rank's, the first axis dividing the whole, the next each of those parts."""
+    """(which part, of how many) of a dimension is this rank's; the first axis divides the whole, the next each of those parts."""
     part, parts = 0, 1
     for axis in axes:
         part, parts = part * axis.size + axis.rank, parts * axis.size
@@ -141,7 +141,8 @@ def _divide(pair: tuple[Box, Box], dim: int, part: int, parts: int, blocks: tupl
     """
     box, local = pair
     extent = local[dim][1]
-    result, block_start, local_start = [], 0, 0
+    result, block_start = [], 0
+    local_start = 0
     for block in blocks or (extent * parts,):
         size = block // parts
         start = block_start + part * size

@@ -1,7 +1,8 @@
 """Matrix products of half-precision factors on a CPU: by its own instructions, or of factors widened to float32 and rounded once.
 
 Many CPUs have no instructions for bfloat16, and few have any for float16. torch multiplies such matrices there all the same, by
-conversions inside its kernels or element by element. Milliseconds of one core, 1024 tokens, 512 -> 2048 features (torch 2.13, Zen 5):
+conversions inside its kernels or element by element. Milliseconds of one core, 1024 tokens, 512 -> 2048 features (torch
+2.13, Zen 5):
 
                                         forward      input's gradient    attention of 2 x 512 tokens, both directions
     bfloat16, its own instructions      4.7          4.7                 40
@@ -10,8 +11,8 @@ conversions inside its kernels or element by element. Milliseconds of one core, 
     float16                             94           1630                338
     float32, which has no such gap      10 to 22     10 to 22            44
 
-Which way is faster is found by trying both (`settle`), once for all ranks of a job, by the times of the slowest: the ways differ in
-the last bits, so the choice is a part of a run as its precision is, and goes on with it.
+Which way is faster is found by trying both (`settle`), once for all ranks of a job, by the times of the slowest: the ways
+differ in the last bits, so the choice is a part of a run as its precision is, and goes on with it.
 """
 
 import time
@@ -140,15 +141,15 @@ def _listed(of: Mapping[str, str]) -> str:
 def measure(dtype: torch.dtype) -> dict[str, dict[Way, float]]:
     """Processor time of each kind of product, each way, in one thread: the best of a few runs.
 
-    By the clock, whoever else uses this CPU would decide. In several threads the one that waits for the others spins, which counts as
-    work: two processes that measured at once on two cores chose a way that took 37 times as long.
+    By the clock, whoever else uses this CPU would decide. In several threads the one that waits for the others spins, which
+    counts as work: two processes that measured at once on two cores chose a way that took 37 times as long.
     """
     x, weight = torch.ones((_ROWS, _WIDTH), dtype=dtype), torch.ones((_WIDTH, _WIDTH), dtype=dtype)
     heads = [torch.ones((1, 2, _ROWS, 64), dtype=dtype, requires_grad=True) for _ in range(3)]
 
     def attention(way: Way) -> None:
-        q, k, v = (x.float() for x in heads) if way == "widened" else heads
-        functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        given = [x.float() for x in heads] if way == "widened" else heads
+        functional.scaled_dot_product_attention(*given, is_causal=True).sum().backward()
 
     runs = {
         "forward": lambda way: times_transposed(x, weight, way),
@@ -182,7 +183,7 @@ def _best_of(run: Callable[[Way], None]) -> dict[Way, float]:
 
 
 def choose(seconds: Mapping[str, Mapping[Way, float]]) -> Products:
-    """Those products widened that are clearly faster so: where both ways take about as long, two runs must not differ by chance."""
+    """Products are widened where that is clearly faster: where both ways take about as long, runs must not differ by chance."""
     return Products(
         **{kind: "widened" if of["native"] > _CLEARLY * of["widened"] else "native" for kind, of in seconds.items()}
     )

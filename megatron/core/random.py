@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
-from megatron.core.grid import Axis
+from megatron.core.grid import ALONE, Axis
 from megatron.core.placement import Constant, Normal, pieces
 
 TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 us
@@ -57,15 +57,16 @@ def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Ma
 
 
 def seed_of_next_parameter() -> int:
-    """From torch's generator, which every rank of a model must have seeded alike: one number, whatever the parameter's size and part."""
+    """From torch's generator, which every rank of a model must have seeded alike: one number, whatever the parameter is."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """The global float32 tensor as a function fills it, which works in place (`torch.nn.init.xavier_normal_`) or returns another tensor.
+    """The global float32 tensor as a function fills it: in place, as `torch.nn.init.xavier_normal_`, or by returning another
+    tensor.
 
-    On the CPU, whole on every rank, since nobody knows what it makes of a part: t ranks take the time and, for a moment, the memory of t.
-    What it draws comes from torch's generator, which is seeded for it and put back.
+    It is made on the CPU, whole on every rank, since nobody knows what the function makes of a part: t ranks take the time and,
+    for a moment, the memory of t. The function draws from torch's generator, which is seeded for it and put back.
     """
     values, generator = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu"), torch.default_generator
     state = generator.get_state()
@@ -79,8 +80,9 @@ def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, n
         values = returned.detach().cpu()
     if bool(values.isnan().any()):
         raise ValueError(
-            f"init_method {getattr(init, '__name__', init)!r} leaves {int(values.isnan().sum())} of {values.numel()} elements of a tensor of "
-            f"shape {shape} without a value; it must set them all in place, as torch.nn.init.xavier_normal_ does, or return a tensor of that shape"
+            f"init_method {getattr(init, '__name__', init)!r} leaves {int(values.isnan().sum())} of {values.numel()} elements "
+            f"of a tensor of shape {shape} without a value; it must set them all in place, as torch.nn.init.xavier_normal_ does, "
+            "or return a tensor of that shape"
         )
     return values
 
@@ -147,20 +149,19 @@ class HiddenDropout(nn.Module):
 
     def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, sequence_axis: Axis | None):
         super().__init__()
-        self.probability, self.keys, self.site, self.layer = probability, keys, site, layer
+        self.probability, self.keys = probability, keys
+        self.site, self.layer = site, layer
         self.sequence_axis = sequence_axis
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0:
             return x
-        s, b, h = x.shape
-        full, mine = s, slice(0, s)
-        if self.sequence_axis is not None:
-            full = s * self.sequence_axis.size
-            mine = comm.my_part(full, self.sequence_axis)
+        axis = self.sequence_axis or ALONE
+        shape = (x.shape[0] * axis.size, x.shape[2])
+        mine = comm.my_part(shape[0], axis)
         keep = [
-            keep_mask((full, h), self.probability, self.keys.of(row, self.site, self.layer), x.device)[mine]
-            for row in range(b)
+            keep_mask(shape, self.probability, self.keys.of(row, self.site, self.layer), x.device)[mine]
+            for row in range(x.shape[1])
         ]
         return x * torch.stack(keep, dim=1) / (1 - self.probability)  # [s, b, h]
 
@@ -170,20 +171,16 @@ class AttentionDropout(nn.Module):
 
     def __init__(self, probability: float, keys: DropoutKeys, layer: int, first_head: int):
         super().__init__()
-        self.probability, self.keys, self.layer, self.first_head = probability, keys, layer, first_head
+        self.probability, self.keys = probability, keys
+        self.layer, self.first_head = layer, first_head
 
     def forward(self, probabilities: Tensor) -> Tensor:
         if not self.training or self.probability == 0:
             return probabilities
-        b, heads, queries, keys = probabilities.shape
-        keep = [
-            keep_mask(
-                (queries, keys),
-                self.probability,
-                self.keys.of(row, "attention", self.layer, self.first_head + head),
-                probabilities.device,
-            )
-            for row in range(b)
-            for head in range(heads)
+        rows, shape = probabilities.shape[:2], probabilities.shape[2:]
+        keys = [
+            self.keys.of(row, "attention", self.layer, self.first_head + head)
+            for row, head in product(*map(range, rows))
         ]
-        return probabilities * torch.stack(keep).view(b, heads, queries, keys) / (1 - self.probability)
+        keep = [keep_mask(shape, self.probability, key, probabilities.device) for key in keys]
+        return probabilities * torch.stack(keep).view_as(probabilities) / (1 - self.probability)
