@@ -97,11 +97,7 @@ class ZeroCase:
         tp, pp, v = self.layout
         settings = dict(STAGES[self.stage])
         if self.overlap:
-            settings |= {
-                "overlap_grad_reduce": True,
-                "ddp_bucket_size": BUCKET,
-                "overlap_param_gather": self.stage != "0",
-            }
+            settings |= dict(overlap_grad_reduce=True, ddp_bucket_size=BUCKET, overlap_param_gather=self.stage != "0")
         return Layout(
             tp=tp,
             pp=pp,

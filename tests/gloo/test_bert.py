@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import split
@@ -70,18 +71,7 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch):
     folder = [
         f"{tmp_path}/{word}" if word in ("vocab.txt", "data/docs_text_sentence") else word for word in split(one)[2:]
     ]
-    short = [
-        "--train-iters",
-        "4",
-        "--lr-warmup-iters",
-        "1",
-        "--eval-interval",
-        "0",
-        "--eval-iters",
-        "1",
-        "--log-interval",
-        "2",
-    ]
+    short = shlex.split("--train-iters 4 --lr-warmup-iters 1 --eval-interval 0 --eval-iters 1 --log-interval 2")
     done = pretrain([*folder, *short, "--device", "cpu"], script=PRETRAIN_BERT)
     assert [line.iteration for line in done.training] == [2, 4] and len(done.validation) == 1
     assert four.startswith("torchrun --nproc-per-node 4 pretrain_bert.py ")

@@ -7,6 +7,7 @@ where they win. docs/data_preparation.md is run by tests/pure/test_data_tools.py
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -79,14 +80,9 @@ def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
     texts = [f"Once upon a time there were {n} bears, and {n * n} honey pots. " * 5 for n in range(100)]
     (folder / "books.txt").write_text("\n\n".join(texts))
     readme = shown_in("README.md", but=("bash ",))
-    assert [command.split()[1] for command in readme] == [
-        "-c",
-        "tools/train_tokenizer.py",
-        "tools/preprocess_data.py",
-        "--nproc-per-node",
-        "tools/plot_run.py",
-        "tools/generate.py",
-    ]
+    assert [command.split()[1] for command in readme] == shlex.split(
+        "-c tools/train_tokenizer.py tools/preprocess_data.py --nproc-per-node tools/plot_run.py tools/generate.py"
+    )
     said = bash("\n".join([*readme, *shown_in("docs/generation.md")]), folder)
     assert "tp 2, pp 2, dp 1" in said and "validation loss at iteration 2 on validation set" in said
     assert (folder / "books.png").stat().st_size > 1000

@@ -76,13 +76,9 @@ def test_script_trains_under_the_older_launcher(name, tmp_path):
 @pytest.mark.parametrize("launcher", [None, LAUNCH], ids=["torchrun", "torch.distributed.launch"])
 def test_script_trains_on_two_nodes_started_apart(launcher, tmp_path):
     """The same command on each, with its own number; the two meet over this machine's loopback."""
-    variables = {
-        "NNODES": "2",
-        "GPUS_PER_NODE": "1",
-        "TENSOR_MP_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    variables = dict(
+        NNODES="2", GPUS_PER_NODE="1", TENSOR_MP_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
     variables |= {"LAUNCHER": launcher} if launcher else {}
     command = [str(EXAMPLES / "pretrain_gpt_distributed_with_mp.sh"), *QUIET]
     with ThreadPoolExecutor() as nodes:

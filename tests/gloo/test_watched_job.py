@@ -2,24 +2,15 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 from conftest import GPT2, STEPS
 from processes import Layout, pretrain
 
-WATCHED = [
-    "--log-throughput",
-    "--log-params-norm",
-    "--log-num-zeros-in-grad",
-    "--log-progress",
-    "--timing-log-level",
-    "2",
-    "--timing-log-option",
-    "max",
-    "--barrier-with-level-1-timing",
-    "--inspect",
-    "3",
-]
+WATCHED = shlex.split(
+    "--log-throughput --log-params-norm --log-num-zeros-in-grad --log-progress --timing-log-level 2 --timing-log-option max --barrier-with-level-1-timing --inspect 3"
+)
 
 
 def test_a_job_is_watched_over_a_restart(tmp_path):

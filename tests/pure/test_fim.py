@@ -1,5 +1,6 @@
 """Fill in the middle: what is moved can be put back, and the choices for a sample depend on nothing but its number."""
 
+import shlex
 import types
 
 import numpy as np
@@ -166,12 +167,9 @@ def test_mistakes_say_what_to_change():
         FimConfig(fim_rate=2, fim_split_sample="x")
     with pytest.raises(ConfigError) as caught:
         fim(tokenizer=NullTokenizer(9), fim_prefix_token="3", fim_eod_token="none")
-    assert [problem.split()[0] for problem in caught.value.problems] == [
-        "--fim-middle-token",
-        "--fim-suffix-token",
-        "--fim-pad-token",
-        "--fim-eod-token",
-    ]
+    assert [problem.split()[0] for problem in caught.value.problems] == shlex.split(
+        "--fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token"
+    )
     ends = types.SimpleNamespace(vocab=NAMES, eod=EOD, tokenize=lambda text: [1, *map(ord, text), 2])
     with pytest.raises(ConfigError, match="a tokenizer that ends every text"):
         fim(tokenizer=ends)

@@ -69,12 +69,9 @@ def test_samples_are_the_documents_laid_end_to_end(data):
 
 def test_items_have_the_promised_arrays(data):
     item = build(data)[0][0]
-    assert {key: (str(value.dtype), value.shape) for key, value in item.items()} == {
-        "tokens": ("int64", (S,)),
-        "labels": ("int64", (S,)),
-        "loss_mask": ("float32", (S,)),
-        "position_ids": ("int64", (S,)),
-    }
+    assert {key: (str(value.dtype), value.shape) for key, value in item.items()} == dict(
+        tokens=("int64", (S,)), labels=("int64", (S,)), loss_mask=("float32", (S,)), position_ids=("int64", (S,))
+    )
     assert item["position_ids"].tolist() == list(range(S))
 
 

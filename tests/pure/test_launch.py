@@ -7,20 +7,10 @@ from said import tells
 from megatron.core.config import ConfigError
 from megatron.core.job.launch import Launch, discover, first_node, threads_per_rank
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "1234",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node0", MASTER_PORT="1234")
+OPEN_MPI = dict(
+    OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2"
+)
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SRUN = {
     "SLURM_JOB_ID": "77",
@@ -47,12 +37,7 @@ KNOWN = {
     "Open MPI on one machine": (OPEN_MPI, Launch("Open MPI", 1, 2, 1, 2, "127.0.0.1", 29500)),
     "Open MPI on two": (
         OPEN_MPI
-        | {
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-            "MASTER_ADDR": "a",
-            "MASTER_PORT": "9",
-        },
+        | dict(OMPI_COMM_WORLD_LOCAL_SIZE="1", OMPI_COMM_WORLD_LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="9"),
         Launch("Open MPI", 1, 2, 0, 1, "a", 9),
     ),
     "MPICH on one machine": (MPICH, Launch("PMI", 1, 2, 1, 2, "127.0.0.1", 29500)),

@@ -66,23 +66,11 @@ TABLE = [
         {300: 1, 325: 0.5 + 0.125**0.5, 350: 0.5, 375: 0.5 - 0.125**0.5, 400: 0},
     ),
     (
-        {
-            "lr": 1.0,
-            "min_lr": 0.2,
-            "lr_decay_style": "WSD",
-            "lr_wsd_decay_iters": 25,
-            "lr_wsd_decay_style": "minus_sqrt",
-        },
+        dict(lr=1.0, min_lr=0.2, lr_decay_style="WSD", lr_wsd_decay_iters=25, lr_wsd_decay_style="minus_sqrt"),
         {300: 1, 301: 0.92, 325: 0.6, 336: 0.52, 400: 0.2, 500: 0.2},
     ),
     (
-        {
-            "lr": 3.0,
-            "lr_decay_style": "WSD",
-            "lr_wsd_decay_iters": 100,
-            "lr_wsd_decay_style": "linear",
-            "lr_warmup_iters": 25,
-        },
+        dict(lr=3.0, lr_decay_style="WSD", lr_wsd_decay_iters=100, lr_wsd_decay_style="linear", lr_warmup_iters=25),
         {0: 0, 50: 1.5, 100: 3, 101: 3 * 299 / 400, 200: 1.5},
     ),  # it would have begun to fall with the run
 ]

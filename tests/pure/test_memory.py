@@ -31,18 +31,7 @@ def sizes_of(words: str) -> RunSizes:
 
 def layer(**more) -> LayerSizes:
     """GPT-2's layer in bfloat16 with dropout behind its blocks, small numbers."""
-    shape = {
-        "s": 16,
-        "b": 3,
-        "h": 32,
-        "heads": 4,
-        "kv_heads": 4,
-        "all_kv_heads": 4,
-        "d": 8,
-        "f": 128,
-        "words": 64,
-        "positions": 16,
-    }
+    shape = dict(s=16, b=3, h=32, heads=4, kv_heads=4, all_kv_heads=4, d=8, f=128, words=64, positions=16)
     return LayerSizes(**shape | {"hidden_dropout": True, "param_bytes": 2, "residual_bytes": 2} | more)
 
 

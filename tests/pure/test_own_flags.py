@@ -71,14 +71,7 @@ def winged(parser):
 
 def test_a_scripts_flags_are_shown_with_their_defaults_and_kept_as_json():
     config, args, _ = parse_args(["--wings=4", "--my-rate=0.5", "--my-lr=2", "--table=c"], winged, {"my_name": "x"})
-    expected = {
-        "feathers": ["down"],
-        "my_rate": 0.5,
-        "my_name": "x",
-        "my_switch": False,
-        "table": "c",
-        "kind": {"as": "x"},
-    }
+    expected = dict(feathers=["down"], my_rate=0.5, my_name="x", my_switch=False, table="c", kind={"as": "x"})
     saved = json.loads(json.dumps(config.as_json()))
     assert (saved["own"], saved["own_model"]) == (expected, {"wings": 4})
     assert config.learning_rate.lr == 2 and args.table == Path("c"), "scripts see the values themselves"

@@ -99,12 +99,9 @@ def test_problems_of_settings_and_of_files_come_together(launched, tmp_path):
     )
     with pytest.raises(ConfigError) as error:
         read_settings(None, None, words, GPT_RULES)
-    assert [problem.split()[0] for problem in error.value.problems] == [
-        "--global-batch-size",
-        "--data-path",
-        "--save",
-        "--vocab-file",
-    ]
+    assert [problem.split()[0] for problem in error.value.problems] == shlex.split(
+        "--global-batch-size --data-path --save --vocab-file"
+    )
 
 
 # Mistakes in several components: (ranks, flags, what each problem names, in any order).

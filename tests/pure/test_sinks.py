@@ -89,13 +89,9 @@ def test_wandb_gets_the_settings_and_the_same_curves(curves, tmp_path):
     sink.write(STEP)
     sink.write(VALIDATION)
     sink.close()
-    assert curves.options == {
-        "project": "project",
-        "name": "name",
-        "entity": "team",
-        "dir": str(tmp_path / "wandb"),
-        "config": {"log": {"log_interval": 1}},
-    }
+    assert curves.options == dict(
+        project="project", name="name", entity="team", dir=str(tmp_path / "wandb"), config={"log": {"log_interval": 1}}
+    )
     assert curves.points == [
         ({"lm loss": 2.5, "grad-norm": 1.5, "samples vs steps": 56}, 7),
         ({"lm loss validation": 2.25}, 10),

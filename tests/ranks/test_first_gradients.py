@@ -127,12 +127,9 @@ def test_weights_of_products_are_not_set_to_zero():
         chunk.zero_grad_buffer(1)
         before = {name: p.main_grad.clone() for name, p in chunk.module.named_parameters()}
         chunk(batch(0, 0)).sum().backward()
-    assert {name: bool(grad.isnan().all()) for name, grad in before.items()} == {
-        "a": True,
-        "b": True,
-        "scale": False,
-        "odd": True,
-    }
+    assert {name: bool(grad.isnan().all()) for name, grad in before.items()} == dict(
+        a=True, b=True, scale=False, odd=True
+    )
     assert not before["scale"].any()
 
 
