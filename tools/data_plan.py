@@ -8,41 +8,35 @@ training, the others too. Nothing is built or written.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import ConfigError, Count, FlagConfig, knob
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, total
 from megatron.core.datasets.gpt import plan_reading
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
-from tools.errors import say_what_is_wrong
+from tools.errors import run_tool
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(FlagConfig):
     """How much is read."""
 
-    global_batch_size: int | None = knob(None, "samples in one iteration")
-    train_iters: int | None = knob(None, "iterations of the run")
-    train_samples: int | None = knob(None, "samples of the run, in place of iterations")
+    global_batch_size: Count | None = knob(None, "samples in one iteration")
+    train_iters: Count | None = knob(None, "iterations of the run")
+    train_samples: Count | None = knob(None, "samples of the run, in place of iterations")
     eval_interval: int = knob(1000, "iterations between validations; 0 for one at the end only")
     eval_iters: int = knob(0, "global batches in one validation; 0 plans the training split alone")
 
-    def __post_init__(self) -> None:
-        problems = []
+    def problems(self) -> Iterator[str]:
         if (self.train_iters is None) == (self.train_samples is None):
-            problems.append("give either --train-iters (with --global-batch-size) or --train-samples")
+            yield "give either --train-iters (with --global-batch-size) or --train-samples"
         elif (self.train_iters is not None or self.eval_iters) and self.global_batch_size is None:
-            problems.append("--train-iters and --eval-iters need --global-batch-size")
-        for name in ("global_batch_size", "train_iters", "train_samples"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                problems.append(f"--{name.replace('_', '-')} ({getattr(self, name)}) must be at least 1")
-        if problems:
-            raise ConfigError(problems)
+            yield "--train-iters and --eval-iters need --global-batch-size"
 
     @property
     def samples(self) -> list[int]:
@@ -80,16 +74,7 @@ def table(readings: Sequence[Reading]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, PlanConfig)
-    add_flags(parser, DataConfig)
-    try:
-        given = read_flags(parser, arguments)
-        print(plan(build(PlanConfig, given), build(DataConfig, given)))
-    except (ValueError, OSError) as error:
-        return say_what_is_wrong("data_plan", error)
-    return 0
+    return run_tool(__file__, __doc__, [PlanConfig, DataConfig], lambda *configs: print(plan(*configs)), arguments)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,43 @@
-"""How a tool ends when it cannot do what was asked."""
+"""How a tool begins and ends: its flags, and one line that says what it could not do."""
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.config import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
+
+
+def run_tool(
+    path: str,
+    doc: str,
+    configs: list[type],
+    work: Callable[..., None],
+    arguments: list[str] | None,
+    interrupted: str = "nothing was written",
+) -> int:
+    """Read the flags of `configs` and do `work(*configs)`.
+
+    The exit status: 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C. path: the tool's file.
+    """
+    name = Path(path).stem
+    parser = FlagParser(description=doc.splitlines()[0])
+    for config in configs:
+        add_flags(parser, config)
+    try:
+        given = read_flags(parser, arguments)
+        work(*(build(config, given) for config in configs))
+    except (ValueError, OSError, ImportError) as error:
+        return say_what_is_wrong(name, error)
+    except KeyboardInterrupt:
+        return say_interrupted(name, interrupted)
+    return 0
+
+
+def missing(config: Any, *names: str) -> list[str]:
+    """A line for each of the knobs `names` that is not given."""
+    return [f"{flag_of(name)} is needed" for name in names if not getattr(config, name)]
 
 
 def say_what_is_wrong(tool: str, error: Exception) -> int:

@@ -16,26 +16,25 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import FlagConfig, knob
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
-from tools.errors import say_what_is_wrong
+from tools.errors import missing, run_tool
 from tools.merge_datasets import prefixes_of
 
 _TOKENS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
-class InspectConfig:
+class InspectConfig(FlagConfig):
     """Token files to look at."""
 
     input: list[str] | None = knob(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders of them")
     document: list[int] | None = knob(None, "numbers of documents to print, counted from 0; -1 is the last")
     verify: bool = knob(False, "read every token and check it")
 
-    def __post_init__(self) -> None:
-        if not self.input:
-            raise ConfigError("--input is needed")
+    def problems(self) -> list[str]:
+        return missing(self, "input")
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
@@ -108,25 +107,19 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
     return f"  verified: the index fits the data; all tokens are below {limit}{note}"
 
 
+def run(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
+    tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
+    for prefix in prefixes_of(config.input):
+        dataset = IndexedDataset(prefix)
+        print(summary(dataset))
+        for number in config.document or []:
+            print(show_document(dataset, number, tokenizer))
+        if config.verify:
+            print(verify(dataset, tokenizer))
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else, such as a damaged file."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, InspectConfig)
-    add_flags(parser, TokenizerConfig)
-    try:
-        given = read_flags(parser, arguments)
-        config, tokenizer_config = build(InspectConfig, given), build(TokenizerConfig, given)
-        tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
-        for prefix in prefixes_of(config.input):
-            dataset = IndexedDataset(prefix)
-            print(summary(dataset))
-            for number in config.document or []:
-                print(show_document(dataset, number, tokenizer))
-            if config.verify:
-                print(verify(dataset, tokenizer))
-    except (ValueError, OSError, ImportError) as error:
-        return say_what_is_wrong("inspect_dataset", error)
-    return 0
+    return run_tool(__file__, __doc__, [InspectConfig, TokenizerConfig], run, arguments)
 
 
 if __name__ == "__main__":

@@ -14,26 +14,24 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import FlagConfig, knob
 from megatron.core.datasets.document_ends import last_tokens
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from tools.errors import say_interrupted, say_what_is_wrong
+from tools.errors import missing, run_tool
 
 _SEQUENCES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
-class MergeConfig:
+class MergeConfig(FlagConfig):
     """Token files to merge."""
 
     input: list[str] | None = knob(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders; merged in this order")
     output_prefix: str | None = knob(None, "prefix of the merged files")
 
-    def __post_init__(self) -> None:
-        needed = {"--input": self.input, "--output-prefix": self.output_prefix}
-        if problems := [f"{flag} is needed" for flag, value in needed.items() if not value]:
-            raise ConfigError(problems)
+    def problems(self) -> list[str]:
+        return missing(self, "input", "output_prefix")
 
 
 def prefixes_of(names: list[str]) -> list[str]:
@@ -89,29 +87,21 @@ def _append(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
             first = past
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, MergeConfig)
-    try:
-        config = build(MergeConfig, read_flags(parser, arguments))
-        prefixes = prefixes_of(config.input)
-        merged = merge(prefixes, config.output_prefix)
-        unmarked = without_ends(prefixes)
-    except (ValueError, OSError) as error:
-        return say_what_is_wrong("merge_datasets", error)
-    except KeyboardInterrupt:
-        return say_interrupted("merge_datasets", "nothing was written")
-    print(
-        f"wrote {config.output_prefix}: {merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"
-    )
-    if unmarked:
+def run(config: MergeConfig) -> None:
+    prefixes = prefixes_of(config.input)
+    merged = merge(prefixes, config.output_prefix)
+    counts = f"{merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"
+    if unmarked := without_ends(prefixes):
         print(
-            f"documents of {', '.join(unmarked)} end in different tokens, as if preprocessed without --append-eod: nothing marks where "
-            "one ends and the next begins",
+            f"documents of {', '.join(unmarked)} end in different tokens, as if preprocessed without --append-eod: nothing "
+            "marks where one ends and the next begins",
             file=sys.stderr,
         )
-    return 0
+    print(f"wrote {config.output_prefix}: {counts}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_tool(__file__, __doc__, [MergeConfig], run, arguments)
 
 
 if __name__ == "__main__":

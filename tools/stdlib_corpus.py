@@ -18,38 +18,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import FlagConfig, Positive, knob
 from megatron.core.storage.atomic import atomic_file
-from tools.errors import say_what_is_wrong
+from tools.errors import missing, run_tool
 
 # Folders whose files are not the library's prose: test data, other people's packages, and tables that are no text.
-_SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "encodings",
-    "lib2to3",
-}
+_SKIPPED_FOLDERS = set(
+    ["test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "lib2to3"]
+)
 _SKIPPED_PREFIXES = ("_sysconfigdata", "pydoc_data/")  # written by the build, and one long string of manual pages
 
 
 @dataclass(frozen=True)
-class StdlibCorpusConfig:
+class StdlibCorpusConfig(FlagConfig):
     """Standard-library corpus."""
 
     output: str | None = knob(None, "JSON-lines file to write", metavar="FILE", required=True)
-    max_mb: float = knob(32.0, "stop before the files' text grows beyond this many megabytes (10^6 bytes)")
+    max_mb: Positive = knob(32.0, "stop before the files' text grows beyond this many megabytes (10^6 bytes)")
     docstrings: bool = knob(False, "only what the files say in English: each docstring is a document")
 
-    def __post_init__(self) -> None:
-        problems = [] if self.output else ["--output is needed"]
-        if self.max_mb <= 0:
-            problems.append(f"--max-mb ({self.max_mb}) must be above 0")
-        if problems:
-            raise ConfigError(problems)
+    def problems(self) -> list[str]:
+        return missing(self, "output")
 
 
 def source_files(library: Path) -> list[Path]:
@@ -99,28 +88,22 @@ def docstrings(sources: Iterable[str]) -> Iterator[str]:
                 yield text
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, StdlibCorpusConfig)
-    try:
-        config = build(StdlibCorpusConfig, read_flags(parser, arguments))
-        library = Path(sysconfig.get_path("stdlib"))
-        sources = texts(source_files(library), config.max_mb * 1e6)
-        found = list(docstrings(sources) if config.docstrings else sources)
-        if not found:
-            raise ValueError(f"no source text in {library}, or none below --max-mb ({config.max_mb})")
-        Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(config.output) as file:
-            file.writelines(json.dumps({"text": text}).encode() + b"\n" for text in found)
-    except (ValueError, OSError) as error:
-        return say_what_is_wrong("stdlib_corpus", error)
+def run(config: StdlibCorpusConfig) -> None:
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = texts(source_files(library), config.max_mb * 1e6)
+    found = list(docstrings(sources) if config.docstrings else sources)
+    if not found:
+        raise ValueError(f"no source text in {library}, or none below --max-mb ({config.max_mb})")
+    Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(config.output) as file:
+        file.writelines(json.dumps({"text": text}).encode() + b"\n" for text in found)
     size = sum(len(text.encode()) for text in found) / 1e6
-    print(
-        f"wrote {config.output}: {len(found)} {'docstrings' if config.docstrings else 'files'}, {size:.1f} MB of text",
-        file=sys.stderr,
-    )
-    return 0
+    counts = f"{len(found)} {'docstrings' if config.docstrings else 'files'}, {size:.1f} MB of text"
+    print(f"wrote {config.output}: {counts}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_tool(__file__, __doc__, [StdlibCorpusConfig], run, arguments)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import FlagConfig, knob
 from megatron.core.storage.atomic import atomic_file
 from megatron.training.watch.heartbeat import heartbeat
-from tools.errors import say_interrupted, say_what_is_wrong
-from tools.preprocess_data import input_files, line_texts, without_mark
+from tools.errors import missing, run_tool
+from tools.preprocessing.encode import line_texts, without_mark
+from tools.preprocessing.sources import input_files
 
 EOD = "<|endoftext|>"
 UNKNOWN = "<unk>"
@@ -32,7 +33,7 @@ _JSON_ENDINGS = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
-class TrainTokenizerConfig:
+class TrainTokenizerConfig(FlagConfig):
     """Tokenizer training."""
 
     input: list[str] | None = knob(
@@ -51,21 +52,15 @@ class TrainTokenizerConfig:
     )
     output: str | None = knob(None, "tokenizer.json (or vocab.txt) to write", metavar="FILE", required=True)
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"{flag} is needed" for flag, value in (("--input", self.input), ("--output", self.output)) if not value
-        ]
+    def problems(self) -> Iterator[str]:
+        yield from missing(self, "input", "output")
         smallest = _SMALLEST + len(self.special_tokens)
         if self.kind == "wordpiece" and self.special_tokens:
-            problems.append("--special-tokens are for --kind bpe; a BERT has its own")
+            yield "--special-tokens are for --kind bpe; a BERT has its own"
         if self.kind == "bpe" and self.vocab_size < smallest:
-            problems.append(
-                f"--vocab-size ({self.vocab_size}) must be at least {smallest}: 256 bytes, {EOD} and --special-tokens"
-            )
+            yield f"--vocab-size ({self.vocab_size}) must be at least {smallest}: 256 bytes, {EOD} and --special-tokens"
         if len({EOD, *self.special_tokens}) <= len(self.special_tokens) or "" in self.special_tokens:
-            problems.append(f"--special-tokens must be different names, and none of them {EOD}")
-        if problems:
-            raise ConfigError(problems)
+            yield f"--special-tokens must be different names, and none of them {EOD}"
 
 
 class Texts:
@@ -102,19 +97,24 @@ def _texts_of(line: bytes, path: str, json_key: str) -> list[str]:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
 
 
-def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
-    """A byte-level BPE learned from `texts`: it can write any text. The first ids are EOD's, 0, and the `special_tokens`."""
+def _library() -> Any:
     try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        import tokenizers
     except ImportError:
         raise ImportError("training needs the package tokenizers: pip install tokenizers") from None
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    return tokenizers
+
+
+def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
+    """A byte-level BPE learned from `texts`: it can write any text. The first ids are EOD's, 0, and the `special_tokens`."""
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[EOD, *special_tokens],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_some(texts), trainer)
@@ -123,10 +123,7 @@ def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] =
 
 def train_characters(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
     """A tokenizer whose tokens are the characters of `texts`, by code point, after EOD, UNKNOWN and the `special_tokens`."""
-    try:
-        from tokenizers import Tokenizer, decoders, models
-    except ImportError:
-        raise ImportError("training needs the package tokenizers: pip install tokenizers") from None
+    library = _library()
     characters = set(itertools.chain.from_iterable(_some(texts)))
     tokens = list(dict.fromkeys([EOD, UNKNOWN, *special_tokens, *sorted(characters)]))
     if len(tokens) > vocab_size:
@@ -136,27 +133,24 @@ def train_characters(texts: Iterator[str], vocab_size: int, special_tokens: Sequ
         )
     # BPE without merges is no more than a table, and takes a text of megabytes at once.
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = library.decoders.Fuse()
     tokenizer.add_special_tokens([EOD, *special_tokens])
     return tokenizer
 
 
 def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
     """The tokens of a BERT's vocab.txt in the order of their ids: special ones, letters, pieces of words in lower case."""
-    try:
-        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-    except ImportError:
-        raise ImportError("training needs the package tokenizers: pip install tokenizers") from None
-    tokenizer = Tokenizer(models.WordPiece(unk_token=_BERT_SPECIAL[1]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.WordPiece(unk_token=_BERT_SPECIAL[1]))
+    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
     letters = sorted(set().union(*map(tokenizer.normalizer.normalize_str, texts)) - set(" "))
     if len(letters) * 2 + len(_BERT_SPECIAL) > vocab_size:
         raise ValueError(f"--vocab-size ({vocab_size}) is too small for {len(letters)} different letters; raise it")
     # All single letters are named: the library would number the others in the order of a hash that differs from run to run.
     single = [*_BERT_SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=single, show_progress=False)
+    trainer = library.trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=single, show_progress=False)
     tokenizer.train_from_iterator(_some(iter(texts)), trainer)
     return sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
 
@@ -183,29 +177,19 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, TrainTokenizerConfig)
-    try:
-        config = build(TrainTokenizerConfig, read_flags(parser, arguments))
-        files = input_files(config.input, (*_JSON_ENDINGS, ".txt"))
-        texts = Texts(files, config.json_key)
-        with heartbeat("training the tokenizer", _say, so_far=texts.so_far):
-            content, count = _learn(config, iter(texts))
-        Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(config.output) as file:
-            file.write(content.encode("utf-8"))
-    except (ValueError, OSError, ImportError) as error:
-        return say_what_is_wrong("train_tokenizer", error)
-    except KeyboardInterrupt:
-        return say_interrupted("train_tokenizer", "nothing was written")
+def run(config: TrainTokenizerConfig) -> None:
+    texts = Texts(input_files(config.input, (*_JSON_ENDINGS, ".txt")), config.json_key)
+    with heartbeat("training the tokenizer", _say, so_far=texts.so_far):
+        content, count = _learn(config, iter(texts))
+    Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(config.output) as file:
+        file.write(content.encode("utf-8"))
     fewer = f", fewer than --vocab-size {config.vocab_size}: the text has no more to learn from; give more of it"
-    print(
-        f"wrote {config.output}: {count} ids{fewer if count < config.vocab_size and config.kind != 'char' else ''}",
-        file=sys.stderr,
-    )
-    return 0
+    _say(f"wrote {config.output}: {count} ids{fewer if count < config.vocab_size and config.kind != 'char' else ''}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_tool(__file__, __doc__, [TrainTokenizerConfig], run, arguments)
 
 
 if __name__ == "__main__":
