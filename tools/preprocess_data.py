@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,24 +28,22 @@ from typing import Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import Count, FlagConfig, knob
 from megatron.core.datasets.indexed import token_dtype
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from tools.errors import say_interrupted, say_what_is_wrong
-from tools.preprocessing.encode import SHOWN, Encoded, Encoder, line_texts, without_mark
+from tools.errors import missing, run_tool
+from tools.preprocessing.encode import SHOWN, Encoded, Encoder
 from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_summary, settings_text, write_piece
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
 from tools.preprocessing.sources import ENDINGS, LONGEST_LINE_MB, Piece, input_files, read_pieces, total_size
-
-__all__ = ["input_files", "line_texts", "main", "preprocess", "without_mark"]
 
 _FORMAT = 2  # of the pieces; raise it whenever the same text and settings give other tokens
 _PIECES_AHEAD = 2  # pieces of text held for each worker: one at work, one waiting
 
 
 @dataclass(frozen=True)
-class PreprocessConfig:
+class PreprocessConfig(FlagConfig):
     """Text to token files."""
 
     input: list[str] | None = knob(
@@ -66,8 +64,8 @@ class PreprocessConfig:
     )
     lang: str = knob("english", "language of the text, for --sentence-splitter nltk")
     keep_newlines: bool = knob(False, "keep the white space after each sentence instead of dropping it")
-    workers: int = knob(1, "processes that tokenize")
-    partitions: int = knob(
+    workers: Count = knob(1, "processes that tokenize")
+    partitions: Count = knob(
         1, "accepted: work is divided by itself, and the output is one file in the order of the input"
     )
     keep_sequential_samples: bool = knob(False, "accepted: the order of the input is always kept")
@@ -75,26 +73,18 @@ class PreprocessConfig:
         "mmap", "accepted: there is one kind of output, which older versions call mmap"
     )
     chunk_size: int | None = knob(None, "accepted: work is divided by itself")
-    log_interval: int = knob(10_000, "documents between two lines of progress, at least")
+    log_interval: Count = knob(10_000, "documents between two lines of progress, at least")
     on_error: Literal["fail", "skip"] = knob("fail", "what to do about a line that cannot be read")
-    max_line_mb: int = knob(
+    max_line_mb: Count = knob(
         LONGEST_LINE_MB, "longest line that is read: a worker needs up to a hundred times as much memory for it"
     )
 
-    def __post_init__(self) -> None:
-        needed = {"--input": self.input, "--output-prefix": self.output_prefix, "--json-keys": self.json_keys}
-        problems = [f"{flag} is needed" for flag, value in needed.items() if not value]
-        counts = {"--workers": self.workers, "--log-interval": self.log_interval, "--partitions": self.partitions}
-        counts["--max-line-mb"] = self.max_line_mb
-        problems += [f"{flag} ({value}) must be at least 1" for flag, value in counts.items() if value < 1]
+    def problems(self) -> Iterator[str]:
+        yield from missing(self, "input", "output_prefix", "json_keys")
         if separated := [key for key in self.json_keys if "/" in key or "\0" in key]:
-            problems.append(
-                f"--json-keys {separated[0]} cannot be part of a file's name, as the output's; rename the key"
-            )
+            yield f"--json-keys {separated[0]} cannot be part of a file's name, as the output's; rename the key"
         if self.lang != "english" and self.split_sentences and self.sentence_splitter == "rules":
-            problems.append(f"--lang {self.lang}: the rules are for English; use --sentence-splitter nltk")
-        if problems:
-            raise ConfigError(problems)
+            yield f"--lang {self.lang}: the rules are for English; use --sentence-splitter nltk"
 
     @property
     def keys(self) -> list[str]:
@@ -136,29 +126,31 @@ def finish_piece(piece: Piece, path: str, encoder: Encoder, skip: bool) -> Finis
     encoded = encoder.encode(piece.chunks)
     if skip or not encoded.bad:
         write_piece(path, encoded)
-    size = encoded.size
-    return Finished(path, replace(encoded, columns={}), size, piece.position, kept=False)
+    return Finished(path, replace(encoded, columns={}), encoded.size, piece.position, kept=False)
 
 
-# A worker process keeps its encoder here; a tokenizer costs a second to build and cannot always be sent.
+# A process keeps its encoder here; a tokenizer costs a second to build and cannot always be sent.
 _finish: Callable[[Piece, str], Finished] | None = None
 
 
-def _start_worker(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
+def _finish_in_worker(piece: Piece, path: str) -> Finished:
+    return _finish(piece, path)
+
+
+def _use(encoder: Encoder, config: PreprocessConfig) -> None:
     global _finish
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    encoder = make_encoder(config, tokenizer_config)
     _finish = functools.partial(finish_piece, encoder=encoder, skip=config.on_error == "skip")
+
+
+def _start_worker(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _use(make_encoder(config, tokenizer_config), config)
 
 
 def _die_with_parent() -> None:
     """A parent that is killed cannot say so, and its workers would wait for work for ever."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
-
-
-def _finish_in_worker(piece: Piece, path: str) -> Finished:
-    return _finish(piece, path)
 
 
 class DeafWorkers(ProcessPoolExecutor):
@@ -174,23 +166,16 @@ class DeafWorkers(ProcessPoolExecutor):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class InProcess:
-    """What `finish_pieces` needs of a pool, for one worker: this process."""
+class InProcess(Executor):
+    """A pool of no workers: this process does what is submitted, at once."""
 
-    def __init__(self, encoder: Encoder, skip: bool):
-        self._finish = functools.partial(finish_piece, encoder=encoder, skip=skip)
-
-    def submit(self, _: Callable, piece: Piece, path: str) -> "InProcess.Done":
-        return InProcess.Done(self._finish(piece, path))
-
-    class Done(NamedTuple):
-        value: Finished
-
-        def result(self) -> Finished:
-            return self.value
+    def submit(self, work: Callable, *arguments: Any) -> Future:
+        done: Future = Future()
+        done.set_result(work(*arguments))
+        return done
 
 
-def finish_pieces(pieces: Iterator[Piece], store: PieceStore, pool: Any, ahead: int) -> Iterator[Finished]:
+def finish_pieces(pieces: Iterator[Piece], store: PieceStore, pool: Executor, ahead: int) -> Iterator[Finished]:
     """All pieces, in order; those in the store as they are, the others once the pool has made them. ahead: how many of
     these are read before the first of them is done, which bounds the memory."""
     pending: collections.deque[Callable[[], Finished]] = collections.deque()
@@ -207,6 +192,22 @@ def finish_pieces(pieces: Iterator[Piece], store: PieceStore, pool: Any, ahead: 
         yield pending.popleft()()
 
 
+@dataclass
+class _Tally:
+    """read: bytes of the input files; size: of their text."""
+
+    documents: int = 0
+    size: int = 0
+    pieces: int = 0
+    read: int = 0
+
+    def add(self, done: Finished, read: int) -> None:
+        self.documents += done.summary.documents
+        self.size += done.size
+        self.pieces += 1
+        self.read += read
+
+
 class Progress:
     """Counts documents and bytes, and says so on stderr every `interval` documents or a little later.
 
@@ -215,24 +216,19 @@ class Progress:
 
     def __init__(self, total: int | None, interval: int):
         self.total, self.interval = total, interval
-        self.documents = self.bytes = self.skipped = self.pieces = self.kept = 0
+        self.all, self.kept = _Tally(), _Tally()  # kept: of these, what an earlier run has done
+        self.skipped = 0
         self._position: int | None = 0
-        self._kept_bytes = self._kept_documents = self._kept_position = 0
         self.started = time.monotonic()
 
     def add(self, done: Finished) -> None:
-        before = self.documents // self.interval
-        self.documents += done.summary.documents
-        self.bytes += done.size
-        self.pieces += 1
-        if done.kept:
-            self.kept += 1
-            self._kept_documents += done.summary.documents
-            self._kept_bytes += done.size
-            self._kept_position += (done.position or 0) - (self._position or 0)
+        before = self.all.documents // self.interval
+        read = (done.position or 0) - (self._position or 0)
+        for tally in (self.all, self.kept) if done.kept else (self.all,):
+            tally.add(done, read)
         self._position = done.position
         self._skip(done.summary)
-        if self.documents // self.interval > before:
+        if self.all.documents // self.interval > before:
             print(self.line(), file=sys.stderr, flush=True)
 
     def _skip(self, summary: Encoded) -> None:
@@ -242,14 +238,15 @@ class Progress:
 
     def line(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-9)
-        documents, size = self.documents - self._kept_documents, self.bytes - self._kept_bytes
-        return f"{self.documents} documents, {documents / seconds:.1f} docs/s, {size / seconds / 1e6:.2f} MB/s, {self._left(seconds)}"
+        documents, size = self.all.documents - self.kept.documents, self.all.size - self.kept.size
+        speed = f"{documents / seconds:.1f} docs/s, {size / seconds / 1e6:.2f} MB/s"
+        return f"{self.all.documents} documents, {speed}, {self._left(seconds)}"
 
     def _left(self, seconds: float) -> str:
         """How much is done and how long the rest will take, at the speed of this run."""
         if self.total is None or self._position is None:
-            return f"{self.bytes / 1e6:.1f} MB so far, unknown time left"
-        worked = self._position - self._kept_position
+            return f"{self.all.size / 1e6:.1f} MB so far, unknown time left"
+        worked = self._position - self.kept.read
         left = int(seconds * (self.total - self._position) / worked) if worked > 0 else 0
         share = 100 * self._position / max(self.total, 1)
         return f"{share:.1f}%, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
@@ -262,7 +259,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
     make_folder(config.output_prefix)
     store = make_store(config, tokenizer_config)
     with store.claimed(), ExitStack() as stack:
-        pool: Any = InProcess(encoder, config.on_error == "skip")
+        pool: Executor = InProcess()
+        _use(encoder, config)
         if config.workers > 1:
             context = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizer library's threads
             pool = DeafWorkers(config.workers, context, _start_worker, (config, tokenizer_config))
@@ -278,7 +276,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
                 progress.add(done)
         except BrokenProcessPool:
             raise ValueError("a worker process died, perhaps for want of memory; use fewer --workers") from None
-        if not progress.documents:
+        if not progress.all.documents:
             raise ValueError(f"no document in {', '.join(files)}")
         names.seek(0)
         paths = (os.path.join(store.folder, name.rstrip("\n")) for name in names)
@@ -318,31 +316,25 @@ def merge_pieces(paths: Iterable[str], config: PreprocessConfig, dtype: type) ->
             append_piece(path, writers)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers says how many cores are used
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, PreprocessConfig)
-    add_flags(parser, TokenizerConfig)
+def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     try:
-        given = read_flags(parser, arguments)
-        config = build(PreprocessConfig, given)
-        progress = preprocess(config, build(TokenizerConfig, given))
-    except (ValueError, OSError, ImportError) as error:
-        return say_what_is_wrong("preprocess_data", error)
+        progress = preprocess(config, tokenizer_config)
     except MemoryError:
-        wanting = ValueError("there is not enough memory; use fewer --workers, or a smaller --max-line-mb")
-        return say_what_is_wrong("preprocess_data", wanting)
-    except KeyboardInterrupt:
-        return say_interrupted("preprocess_data", "the same command goes on from what is done")
-    before = f", {progress.kept} of {progress.pieces} pieces from an earlier run" if progress.kept else ""
+        raise ValueError("there is not enough memory; use fewer --workers, or a smaller --max-line-mb") from None
+    kept, pieces = progress.kept.pieces, progress.all.pieces
+    before = f", {kept} of {pieces} pieces from an earlier run" if kept else ""
     print(f"done: {progress.line()}, {progress.skipped} lines skipped{before}", file=sys.stderr)
     if not (config.append_eod or config.split_sentences):
         print(
             "no end-of-document tokens: a GPT sees no border between documents; --append-eod puts them there",
             file=sys.stderr,
         )
-    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers says how many cores are used
+    left = "the same command goes on from what is done"
+    return run_tool(__file__, __doc__, [PreprocessConfig, TokenizerConfig], run, arguments, left)
 
 
 if __name__ == "__main__":
