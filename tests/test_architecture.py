@@ -326,3 +326,31 @@ def test_few_files_have_a_part_in_a_parameter():
     from entered_files import BUILT, entered
 
     assert len(files := entered()[BUILT]) <= 25, files
+
+
+# What computes the rank of a stage, its chunk, or where the ends are, in the formatter's spacing.
+_OF_PP = r"(?:\bpp|\[\"pp\"\])\."
+_RANKS = r"(?:p|num_ranks|[\w.]*pipeline_model_parallel_size|[\w.]*(?:\bpp|\[\"pp\"\])\.size)\b"
+PLACES_STAGES = re.compile(
+    rf"\* {_RANKS}\)? \+ \(?[\w.\[\]\"]*rank|rank\)? \+ \(?[\w.\[\]\"]+ \* {_RANKS}|\b(?:p|num_ranks|pp\.size) \* \w+\)? \+ \(?[\w.]*rank"
+    rf"|stage\w*\)? (?:%|//) {_RANKS}|range\([\w.\[\]\"]*rank, [^()\n]*, {_RANKS}\)|rank(?: [+-] 1\))? % {_RANKS}"
+    rf"|{_OF_PP}(?:is_first|is_last|size - 1|rank == (?:0\b|{_RANKS} - 1))|loop_placement"
+)
+
+
+def test_one_file_says_which_rank_runs_a_stage():
+    """core/stage_map.py: everything else asks a `StageMap`, which a schedule may lay out as it likes."""
+    for path in PRODUCT_FILES:
+        if path != CORE / "stage_map.py":
+            found = PLACES_STAGES.search(path.read_text())
+            assert found is None, f"{path.relative_to(ROOT)}: {found.group()!r} is for a StageMap to say"
+
+
+def test_arithmetic_of_stages_is_recognised():
+    computed = """chunk * p + rank; chunk * pp.size + pp.rank; (vp or 0) * mesh["pp"].size + mesh["pp"].rank; rank + chunk * p
+        p * chunk + rank; stage % p; (last_stage) // pp.size; action.stage // self.mesh["pp"].size; range(pp.rank, n, pp.size)
+        mesh["pp"].is_last; pp.is_first; pp.rank == 0; pp.rank == pp.size - 1; (pp.rank + 1) % pp.size; loop_placement(p)"""
+    for text in (one.strip() for line in computed.splitlines() for one in line.split("; ")):
+        assert PLACES_STAGES.search(text), text
+    for text in ("m % p", "2 * (p - rank - 1) + (v - 1) * p + 1", "stages.of_rank(pp.rank)", 'mesh["tp"].is_first'):
+        assert not PLACES_STAGES.search(text), text

@@ -37,5 +37,5 @@ def evaluate(
     data_iterators, totals = make_iterators(first_sample), LossTotals()
     with torch.no_grad():
         for batch in range(num_batches):
-            totals.add(pipeline.evaluate(data_iterators, first_sample + batch * global_batch_size))
+            totals.add(pipeline.run(data_iterators, first_sample + batch * global_batch_size, training=False))
     return pipeline.share_totals(totals).report

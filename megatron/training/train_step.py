@@ -73,7 +73,7 @@ def train_step(
     step_tokens = batch.nominal_tokens * num_microbatches * pipeline.mesh.tokens.size
     loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
     with timers("forward-backward"):
-        totals = pipeline.train(data_iterators, first_sample, loss_scale, num_microbatches)
+        totals = pipeline.run(data_iterators, first_sample, num_microbatches=num_microbatches, loss_scale=loss_scale)
     empty(1)
     shared = pipeline.share_totals(totals)
     with timers("all-grads-sync"):

@@ -329,7 +329,7 @@ class Trainer:
                 data = self.non_loss.collect(self.model)
             else:
                 step = keep_reports(self.pipeline.forward_step, data, non_loss=True)
-                self.pipeline.evaluate(self._iterators(split, first_sample), first_sample, step)
+                self.pipeline.run(self._iterators(split, first_sample), first_sample, training=False, forward_step=step)
         if is_last_rank():
             self.non_loss.process(data, self.state.iteration, None)
 

@@ -309,7 +309,7 @@ def train_once(pipeline: Pipeline, mesh: Mesh) -> None:
     for chunk in pipeline.chunks.values():
         chunk.train()
         chunk.zero_grad_buffer(pipeline.batch.num_microbatches)
-    pipeline.train(data_of(pipeline, mesh), 0)
+    pipeline.run(data_of(pipeline, mesh), 0)
 
 
 def data_of(pipeline: Pipeline, mesh: Mesh) -> dict[int, Iterator]:
@@ -345,7 +345,7 @@ def test_there_are_as_many_slots_as_inputs_at_once(schedule: str, v: int, peaks:
 
     def one_less(mesh: Mesh) -> None:
         pipeline = pipeline_of(mesh, config, layout)
-        pipeline.schedule("train")
+        pipeline.schedule()
         slots = layers_of(pipeline.chunks[0]).activations.slots if 0 in pipeline.chunks else SlotBuffer()
         slots.reserve(peaks[0] * layers - 1)
         train_once(pipeline, mesh)
@@ -477,7 +477,7 @@ def test_evaluation_keeps_nothing(monkeypatch):
 
     def work(mesh: Mesh) -> float:
         pipeline = pipeline_of(mesh, replace(MODELS["dropout"], **FULL, **HALF, **SLOTS), Layout(recompute="uniform 1"))
-        return float(pipeline.evaluate(data_of(pipeline, mesh), 0).report["lm loss"][0])
+        return float(pipeline.run(data_of(pipeline, mesh), 0, training=False).report["lm loss"][0])
 
     assert run_ranks({}, work)[0] > 0
 

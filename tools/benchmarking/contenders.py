@@ -105,7 +105,7 @@ class Ours:
         self.phases = Phases(self.device)
         trainer, wrap = self.trainer, self.phases.wrap
         trainer.pipeline.forward_step = wrap("forward", trainer.pipeline.forward_step)
-        trainer.pipeline.train = wrap("forward and backward", trainer.pipeline.train)
+        trainer.pipeline.run = wrap("forward and backward", trainer.pipeline.run)
         trainer.optimizer.step = wrap("optimizer", trainer.optimizer.step)
         trainer.optimizer.clip_factor = wrap("clipping", trainer.optimizer.clip_factor)
 

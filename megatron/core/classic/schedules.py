@@ -85,13 +85,13 @@ def forward_backward(
     )
     data, first_sample = dict(zip(mine, iterators)), here.samples
     if forward_only or collect_non_loss_data:
-        pipeline.evaluate(data, first_sample)
+        pipeline.run(data, first_sample, training=False)
         return reports
     scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"))
     rank_samples = num_microbatches * micro_batch_size
     # A scaled loss is divided by the tokens before and not after the backward, so that a sum of losses overflows no float16.
     step_tokens = 1 if scale is None else rank_samples * seq_length * mesh.tokens.size
-    totals = pipeline.train(data, first_sample, (scale or 1.0) / step_tokens)
+    totals = pipeline.run(data, first_sample, loss_scale=(scale or 1.0) / step_tokens)
     _finish(pipeline, pipeline.share_totals(totals).tokens, scaled_by=1 / step_tokens)
     here.samples += rank_samples * mesh.samples.size
     return reports

@@ -82,33 +82,23 @@ class Pipeline:
         self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
         self.schedule_name = schedule_name
         self.around: Callable[[Action], AbstractContextManager] | None = None  # entered for each action
-        self._schedules: dict[str, tuple[int, Schedule]] = {}
+        self._schedules: dict[bool, tuple[int, Schedule]] = {}  # by whether it trains
 
-    def train(
+    def run(
         self,
         data_iterators: Mapping[int, object],
         first_sample: int,
-        loss_scale: float = 1.0,
-        num_microbatches: int | None = None,
-    ) -> LossTotals:
-        """Forwards, backwards and the start of the gradient reduction of one step."""
-        return self._run("train", data_iterators, first_sample, num_microbatches, loss_scale)
-
-    def evaluate(
-        self, data_iterators: Mapping[int, object], first_sample: int, forward_step: ForwardStep | None = None
-    ) -> LossTotals:
-        """The forwards of one global batch; by another `forward_step` than that of training, if one is given."""
-        return self._run("evaluate", data_iterators, first_sample, forward_step=forward_step)
-
-    def _run(
-        self,
-        purpose: str,
-        data_iterators: Mapping[int, object],
-        first_sample: int,
+        *,
+        training: bool = True,
         num_microbatches: int | None = None,
         loss_scale: float = 1.0,
         forward_step: ForwardStep | None = None,
     ) -> LossTotals:
+        """Forwards, backwards and the start of the gradient reduction of one step; the forwards alone when not `training`.
+
+        first_sample: its number within the run. forward_step: another than that of training.
+        """
+
         def begin(action: Action) -> None:
             for keys in self.keys:
                 keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
@@ -127,31 +117,31 @@ class Pipeline:
             nominal_tokens=self.batch.nominal_tokens,
             around=self.around,
         )
-        schedule = self.schedule(purpose, num_microbatches)
-        return executor.run(schedule, self.mesh["pp"].rank, training=purpose == "train", loss_scale=loss_scale)
+        schedule = self.schedule(num_microbatches, training=training)
+        return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
 
-    def schedule(self, purpose: str, num_microbatches: int | None = None) -> Schedule:
+    def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
         """The lowered lists of all pipeline ranks, kept until a step has another number of microbatches.
 
         Only the last are kept: those of all sizes of a long ramp, each with the actions of every rank, would fill gigabytes.
         """
         m = num_microbatches or self.batch.num_microbatches
-        made_for, schedule = self._schedules.get(purpose, (None, []))
+        made_for, schedule = self._schedules.get(training, (None, []))
         if made_for != m:
-            generated = forwards_over(self.stages, m)
-            if purpose == "train":
-                generated = make_schedule(self.schedule_name, self.mesh["pp"].size, m, len(self.chunks))
-            if stages_in(generated) != self.stages:
-                raise ValueError(
-                    f"{self.schedule_name}: with {m} microbatches its stages are on other ranks than with others; mend "
-                    f"SCHEDULES[{self.schedule_name!r}]"
-                )
-            lowered = add_transfers(generated)
-            schedule = add_reduce(lowered) if purpose == "train" else lowered
-            self._schedules[purpose] = m, schedule
-            if purpose == "train":
-                self._reserve(generated)
+            made = self._step_of(m) if training else forwards_over(self.stages, m)
+            schedule = add_transfers(made)
+            if training:
+                schedule = add_reduce(schedule)
+                self._reserve(made)
+            self._schedules[training] = m, schedule
         return schedule
+
+    def _step_of(self, m: int) -> Schedule:
+        name = self.schedule_name
+        made = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks))
+        if stages_in(made) != self.stages:
+            raise ValueError(f"{name}: {m} microbatches move its stages to other ranks; mend SCHEDULES[{name!r}]")
+        return made
 
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
         """The sums of all ranks from those of this one. Every rank must call.
