@@ -42,14 +42,9 @@ def get_model(
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
     """Parameters of different stages under one name: they would start with the same values, and overwrite one another in a
     checkpoint. Every rank of `pp` must call; all get the same answer."""
-    mine = {
-        str(stage): [
-            name
-            for name, p in chunk.named_parameters()
-            if "embd" not in p.placement.partial_grad  # a tied table is meant to be
-        ]
-        for stage, chunk in chunks.items()
-    }
+    mine = defaultdict(list)
+    for stage, chunk in chunks.items():  # all but tied tables, which are meant to be in two
+        mine[stage] += [name for name, p in chunk.named_parameters() if "embd" not in p.placement.partial_grad]
     stages_of = defaultdict(list)
     for text in comm.all_gather_texts(json.dumps(mine), pp, device):
         for stage, names in json.loads(text).items():

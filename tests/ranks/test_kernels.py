@@ -1,6 +1,5 @@
 """The table of attention kernels: a script adds its own, and each says what it cannot do."""
 
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +8,8 @@ from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.kernels import KERNELS, AttentionCase, Documents, Kernel, kernel_for
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args

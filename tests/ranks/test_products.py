@@ -20,8 +20,8 @@ from megatron.core.products import NATIVE, Products, choose, from_json, settle, 
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.kernels import Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.training import pretrain

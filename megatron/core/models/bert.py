@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core.models.language_model import TransformerLanguageModel
+from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import BERT_RULES
-from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
@@ -71,7 +70,7 @@ class BertHead(nn.Module):
         return self.norm(functional.gelu(self.dense(x), approximate="tanh"))
 
 
-class BertModel(nn.Module):
+class BertModel(LanguageModelStage):
     """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
 
     forward(tokens [b, s], padding_mask [b, s], token types [b, s], labels [b, s]) -> on the last stage (loss of each token [b, s],
@@ -92,23 +91,13 @@ class BertModel(nn.Module):
         add_binary_head: bool = True,
         **parts: Any,
     ):
-        super().__init__()
-        self.config, self.vocab_size, self.axis = config, vocab_size, context.tp.axis
-        self.language_model = TransformerLanguageModel(
-            config, vocab_size=vocab_size, context=context, num_tokentypes=num_tokentypes, **parts
-        )
+        super().__init__(config, vocab_size=vocab_size, context=context, num_tokentypes=num_tokentypes, **parts)
         self.lm_head = self.word_bias = self.pooler = self.binary_head = None
         if self.language_model.post_process:
             self.lm_head, self.word_bias = BertHead(config, context), WordBias(config, vocab_size, context)
             if add_binary_head:
                 self.pooler = Pooler(config, context)
                 self.binary_head = Dense(config.hidden_size, 2, config.init_method_std, context, partial=False)
-
-    def set_input_tensor(self, x: Tensor | None) -> None:
-        self.language_model.set_input_tensor(x)
-
-    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
-        return self.language_model.boundary(micro_batch_size, seq_length)
 
     def forward(
         self,

@@ -51,12 +51,10 @@ class Embedding(nn.Module):
             ends=context.ends if tied else None,
             padded_size=config.padded_vocab_size(vocab_size, tp.axis.size),
         )
-        self.position_embeddings = None
-        if not words_only and config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = WholeEmbedding(positions, config, context)
-        self.tokentype_embeddings = None
-        if not words_only and num_tokentypes:
-            self.tokentype_embeddings = WholeEmbedding(num_tokentypes, config, context)
+        rows = 0 if words_only or config.position_embedding_type != "learned_absolute" else positions
+        types = 0 if words_only else num_tokentypes
+        self.position_embeddings = WholeEmbedding(rows, config, context) if rows else None
+        self.tokentype_embeddings = WholeEmbedding(types, config, context) if types else None
         self.dropout = context.hidden_dropout(config.hidden_dropout, "embedding", 0)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:

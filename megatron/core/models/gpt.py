@@ -1,19 +1,14 @@
 """GPT: a causal language model."""
 
-from typing import Any
+from torch import Tensor
 
-from torch import Tensor, nn
-
-from megatron.core.models.language_model import TransformerLanguageModel
+from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import GPT_RULES
-from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class GPTModel(nn.Module):
+class GPTModel(LanguageModelStage):
     """One pipeline stage of a GPT. The keyword arguments are those of `TransformerLanguageModel`.
 
     forward(tokens [b, s], position_ids [b, s], attention_mask, labels [b, s]) -> on the last stage the loss of each token
@@ -23,17 +18,6 @@ class GPTModel(nn.Module):
     """
 
     rules = GPT_RULES
-
-    def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
-        super().__init__()
-        self.config, self.vocab_size, self.axis = config, vocab_size, context.tp.axis
-        self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, context=context, **parts)
-
-    def set_input_tensor(self, x: Tensor | None) -> None:
-        self.language_model.set_input_tensor(x)
-
-    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
-        return self.language_model.boundary(micro_batch_size, seq_length)
 
     def forward(
         self,

@@ -1,11 +1,13 @@
 """What every language model of ours is made of: embedding on the first stage, layers, output layer on the last."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
+from megatron.core.models.rules import NO_RULES
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -37,7 +39,6 @@ class TransformerLanguageModel(nn.Module):
         make_layer: MakePart = ParallelTransformerLayer,
     ):
         super().__init__()
-        self.config, self.context = config, context
         tied = not config.untie_embeddings_and_output_weights
         self.pre_process, self.post_process = pre_process, post_process
         self.embedding = self.output_layer = None
@@ -55,10 +56,6 @@ class TransformerLanguageModel(nn.Module):
     def set_input_tensor(self, x: Tensor | None) -> None:
         """The hidden states that the next forward starts from, on every stage but the first."""
         self._input_tensor = x
-
-    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
-        """The tensors that a stage hands to the next."""
-        return (self.context.hidden_states(self.config, micro_batch_size, seq_length),)
 
     def forward(
         self,
@@ -88,3 +85,22 @@ class TransformerLanguageModel(nn.Module):
         """Hidden states to scores over the words, on the last stage."""
         has_its_own = self.output_layer.weight is not None  # and in ZeRO stage 3 a table handed over would be fetched
         return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight)
+
+
+class LanguageModelStage(nn.Module):
+    """One pipeline stage of a model around a language model, for the head and the loss that a subclass adds."""
+
+    rules = NO_RULES
+
+    def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
+        """parts: of `TransformerLanguageModel`."""
+        super().__init__()
+        self.config, self.context, self.vocab_size, self.axis = config, context, vocab_size, context.tp.axis
+        self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, context=context, **parts)
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.language_model.set_input_tensor(x)
+
+    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
+        """The tensors that a stage hands to the next."""
+        return (self.context.hidden_states(self.config, micro_batch_size, seq_length),)

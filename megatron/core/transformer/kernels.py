@@ -107,11 +107,6 @@ class AttentionCase(NamedTuple):
     mask: Mask
     dropout: float  # 0 in evaluation
 
-    def __str__(self) -> str:
-        kind = "causal" if self.mask is None else "documents" if isinstance(self.mask, Documents) else "a mask"
-        sizes = f"queries {tuple(self.q.shape)}, keys {tuple(self.k.shape)}"
-        return f"{self.q.dtype} on {self.q.device.type}, {sizes}, {kind}, dropout {self.dropout}"
-
 
 @dataclass(frozen=True)
 class Kernel:
@@ -137,7 +132,7 @@ def kernel_for(name: str, case: AttentionCase) -> Kernel:
     while (why := kernel.refuses(case)) is not None:
         if kernel.instead is None:
             raise ConfigError(
-                f"--attention-backend {name} {why}, which this model asks for: {case}; give another of {', '.join(KERNELS)}"
+                f"--attention-backend {name} {why}, and this run needs it; give another of {', '.join(KERNELS)}"
             )
         kernel = KERNELS[kernel.instead]
     return kernel
