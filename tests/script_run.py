@@ -6,12 +6,12 @@ from shlex import split
 from types import ModuleType, SimpleNamespace
 
 from megatron.core.current_mesh import current
-from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.weight_grads import WeightGradStore
 from megatron.training.arguments import Arguments, parse_args
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.settings.config import Config

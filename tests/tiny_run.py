@@ -12,7 +12,6 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron.core.boxes import pieces_of_run, size_of, slices
-from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
@@ -34,6 +33,7 @@ from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kernels import Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
 from megatron.training.resume.state import TrainState

@@ -25,7 +25,6 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current, use_mesh
-from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh, build_mesh
@@ -35,6 +34,7 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tiers.tier import FileTensor
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.weight_grads import WeightGradStore
 from megatron.training.arguments import parse_args
 from megatron.training.chunks import build_optimizer, build_pipeline
 from megatron.training.memory.estimate import IN_MEMORY, KINDS, RankMemory, estimate

@@ -1,10 +1,7 @@
 """How a gradient is handed over: where it is added, and that it was.
 
-`DistributedDataParallel` sets on each parameter that it trains: `main_grad`, a view of a gradient buffer;
-`open_grad()`, which makes it ready to be added to; `grad_written()`, to be called once for each gradient that was
-added; and `grad_put_off()`, for each that will be. A model says in `uses` of a parameter how many gradients one
-backward adds, where that is not one (a tied word table: two). A layer that adds gradients itself, instead of leaving
-them to autograd, goes through these functions.
+A layer that adds gradients itself, instead of leaving them to autograd, goes through these functions. They do nothing
+for a parameter that no `DistributedDataParallel` trains, which has no `slot` (`distributed/slot.py`).
 """
 
 from torch import Tensor, nn
@@ -12,8 +9,8 @@ from torch import Tensor, nn
 
 def open_main_grad(parameter: nn.Parameter | Tensor) -> Tensor | None:
     """Where gradients of the parameter are added: zeros, or their sum so far. None where it has no buffer."""
-    if (open_grad := getattr(parameter, "open_grad", None)) is not None:
-        open_grad()
+    if (slot := getattr(parameter, "slot", None)) is not None:
+        slot.open()
     return getattr(parameter, "main_grad", None)
 
 
@@ -22,18 +19,18 @@ def main_grad_and_beta(parameter: nn.Parameter | Tensor) -> tuple[Tensor | None,
     first gradient of a step. Nobody has set the memory to zero then, nor read it, which saves two of a step's passes
     over all gradients.
     """
-    open_grad = getattr(parameter, "open_grad", None)
-    beta = 0 if open_grad is not None and open_grad(overwrites=True) else 1
+    slot = getattr(parameter, "slot", None)
+    beta = 0 if slot is not None and slot.open(overwrites=True) else 1
     return getattr(parameter, "main_grad", None), beta
 
 
 def grad_was_put_off(parameter: nn.Parameter | Tensor) -> None:
     """Say that the backward no longer needs the parameter's values, and that the gradient of one use comes later."""
-    if (put_off := getattr(parameter, "grad_put_off", None)) is not None:
-        put_off()
+    if (slot := getattr(parameter, "slot", None)) is not None:
+        slot.put_off()
 
 
 def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
     """Say that the gradient of one use is in `main_grad`."""
-    if (written := getattr(parameter, "grad_written", None)) is not None:
-        written()
+    if (slot := getattr(parameter, "slot", None)) is not None:
+        slot.add()

@@ -9,7 +9,6 @@ from megatron.core import parallel_state
 from megatron.core.batch_size import BatchSizes
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
-from megatron.core.deferred import WeightGradStore
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.lr_schedule import RunLength
@@ -19,6 +18,7 @@ from megatron.core.tiers.tier import FileTier, Tier
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.context import LayerContext
+from megatron.core.weight_grads import WeightGradStore
 from megatron.training.arguments import Arguments
 from megatron.training.settings.config import Config
 from megatron.training.watch.flops import ModelShape

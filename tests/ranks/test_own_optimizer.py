@@ -94,10 +94,9 @@ def test_key_value_heads_that_ranks_share_and_shards_that_hold_no_matrix_change_
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_has_no_whole_matrix_is_refused(stage: int):
+    layout = by_zero(Layout(dp=2), stage)
     with pytest.raises(RuntimeError) as refused:
-        run_ranks(
-            {"dp_inner": 2}, lambda mesh: TinyTrainer(mesh, TINY_GPT2, by_zero(Layout(dp=2), stage), group_of=group_of)
-        )
+        run_ranks(layout.sizes, lambda mesh: TinyTrainer(mesh, TINY_GPT2, layout, group_of=group_of))
     assert isinstance(refused.value.__cause__, ConfigError)
     for fact in ("level", "layers.", f"--zero-stage {stage}", "--zero-stage 1"):
         assert fact in str(refused.value)

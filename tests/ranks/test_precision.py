@@ -19,7 +19,6 @@ from tiny_run import GPT2, LLAMA, SEED, SEQ, VOCAB, Layout, my_pieces, put_toget
 from torch import Tensor, nn
 
 from megatron.core.config import ConfigError
-from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
@@ -36,6 +35,7 @@ from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.linear import weight_gradient
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
 from megatron.training.resume.checks import check_same_optimizer

@@ -1,13 +1,13 @@
 """A bucket: the part of a buffer whose gradients are summed by one call, and whose parameters are gathered by one."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.device import to_device
-from megatron.core.distributed import released
 from megatron.core.distributed.agreement import UseOrder
-from megatron.core.distributed.first_grads import FirstGrads
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
+from megatron.core.distributed.released import ArrivingParameter, ReleasedGradient, ReleasedParameter, become
+from megatron.core.distributed.slot import ParamSlot
 from megatron.core.pending import Pending
 from megatron.core.storage.stored import start_reading, start_writing
 
@@ -15,76 +15,60 @@ from megatron.core.storage.stored import start_reading, start_writing
 class Bucket:
     """Bucket `number` of a buffer. Every rank of the buffer's axes must make the same calls in the same order.
 
-    `rounds`: a bfloat16 copy of the gradients travels, and what comes back is widened; `sums_wide`: is summed in the masters' type.
-    order: who sees to it that ranks call alike, in stages 2 and 3.
+    order: who sees to it that ranks call alike, in stages 2 and 3. A bfloat16 copy of the gradients travels with
+    --grad-reduce-in-bf16, and what comes back is widened.
     """
 
-    def __init__(
-        self,
-        buffer: ParamAndGradBuffer,
-        number: int,
-        *,
-        rounds: bool = False,
-        sums_wide: bool = False,
-        order: UseOrder | None = None,
-    ):
+    def __init__(self, buffer: ParamAndGradBuffer, number: int, order: UseOrder | None = None):
         self.buffer, self.plan = buffer, buffer.plan.buckets[number]
+        self.slots = [buffer.parameters[name].slot for name in self.plan.names]
+        for slot in self.slots:
+            slot.bucket = self
         start, stop = self.plan.start, self.plan.stop
-        self.missing = set(self.plan.names)  # parameters whose gradient is still to come in this step
+        self._span, self._order = slice(start, stop), order
+        self.missing = 0  # parameters that have fewer gradients in this step than expected
         self.is_written = False  # whether gradients were added since the last sum
         part = comm.my_part(stop - start, buffer.axes.shard)
         mine = (start + part.start, start + part.stop)
         self.sum, self.held_params = buffer.held_sums.at(*mine), buffer.held_params.at(*mine)
-        self._part, self._rounds, self._sums_wide = part, rounds and buffer.axes.reduce.size > 1, sums_wide
+        self._rounds = buffer.config.grad_reduce_in_bf16 and buffer.axes.reduce.size > 1
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
-        self._holders = [buffer.parameters[name] for name in self.plan.names]
-        if buffer.params_of:
-            released.release(self._holders)
-        passes = bool(buffer.grads_of) and not buffer.poison  # else whoever looks sees NaN
-        self._passing_grads = [buffer.parameters[name].main_grad for name in self.plan.names] if passes else []
-        released.release_gradients(self._passing_grads)
-        # Of each gradient that a product will overwrite, torch's count of changes when the step began.
-        self._changes: dict[str, int] = {}
-        self._span, self._order = slice(start, stop), order
-        self._first = FirstGrads(
-            {s.name: (s.start - start, s.stop - start) for s in buffer.plan.slots if s.name in self.missing},
-            stop - start,
-        )
+        self._holders = [slot.parameter for slot in self.slots]
+        if self._params is not None:
+            become(ReleasedParameter, self._holders)
+        passes = self._grads is not None and not buffer.poison  # else whoever looks sees NaN
+        self._passing_grads = [parameter.main_grad for parameter in self._holders] if passes else []
+        become(ReleasedGradient, self._passing_grads)
         self._reducing: Pending[Tensor] | None = None
         self._gathering: Pending[Tensor] | None = None
         self._reading: Pending[Tensor] | None = None
 
     # ---------------------------------------------------------------- gradients
 
-    def open_grad(self, name: str, *, overwrites: bool = False) -> bool:
-        """Make ready for a gradient of `name`: room in stages 2 and 3, and zeros to add to. True if the caller, who can overwrite, finds
-        no zeros and must put the gradient in their place."""
+    def open_grad(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
+        """Make ready for a gradient of one parameter: room in stages 2 and 3, and zeros to add to. True if the caller,
+        who can overwrite, finds no zeros and must put the gradient in their place."""
         if self._grads is not None:
             self.finish_reduce()
             if not self._grads.is_open:
                 self._grads.open()
-                released.restore_gradients(self._passing_grads)
+                become(Tensor, self._passing_grads)
                 self._clear()
-        if name in self._first.unset and self.buffer.parameters[name].main_grad._version != self._changes[name]:
-            raise RuntimeError(
-                f"something has added to main_grad of {name} without opening it, where the first gradient of a step overwrites what is there; "
-                "call megatron.core.main_grad.open_main_grad(parameter) before, and grad_was_added(parameter) after it"
-            )
-        needs_zeros, must_overwrite = self._first.open(name, overwrites=overwrites)
-        if needs_zeros:
-            self.buffer.parameters[name].main_grad.zero_()
-        return must_overwrite
+        return slot.prepare(overwrites=overwrites)
 
     def _clear(self) -> None:
         """Set gradients to zero, but those that will be overwritten."""
-        self._first.begin()
-        self._changes = {name: self.buffer.parameters[name].main_grad._version for name in self._first.unset}
-        gradients = self.gradients
-        for start, stop in self._first.zeroed:
-            gradients[start:stop].zero_()
-        for start, stop in self._first.left if self.buffer.poison else ():
-            gradients[start:stop].fill_(float("nan"))
+        gradients, first = self.gradients, 0
+        for slot in self.slots:
+            slot.begin()
+            if not slot.is_unset:
+                continue
+            gradients[first : slot.start].zero_()
+            if self.buffer.poison:
+                gradients[slot.start : slot.stop].fill_(float("nan"))
+            first = slot.stop
+        gradients[first:].zero_()
 
     @property
     def gradients(self) -> Tensor:
@@ -104,42 +88,45 @@ class Bucket:
 
     def _release_grads(self) -> None:
         self._grads.release()
-        released.release_gradients(self._passing_grads)
+        become(ReleasedGradient, self._passing_grads)
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the ranks, once."""
         if self._reducing is not None:
             return
         self._comes("sums the gradients")
-        for name in tuple(self._first.unset):
-            self.open_grad(name)
+        for slot in self.slots:
+            if slot.is_unset:  # nobody came
+                self.open_grad(slot)
         gradients = self.gradients.bfloat16() if self._rounds else self.gradients
-        if self.buffer.stage == 0:
+        if not self.buffer.zero.shards_state:
             self._reducing = comm.start_all_reduce(gradients, self.buffer.axes.reduce)
-        elif self._sums_wide:
+        elif self.buffer.config.reduce_scatter_with_fp32_accumulation:
             self._reducing = comm.start_reduce_scatter_in(self.sum.dtype, gradients, self.buffer.axes.shard)
         else:
             self._reducing = comm.start_reduce_scatter(gradients, self.buffer.axes.shard)
 
     def finish_reduce(self) -> None:
-        """`sum`, the rank's part, is summed over all ranks when this returns; in stages 2 and 3 over those of `axes.shard`, and
-        added to what earlier microbatches gave."""
+        """`sum`, the rank's part, is summed over all ranks when this returns; in stages 2 and 3 over those of
+        `axes.shard`, and added to what earlier microbatches gave."""
         if self._reducing is None:
             return
-        total, self._reducing, self.is_written = self._reducing.wait(), None, False
+        total = self._reducing.wait()
+        self._reducing, self.is_written = None, False
         if self._grads is not None:
             self.sum.add_(total)
             if self.buffer.poison:
                 total.fill_(float("nan"))
             self._release_grads()
             return
-        if self.buffer.stage == 1:
+        if self.buffer.zero.shards_state:
             comm.all_reduce(total, self.buffer.axes.replica)
-        if self._rounds or self.buffer.stage == 1:
+        if self._rounds or self.buffer.zero.shards_state:
             self.sum.copy_(total)
 
     def sum_over_replicas(self) -> None:
-        """Stages 2 and 3, end of step: reduce the shard over the other ranks (reduce-scatter if it is divided among them too)."""
+        """Stages 2 and 3, end of step: reduce the shard over the other ranks (reduce-scatter if it is divided among
+        them too)."""
         outer = self.buffer.axes.outer
         if outer.size > 1:
             self.sum[comm.my_part(self.sum.numel(), outer)].copy_(comm.reduce_scatter(self.sum, outer))
@@ -155,7 +142,8 @@ class Bucket:
     # ---------------------------------------------------------------- parameters
 
     def read_ahead(self) -> None:
-        """Begin to read the own part from the file in which it may be kept (stage 3); a gather follows before any update."""
+        """Begin to read the own part from the file in which it may be kept (stage 3); a gather follows before any
+        update."""
         if self._reading is None and self._gathering is None and not self._params.is_open:
             self._reading = start_reading(self.held_params)
 
@@ -185,14 +173,14 @@ class Bucket:
             self._gathering = comm.start_all_gather(
                 mine, self.buffer.axes.shard, out=self.buffer.params.data[self._span]
             )
-            released.expect(self._holders, self.finish_gather)
+            become(ArrivingParameter, self._holders)
 
     def finish_gather(self) -> None:
         """The parameters are all there when this returns."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            released.restore(self._holders)
+            become(nn.Parameter, self._holders)
 
     def release_params(self) -> None:
         """Keep the held part only (stage 3)."""
@@ -200,4 +188,4 @@ class Bucket:
         self._reading = None
         if self._params is not None and self._params.is_open:
             self._params.release()
-            released.release(self._holders)
+            become(ReleasedParameter, self._holders)

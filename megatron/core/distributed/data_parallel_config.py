@@ -2,9 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron.core.config import Count, FlagConfig, knob
+
+
+class Zero(NamedTuple):
+    """What a ZeRO stage does: the only place where stages are numbers. What passes is whole for a while, a bucket at a
+    time."""
+
+    shards_state: bool
+    passes_grads: bool
+    passes_params: bool
 
 
 @dataclass(frozen=True)
@@ -20,8 +29,8 @@ class DataParallelConfig(FlagConfig):
     )
     zero_stage: Literal[0, 1, 2, 3] | None = knob(
         None,
-        "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer, 2 gradients "
-        "too, 3 parameters too",
+        "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer, 2 "
+        "gradients too, 3 parameters too",
     )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
         None, "the same in Megatron-FSDP's words"
@@ -47,19 +56,20 @@ class DataParallelConfig(FlagConfig):
     )
     main_grads_dtype: Literal["fp32", "bf16"] = knob(
         "fp32",
-        "in what a rank adds up its gradients, and sends them; with bf16 the sums over ranks, and in ZeRO stages 2 and 3 over "
-        "microbatches, are float32 still; with --bf16 and sharded optimizer state",
+        "in what a rank adds up its gradients, and sends them; with bf16 the sums over ranks, and in ZeRO stages 2 and 3 "
+        "over microbatches, are float32 still; with --bf16 and sharded optimizer state",
     )
     fixed_order_grad_reduce: bool = knob(
         False,
-        "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in "
-        "data or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
+        "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in data "
+        "or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
     )
     poison_released_buffers: bool = knob(
         False,
-        "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, and in "
-        "a pipeline what is to be received until it is there, and in every stage gradients that the first of a step overwrites: a use while they "
-        "are away shows in the loss; and compare before each call of stages 2 and 3 that all ranks come to it; for debugging",
+        "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, "
+        "and in a pipeline what is to be received until it is there, and in every stage gradients that the first of a step "
+        "overwrites: a use while they are away shows in the loss; and compare before each call of stages 2 and 3 that all "
+        "ranks come to it; for debugging",
     )
 
     def problems(self) -> Iterator[str]:
@@ -70,8 +80,8 @@ class DataParallelConfig(FlagConfig):
             yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
         if self.stage > 1 and self.fixed_order_grad_reduce:
             yield (
-                f"--fixed-order-grad-reduce keeps the gradients of every microbatch, but ZeRO stage {self.stage} none of them; use "
-                "stage 0 or 1"
+                f"--fixed-order-grad-reduce keeps the gradients of every microbatch, but ZeRO stage {self.stage} none of "
+                "them; use stage 0 or 1"
             )
         instances = self.num_distributed_optimizer_instances
         for flag, given in (
@@ -89,13 +99,13 @@ class DataParallelConfig(FlagConfig):
             )
         if bf16 and (self.stage == 0 or self.fixed_order_grad_reduce):
             yield (
-                f"{bf16} keeps float32 sums of a rank's shard only; give --use-distributed-optimizer (or --zero-stage 1 to 3), and leave "
-                "out --fixed-order-grad-reduce, or leave it out"
+                f"{bf16} keeps float32 sums of a rank's shard only; give --use-distributed-optimizer (or --zero-stage 1 to "
+                "3), and leave out --fixed-order-grad-reduce, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (self.stage < 3 or instances < 2):
             yield (
-                "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in shards; give "
-                "--zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
+                "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in "
+                "shards; give --zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
             )
         if self.overlap_grad_reduce and self.fixed_order_grad_reduce:
             yield "--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce"
@@ -113,8 +123,13 @@ class DataParallelConfig(FlagConfig):
 
     @property
     def stage(self) -> int:
-        """What is in shards: 0 nothing, 1 masters and moments, 2 gradients too, 3 parameters too (ZeRO, arXiv:1910.02054)."""
+        """What is in shards: 0 nothing, 1 masters and moments, 2 gradients too, 3 parameters too (ZeRO,
+        arXiv:1910.02054)."""
         return max([int(self.use_distributed_optimizer), *self._stages_asked().values()])
+
+    @property
+    def zero(self) -> "Zero":
+        return Zero(shards_state=self.stage > 0, passes_grads=self.stage > 1, passes_params=self.stage > 2)
 
     @property
     def divides_over_outer(self) -> bool:

@@ -19,11 +19,11 @@ what is sent, in a step of m microbatches (ZeRO, arXiv:1910.02054, section 5):
     2       whole        passing     shard                    m reduce-scatters, all-gather
     3       passing      passing     shard                    m reduce-scatters, 2 m all-gathers (`fetch.py`)
 
-With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the summed shard too. With masters
-and moments divided over those ranks as well (--outer-dp-sharding-strategy optim), a reduce-scatter and an all-gather instead.
+With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the summed shard
+too. With masters and moments divided over those ranks as well (--outer-dp-sharding-strategy optim), a reduce-scatter
+and an all-gather instead.
 """
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,23 +35,23 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.current_mesh import current
-from megatron.core.deferred import WeightGradStore
 from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fetch import ParamFetcher, units_of
-from megatron.core.distributed.fixed_order import MicrobatchGrads
-from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
-from megatron.core.distributed.plan import BufferPlan, Cut, Item, lay_out, overlaps
+from megatron.core.distributed.fixed_order import ReduceInFixedOrder
+from megatron.core.distributed.memory_buffer import ACROSS_STAGES, ParamAndGradBuffer
+from megatron.core.distributed.plan import Cut, Item, lay_out, overlaps
+from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
+from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
 from megatron.core.mesh import GradAxes, Mesh
 from megatron.core.placement import Placement, partial_axes, partial_grads
 from megatron.core.storage.stored import Stored
 from megatron.core.tiers.tier import Tier
-
-ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
+from megatron.core.weight_grads import WeightGradStore
 
 
 class DistributedDataParallel(nn.Module):
@@ -76,100 +76,84 @@ class DistributedDataParallel(nn.Module):
         whole: Collection[str] = (),
     ):
         super().__init__()
-        self._tier = tier
         self.module, self.mesh = module, mesh
         self.config = config or DataParallelConfig()
+        self._weight_grads = weight_grads or WeightGradStore()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
         trained = self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if not hasattr(parameter, "placement"):
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
-            parameter.grad_written = partial(self._count_gradient, name)
-            parameter.released_name = name
+            parameter.slot = ParamSlot(name, parameter)
             parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
         units = units_of(module)
         items = [Item(n, p.numel(), _buffer_key(p), units[n], n in whole) for n, p in trained.items()]
-        self.buffers = [self._buffer(plan, trained) for plan in lay_out(items, cut_of=self._cut)]
-        self._microbatches = [MicrobatchGrads(b) for b in self.buffers] if self.config.fixed_order_grad_reduce else []
-        self._written: Counter[str] = Counter()  # gradients added to each parameter in this step
-        self._expected: Counter[str] | None = None  # the most in a step before, which is what overlap goes by
-        self._num_microbatches: int | None = None  # of this step
-        self._reduce_begun = False  # whether no backward of it is to follow
-        self.is_complete = True  # whether its gradients are summed
-        # In stages 2 and 3 ranks that divide a buffer must make its calls in one order.
+        self.buffers = [
+            ParamAndGradBuffer(plan, trained, self._axes(plan.key), self.config, tier)
+            for plan in lay_out(items, cut_of=self._cut)
+        ]
+        # Where gradients pass, ranks that divide a buffer must make its calls in one order.
         self._orders = {
             buffer.axes.shard: UseOrder(buffer.axes.shard, buffer.device, at_once=self.config.poison_released_buffers)
-            for buffer in (self.buffers if self.config.stage > 1 else ())
+            for buffer in (self.buffers if self.config.zero.passes_grads else ())
         }
         self._buckets = [
-            Bucket(
-                buffer,
-                number,
-                order=self._orders.get(buffer.axes.shard),
-                rounds=self.config.grad_reduce_in_bf16,
-                sums_wide=self.config.reduce_scatter_with_fp32_accumulation,
-            )
+            Bucket(buffer, number, self._orders.get(buffer.axes.shard))
             for buffer in self.buffers
             for number in range(len(buffer.plan.buckets))
         ]
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.plan.names}
-        self._travelling: Bucket | None = None  # the one whose gradients are being summed, in stages 2 and 3
-        self._weight_grads = weight_grads or WeightGradStore()
-        self._fetcher, self._uses = None, self._count_uses()
-        if not self._microbatches:  # each of which has gradients of its own
-            for name, parameter in trained.items():
-                bucket = self._bucket_of[name]
-                parameter.open_grad = partial(bucket.open_grad, name)
-                parameter.grad_put_off = partial(self._pass, bucket) if self.config.stage > 1 else parameter.open_grad
-        if self.config.stage == 3:
-            ahead = self.config.overlap_param_gather
-            self._fetcher = ParamFetcher(module, self._bucket_of, self._uses, ahead=ahead)
-        elif self.config.overlap_param_gather:
-            for owner in module.modules():
-                self._wait_for_parameters_of(owner)
+        self._choose_strategies()
         self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
-        # In stage 3 parameters have no memory to be at; their class sees to it that nobody gives them another.
-        self._addresses = {name: p.data_ptr() for name, p in trained.items()} if self.config.stage < 3 else {}
+        # Parameters that pass have no memory to be at; their class sees to it that nobody gives them another.
+        lasting = {} if self.config.zero.passes_params else trained
+        self._addresses = {name: p.data_ptr() for name, p in lasting.items()}
         self.zero_grad_buffer()
+
+    def _choose_strategies(self) -> None:
+        """What the ZeRO stage does with gradients and with parameters."""
+        config, buckets = self.config, self._buckets
+        uses, ahead = self._count_uses(), config.overlap_param_gather
+        self._params: ParamGather = (
+            ParamFetcher(self.module, buckets, uses, ahead=ahead)
+            if config.zero.passes_params
+            else ParamGather(self.module, buckets, overlap=ahead)
+        )
+        self._grads: GradReduce
+        if config.fixed_order_grad_reduce:
+            self._grads = ReduceInFixedOrder(buckets, self.mesh[ACROSS_STAGES])
+        elif config.zero.passes_grads:
+            store, orders = self._weight_grads, self._orders.values()
+            self._grads = ReduceEachMicrobatch(
+                buckets, self._params, uses, orders, store, overlap=config.overlap_grad_reduce
+            )
+        else:
+            self._grads = ReduceOnce(buckets, overlap=config.overlap_grad_reduce)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of the step are summed."""
+        return self._grads.is_complete
 
     def _axes(self, key: tuple) -> GradAxes:
         config = self.config
-        return self.mesh.grad_axes(key[0], shards=config.stage > 0, divides_outer=config.divides_over_outer)
+        return self.mesh.grad_axes(key[0], shards=config.zero.shards_state, divides_outer=config.divides_over_outer)
 
     def _cut(self, key: tuple) -> Cut:
         """How the buffer of these parameters is divided."""
         axes = self._axes(key)
         shards = axes.shard.size * axes.outer.size
-        return Cut(self.config.bucket_numel(axes.reduce.size), shards, by_unit=self.config.stage == 3)
-
-    def _buffer(self, plan: BufferPlan, parameters: dict[str, nn.Parameter]) -> ParamAndGradBuffer:
-        return ParamAndGradBuffer(
-            plan,
-            parameters,
-            self._axes(plan.key),
-            stage=self.config.stage,
-            summed_in_shards=not self.config.fixed_order_grad_reduce,
-            poison=self.config.poison_released_buffers,
-            grad_dtype=torch.bfloat16 if self.config.main_grads_dtype == "bf16" else None,
-            tier=self._tier,
-        )
+        return Cut(self.config.bucket_numel(axes.reduce.size), shards, by_unit=self.config.zero.passes_params)
 
     def _count_uses(self) -> Uses:
         """Gradients of one backward by bucket, as the model says it, and in which buckets it says nothing."""
-        said = {
-            bucket: [getattr(self._trained[name], "uses", None) for name in bucket.plan.names]
-            for bucket in self._buckets
-        }
+        said = {bucket: [getattr(s.parameter, "uses", None) for s in bucket.slots] for bucket in self._buckets}
         guessed = [bucket for bucket, counts in said.items() if set(counts) == {None}]
         return Uses({bucket: sum(count or 1 for count in counts) for bucket, counts in said.items()}, guessed)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        if self._fetcher is None:
-            for bucket in self._buckets:
-                if _is_tied(bucket.buffer):  # used by the output layer, which does not hold it
-                    bucket.finish_gather()
+        self._params.before_forward()
         return self.module(*inputs, **options)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
@@ -186,22 +170,9 @@ class DistributedDataParallel(nn.Module):
         num_microbatches: those of the step to come. Where they are others than before, or unknown after an error,
         overlap begins again from not knowing how often a gradient is written.
         """
-        knows = self.is_complete and num_microbatches == self._num_microbatches
-        counts = (self._expected or Counter()) | self._written  # a step may leave a layer out
-        self._expected, self._written = (counts or None) if knows else None, Counter()
-        self._num_microbatches, self._travelling = num_microbatches, None
-        self._reduce_begun = self.is_complete = False
         self._check_parameters()
-        self._uses.forget()
-        for order in self._orders.values():
-            order.forget()
-        if self._fetcher is not None:
-            self._fetcher.release()
-        for grads in self._microbatches:
-            grads.forget()
-        for bucket in self._buckets:
-            bucket.begin_step()
-            bucket.missing = {name for name in bucket.plan.names if self._expected is None or self._expected[name] > 0}
+        self._params.begin_step()
+        self._grads.begin_step(num_microbatches)
 
     def _check_parameters(self) -> None:
         """Raise RuntimeError where the model computes with something else than what is trained: it would go on, and
@@ -224,44 +195,29 @@ class DistributedDataParallel(nn.Module):
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """A forward or a backward of this microbatch follows."""
-        self._uses.begin(microbatch, backward=backward, puts_off=self._weight_grads.is_collecting)
-        if self._fetcher is not None:
-            self._fetcher.begin(backward=backward)
-        for grads in self._microbatches if backward else ():
-            grads.begin(microbatch)
+        self._grads.begin_microbatch(microbatch, backward=backward)
+        self._params.begin_microbatch(backward=backward)
 
     def start_grad_reduce(self) -> None:
         """Begin to sum what is not under way; no backward of this chunk may follow before the next
         `zero_grad_buffer`."""
-        self._reduce_begun = True
-        for bucket in self._buckets if not self._microbatches else ():
-            if self.config.stage < 2 or bucket.is_written:
-                bucket.start_reduce()
-        for order in self._orders.values():
-            order.end()
+        self._grads.start()
 
     def finish_grad_reduce(self) -> None:
         """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this
         returns. A step is summed once, whoever asks for it and how often: later calls change nothing."""
         if self.is_complete:
             return
-        if not self._reduce_begun:
-            self.start_grad_reduce()
-        self._uses.end()
-        self.finish_param_gather()  # what no forward has waited for would come on top of the update
-        for bucket in self._buckets:
-            bucket.finish_reduce()
-            if self.config.stage > 1:
-                bucket.sum_over_replicas()
-        for grads in self._microbatches:
-            grads.sum_in_order(self.mesh[ACROSS_STAGES] if _is_tied(grads.buffer) else None)
+        if not self._grads.begun:
+            self._grads.start()
+        self._params.finish()  # what no forward has waited for would come on top of the update
+        self._grads.finish()
         for name in self._partial_over:
             self._sum_partial(name)
-        if not self._microbatches:
-            for buffer in filter(_is_tied, self.buffers):
-                for tensor in buffer.sums.tensors:
-                    comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
-        self.is_complete = True
+        for buffer in self.buffers if not self._grads.sums_ends else ():
+            for tensor in buffer.sums.tensors if buffer.is_tied else ():
+                comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
+        self._grads.is_complete = True
 
     # Megatron's names of these, for a fork's own loop.
 
@@ -280,23 +236,12 @@ class DistributedDataParallel(nn.Module):
         """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the
         next forward, where each module waits for its own; call `finish_param_gather` before anything else reads
         parameters. In stage 3 each forward fetches for itself, from ranks that hold a shard up to date."""
-        if self._fetcher is not None:
-            for bucket in self._buckets if self.config.divides_over_outer else ():
-                bucket.gather_updated()
-            return
-        self.finish_param_gather()
-        for bucket in reversed(self._buckets):
-            bucket.start_gather()
-        if not self.config.overlap_param_gather:
-            self.finish_param_gather()
+        self._params.updated()
 
     def finish_param_gather(self) -> None:
         """Every rank has all parameters of the chunk when this returns; in stage 3, its shards of them and nothing
         else."""
-        if self._fetcher is not None:
-            self._fetcher.release()
-        for bucket in self._buckets:
-            bucket.finish_gather()
+        self._params.finish()
 
     def param_shards(self) -> dict[str, tuple[tuple[int, int], Stored]]:
         """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds,
@@ -304,15 +249,13 @@ class DistributedDataParallel(nn.Module):
         return {
             slot.name: (buffer.kept_values(slot), buffer.held_params.values(slot))
             for buffer in self.buffers
-            if buffer.stage == 3
+            if buffer.zero.passes_params
             for slot in buffer.plan.slots
         }
 
     def flats(self) -> list[Flat]:
         """Each buffer by the numbers that its traffic follows from."""
-        twice = {
-            bucket for bucket in self._buckets if any(hasattr(self._trained[n], "uses") for n in bucket.plan.names)
-        }
+        twice = [bucket for bucket in self._buckets if any(hasattr(s.parameter, "uses") for s in bucket.slots)]
         result = []
         for buffer in self.buffers:
             lent = sum(b.plan.stop - b.plan.start for b in twice if b.buffer is buffer)
@@ -321,68 +264,6 @@ class DistributedDataParallel(nn.Module):
                 widths[2] = torch.bfloat16.itemsize
             result.append(Flat(buffer.plan.numel, lent, *widths, self.config.reduce_scatter_with_fp32_accumulation))
         return result
-
-    def _count_gradient(self, name: str) -> None:
-        """A backward has added to the gradient of `name`. It says so itself: a hook could not know whether more will
-        come.
-
-        A step writes no more often than those before; a bucket whose parameters all have what they expect is complete.
-        """
-        if self._reduce_begun:
-            self._begin_again(name)
-        self._written[name] += 1
-        if self.config.stage > 1:
-            bucket = self._bucket_of[name]
-            bucket.is_written = True
-            self._pass(bucket)
-            if self._uses.writes(bucket):
-                self._sum(bucket)
-            return
-        if self._expected is None or not self.config.overlap_grad_reduce:
-            return
-        if self._written[name] > self._expected[name]:
-            raise RuntimeError(
-                f"the gradient of {name} was written {self._written[name]} times in this step and {self._expected[name]} "
-                "times at most in those before, so it may be on its way already; leave out --overlap-grad-reduce for such a "
-                "model"
-            )
-        if self._written[name] == self._expected[name]:
-            self._bucket_of[name].missing.discard(name)
-            self._start_complete_buckets()
-
-    def _begin_again(self, name: str) -> None:
-        """A gradient comes after the sums of a step. Of a step without gradients, as of validation, there was nothing
-        to sum."""
-        if self._written:
-            raise RuntimeError(
-                f"the gradient of {name} was added to those of a step that are summed over the ranks already, where it would "
-                "be counted otherwise than they are; call zero_grad_buffer() of each model chunk before the first forward of "
-                "a step, and run all microbatches of the step in one call of get_forward_backward_func()"
-            )
-        self._reduce_begun = self.is_complete = False
-
-    def _pass(self, bucket: Bucket) -> None:
-        """Stages 2 and 3: a backward is past a parameter of the bucket, perhaps past the last."""
-        if self._uses.passes(bucket) and self._fetcher is not None:
-            bucket.release_params()
-
-    def _sum(self, bucket: Bucket) -> None:
-        """Stages 2 and 3: hand a microbatch's gradients on, one bucket at a time travelling. A bucket that is written
-        less often than expected is summed with the next microbatch, or at the end of the step, one that is written more
-        often is twice."""
-        if self._travelling is not None:
-            self._travelling.finish_reduce()
-        bucket.start_reduce()
-        self._travelling = bucket
-        if not self.config.overlap_grad_reduce:
-            bucket.finish_reduce()
-
-    def _start_complete_buckets(self) -> None:
-        """Begin to sum buckets in their order, which is the same on all ranks, up to the first incomplete one."""
-        for bucket in self._buckets:
-            if bucket.missing:
-                return
-            bucket.start_reduce()
 
     def _sum_partial(self, axis_name: str) -> None:
         """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism, shared
@@ -405,18 +286,11 @@ class DistributedDataParallel(nn.Module):
         Where weight gradients are put off, those of the other layers are too, else a bucket's memory would wait for its
         linear layers."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and self.config.stage > 1 and self._weight_grads.is_collecting:
+        if gradient is not None and self.config.zero.passes_grads and self._weight_grads.is_collecting:
             self._weight_grads.keep(partial(_add_to_main_grad, parameter, gradient))
             grad_was_put_off(parameter)
         elif gradient is not None:
             _add_to_main_grad(parameter, gradient)
-
-    def _wait_for_parameters_of(self, owner: nn.Module) -> None:
-        """Let a module's forward begin when the parameters that it holds itself are there."""
-        own = {id(p) for p in owner.parameters(recurse=False)}
-        buckets = {self._bucket_of[name] for name, p in self._trained.items() if id(p) in own}
-        if buckets:
-            owner.register_forward_pre_hook(lambda *_: [bucket.finish_gather() for bucket in buckets] and None)
 
 
 def _refuse_other_tensors(module: nn.Module, state: dict, prefix: str, metadata: dict, *_: Any) -> None:
@@ -462,11 +336,6 @@ def finalize_model_grads(
 def _buffer_key(parameter: nn.Parameter) -> tuple:
     placement = parameter.placement
     return placement.reduce_over, parameter.dtype, ACROSS_STAGES in placement.partial_grad
-
-
-def _is_tied(buffer: ParamAndGradBuffer) -> bool:
-    """Whether the buffer is that of a table which the first and the last stage share."""
-    return ACROSS_STAGES in next(iter(buffer.parameters.values())).placement.partial_grad
 
 
 def _add_to_main_grad(parameter: nn.Parameter, gradient: Tensor) -> None:

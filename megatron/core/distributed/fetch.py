@@ -8,7 +8,7 @@ parameters, as ours do; and a parent must leave its children's parameters to the
 them (`released.py` says so where it does not).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.uses import Uses
+from megatron.core.distributed.zero import ParamGather
 
 
 def units_of(module: nn.Module) -> dict[str, str]:
@@ -45,57 +46,68 @@ def _outermost(owner: str, listed: set[str]) -> str:
     return next((name for name in above if name in listed), owner)
 
 
-class ParamFetcher:
+class ParamFetcher(ParamGather):
     """Hooks on the units of a model chunk. With `ahead` the next unit's parameters travel while one computes."""
 
-    def __init__(self, module: nn.Module, bucket_of: Mapping[str, Bucket], uses: Uses, *, ahead: bool):
-        self.ahead, self.in_backward, self._uses = ahead, False, uses
-        self._bucket_of = {id(p): bucket_of[name] for name, p in module.named_parameters() if name in bucket_of}
-        named = dict(
-            module.named_parameters(remove_duplicate=False)
-        )  # a parameter that two modules hold is needed by both
-        self._buckets = list(dict.fromkeys(bucket_of.values()))
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], uses: Uses, *, ahead: bool):
+        super().__init__(module, buckets, overlap=False)
+        self._ahead, self._uses = ahead, uses
+        self._in_backward = False
         self._needs: dict[str, list[Bucket]] = {}  # of each unit, when last used
         self._order: list[str] = []  # units as the first forward used them
-        units, listed = units_of(module), _listed(module)
-        alone = [
-            name for name, used in module.named_modules() if not any(used.children())
-        ]  # perhaps with a table of others
-        for unit in dict.fromkeys((*units.values(), *(_outermost(name, listed) for name in alone))):
-            held = [
-                self._bucket_of[id(p)]
-                for name, p in named.items()
-                if units.get(name) == unit and id(p) in self._bucket_of
-            ]
+        held: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
+        listed = _listed(module)
+        for owner, used in module.named_modules():
+            unit = _outermost(owner, listed)
+            if not any(used.children()):
+                held.setdefault(unit, [])  # perhaps with a table of others
+            for parameter in used.parameters(recurse=False):  # one that two modules hold is needed by both
+                held[unit] += [parameter.slot.bucket] if hasattr(parameter, "slot") else []
+        for unit, own in held.items():
             used = module.get_submodule(unit)
-            used.register_forward_pre_hook(partial(self._before_forward, unit, held))
+            used.register_forward_pre_hook(partial(self._before_forward, unit, own))
             used.register_forward_hook(partial(self._after_forward, unit))
 
-    def begin(self, *, backward: bool) -> None:
-        """Before the forward or the backward of a microbatch."""
-        self.release()
-        self.in_backward = backward
+    def begin_step(self) -> None:
+        """Give up what an error may have left."""
+        self.finish()
 
-    def release(self) -> None:
+    def begin_microbatch(self, *, backward: bool) -> None:
+        """Before the forward or the backward of a microbatch."""
+        self.finish()
+        self._in_backward = backward
+
+    def before_forward(self) -> None:
+        """Each unit fetches its own."""
+
+    def passed(self, bucket: Bucket) -> None:
+        """A backward no longer needs the values."""
+        bucket.release_params()
+
+    def updated(self) -> None:
+        """Forwards fetch from ranks that hold a shard up to date, for which those that divide it tell one another."""
+        for bucket in self._buckets:
+            if bucket.buffer.axes.outer.size > 1:
+                bucket.gather_updated()
+
+    def finish(self) -> None:
         """Keep what this rank owns only."""
         for bucket in self._buckets:
             bucket.release_params()
 
     def _before_forward(self, unit: str, held: list[Bucket], _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        lent = [
-            self._bucket_of[id(x)] for x in inputs if id(x) in self._bucket_of
-        ]  # a tied table, held by another unit
+        lent = [x.slot.bucket for x in inputs if hasattr(x, "slot")]  # a tied table, held by another unit
         self._needs[unit] = list(dict.fromkeys((*held, *lent)))
         if self._needs[unit]:
             self._fetch(unit, +1)
-        for bucket in self._needs[unit] if not self.in_backward else ():
+        for bucket in self._needs[unit] if not self._in_backward else ():
             self._uses.enter(bucket)
 
     def _after_forward(self, unit: str, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         for x in _tensors(output) if self._needs[unit] else ():
             if x.requires_grad:
                 x.register_hook(partial(self._before_backward, unit))
-        if not self.in_backward:
+        if not self._in_backward:
             for bucket in self._needs[unit]:
                 bucket.release_params()
 
@@ -110,8 +122,8 @@ class ParamFetcher:
         if unit not in self._order:
             self._order.append(unit)
         after = self._order.index(unit) + direction
-        recomputes = self.in_backward and direction > 0
-        if self.ahead and not recomputes and 0 <= after < len(self._order):
+        recomputes = self._in_backward and direction > 0
+        if self._ahead and not recomputes and 0 <= after < len(self._order):
             for bucket in self._needs[self._order[after]]:
                 bucket.start_gather()
             after += direction

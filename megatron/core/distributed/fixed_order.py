@@ -5,46 +5,58 @@ whatever the ranks are; here each one's gradients are kept apart, and added up b
 all of them and an all-gather of each: a tool for finding where two runs part.
 """
 
+from collections.abc import Sequence
+
 from megatron.core import comm
+from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.memory_buffer import MemoryBuffer, ParamAndGradBuffer
+from megatron.core.distributed.slot import ParamSlot
+from megatron.core.distributed.zero import GradReduce
 from megatron.core.grid import Axis
 
 
-class MicrobatchGrads:
-    """The gradients of one buffer, microbatch by microbatch."""
+class ReduceInFixedOrder(GradReduce):
+    """Each buffer's gradients, microbatch by microbatch. ends: the first and last stage, which may hold one tensor."""
 
-    def __init__(self, buffer: ParamAndGradBuffer):
-        self.buffer = buffer
-        self._kept: dict[int, MemoryBuffer] = {}
+    sums_ends = True
 
-    def begin(self, microbatch: int) -> None:
-        """Direct what is written from now on to this microbatch's own gradients."""
-        grads = self.buffer.grads
-        if microbatch not in self._kept:
-            self._kept[microbatch] = MemoryBuffer(grads.numel, grads.dtype, grads.data.device)
-        self._point_to(self._kept[microbatch])
+    def __init__(self, buckets: Sequence[Bucket], ends: Axis):
+        super().__init__(buckets, overlap=False)
+        self._ends = ends
+        self._kept: dict[ParamAndGradBuffer, dict[int, MemoryBuffer]] = {bucket.buffer: {} for bucket in buckets}
 
-    def sum_in_order(self, ends: Axis | None) -> None:
-        """Put the sum over all microbatches of all data-parallel ranks into the buffer. Every rank of the axes must
-        call.
+    def begin_step(self, num_microbatches: int | None) -> None:
+        self._forget()
+        super().begin_step(num_microbatches)
 
-        ends: first and last stage, if both hold this tensor; their parts of a microbatch are added first.
-        """
-        total, axis = self.buffer.grads.data, self.buffer.axes.reduce
-        for microbatch in sorted(self._kept):
-            mine = self._kept[microbatch].data
-            if ends is not None:
-                comm.all_reduce(mine, ends)
-            for part in comm.all_gather(mine, axis).split(mine.numel()):
-                total.add_(part)
-        self.forget()
+    def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
+        """Direct what a backward writes from now on to this microbatch's own gradients."""
+        for buffer, kept in self._kept.items() if backward else ():
+            if microbatch not in kept:
+                kept[microbatch] = MemoryBuffer(buffer.grads.numel, buffer.grads.dtype, buffer.device)
+            _point(buffer, kept[microbatch])
 
-    def forget(self) -> None:
-        """Keep no microbatch's gradients."""
-        self._kept.clear()
-        self._point_to(self.buffer.grads)
+    def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
+        return False  # each microbatch's own begin as zeros
 
-    def _point_to(self, grads: MemoryBuffer) -> None:
-        for slot in self.buffer.plan.slots:
-            parameter = self.buffer.parameters[slot.name]
-            parameter.main_grad = grads.get(tuple(parameter.shape), slot.start)
+    def finish(self) -> None:
+        """Put the sum over all microbatches of all data-parallel ranks into the buffers."""
+        for buffer, kept in self._kept.items():
+            for microbatch in sorted(kept):
+                mine = kept[microbatch].data
+                if buffer.is_tied:  # both ends' parts of a microbatch are added first
+                    comm.all_reduce(mine, self._ends)
+                for part in comm.all_gather(mine, buffer.axes.reduce).split(mine.numel()):
+                    buffer.grads.data.add_(part)
+        self._forget()
+
+    def _forget(self) -> None:
+        for buffer, kept in self._kept.items():
+            kept.clear()
+            _point(buffer, buffer.grads)
+
+
+def _point(buffer: ParamAndGradBuffer, grads: MemoryBuffer) -> None:
+    for place in buffer.plan.slots:
+        parameter = buffer.parameters[place.name]
+        parameter.main_grad = grads.get(tuple(parameter.shape), place.start)

@@ -6,10 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
 from megatron.core.mesh import GradAxes
 from megatron.core.storage.stored import Stored, start_writing
 from megatron.core.tiers.tier import Tier
+
+ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
 
 
 class MemoryBuffer:
@@ -28,8 +31,8 @@ class MemoryBuffer:
 
 
 class Shard:
-    """Some runs of elements of a buffer, each in a flat tensor: what one rank keeps of something laid out like the buffer. In a tier
-    of its own it may lie in a file."""
+    """Some runs of elements of a buffer, each in a flat tensor: what one rank keeps of something laid out like the
+    buffer. In a tier of its own it may lie in a file."""
 
     def __init__(self, held: list[tuple[int, int]], tensors: list[Stored]):
         self.held, self.tensors = held, tensors
@@ -52,10 +55,11 @@ class Shard:
 
 
 class Transient:
-    """A flat tensor whose memory comes and goes, while views of it stay: parameters and gradients that are whole for a while.
+    """A flat tensor whose memory comes and goes, while views of it stay: parameters and gradients that are whole for a
+    while.
 
-    It begins open, since torch makes views of memory that is there only. `poison`: to find what is used while it is away, it keeps its
-    memory, and every value is NaN from its release until somebody writes it.
+    It begins open, since torch makes views of memory that is there only. `poison`: to find what is used while it is
+    away, it keeps its memory, and every value is NaN from its release until somebody writes it.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, poison: bool = False):
@@ -70,10 +74,6 @@ class Transient:
         self.is_open = True
         return self.data
 
-    def get(self, shape: tuple[int, ...], start: int) -> Tensor:
-        """As a buffer's."""
-        return _view(self.data, shape, start)
-
     def release(self) -> None:
         self.is_open = False
         if self.poison:
@@ -85,9 +85,9 @@ class Transient:
 class ParamAndGradBuffer:
     """The parameters of one plan end to end, and their gradients laid out alike.
 
-    Each parameter becomes a view of the first, and its `main_grad` a view of the second. Gradients are kept in float32 for
-    half-precision parameters, so that many microbatches can be summed; or in `grad_dtype`, and only what a rank gets as their sum is
-    float32. What lies where, by ZeRO stage:
+    Each parameter becomes a view of the first, and its `main_grad` a view of the second. Gradients are kept in float32
+    for half-precision parameters, so that many microbatches can be summed; or in `grad_dtype`, and only what a rank
+    gets as their sum is float32. What lies where, by ZeRO stage:
 
         stage   params   grads    owned_params     sums, what a step's gradients become
         0       whole    whole    all of params    all of grads
@@ -95,10 +95,10 @@ class ParamAndGradBuffer:
         2       whole    passing  a part of params own memory
         3       passing  passing  own memory       own memory
 
-    Passing tensors are `Transient`, one a bucket: `params_of`, `grads_of`. axes: where gradients are summed; each rank of `axes.shard`
-    owns its part of every bucket. With an `axes.outer`, in stage 3, a rank holds a shard of parameters and gradients (`held_params`,
-    `held_sums`) and owns, that is updates, a part of that. Else a rank owns what it holds.
-    `summed_in_shards`: whether a rank gets the sums that it owns only. poison: for `Transient`.
+    Passing tensors are `Transient`, one a bucket: `params_of`, `grads_of`. axes: where gradients are summed; each rank
+    of `axes.shard` owns its part of every bucket. With an `axes.outer`, in stage 3, a rank holds a shard of parameters
+    and gradients (`held_params`, `held_sums`) and owns, that is updates, a part of that. Else a rank owns what it
+    holds.
     tier: where the held parameters of stage 3 are kept; with the others when None.
     """
 
@@ -107,40 +107,31 @@ class ParamAndGradBuffer:
         plan: BufferPlan,
         parameters: Mapping[str, nn.Parameter],
         axes: GradAxes,
-        *,
-        stage: int = 0,
-        summed_in_shards: bool = True,
-        poison: bool = False,
-        grad_dtype: torch.dtype | None = None,
+        config: DataParallelConfig,
         tier: Tier | None = None,
     ):
-        first = parameters[plan.slots[0].name]
         self.plan, self.axes = plan, axes
-        self.stage, self.poison = stage, poison
+        self.config, self.zero = config, config.zero
+        self.stage, self.poison = config.stage, config.poison_released_buffers
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
+        first = next(iter(self.parameters.values()))
+        self.is_tied = ACROSS_STAGES in first.placement.partial_grad  # a table that the first and the last stage share
         self.dtype, self.master_dtype = first.dtype, torch.promote_types(first.dtype, torch.float32)
-        self.grad_dtype = grad_dtype or self.master_dtype
+        self.grad_dtype = torch.bfloat16 if config.main_grads_dtype == "bf16" else self.master_dtype
         self.device = first.device
         self.held = plan.owned(axes.shard.rank, axes.shard.size)
         self.owned = plan.owned(axes.shard.rank * axes.outer.size + axes.outer.rank)
-        self.params = self.grads = None
-        self.params_of = self.grads_of = ()
-        if stage < 3:
-            self.params = MemoryBuffer(plan.numel, self.dtype, self.device)
-            self.held_params = self._part_of(self.params.data)
-        else:
-            self.held_params = self._shard_of_zeros(self.dtype, tier)
-        if stage < 2:
-            self.grads = MemoryBuffer(plan.numel, self.grad_dtype, self.device)
-            self.held_sums = (
-                self._part_of(self.grads.data)
-                if self.grad_dtype == self.master_dtype
-                else self._shard_of_zeros(self.master_dtype)
+        self.params = None if self.zero.passes_params else MemoryBuffer(plan.numel, self.dtype, self.device)
+        self.grads = None if self.zero.passes_grads else MemoryBuffer(plan.numel, self.grad_dtype, self.device)
+        self.params_of: tuple[Transient, ...] = ()
+        self.grads_of: tuple[Transient, ...] = ()
+        if config.fixed_order_grad_reduce:  # every rank adds up all of them
+            self.held_sums = Shard([(0, plan.numel)], [self.grads.data])
+        else:  # sums have memory of their own where they are wider than what is added up
+            self.held_sums = self._shard(
+                self.grads if self.grad_dtype == self.master_dtype else None, self.master_dtype
             )
-            if not summed_in_shards:
-                self.held_sums = Shard([(0, plan.numel)], [self.grads.data])
-        else:
-            self.held_sums = self._shard_of_zeros(self.master_dtype)
+        self.held_params = self._shard(self.params, self.dtype, tier)
         self.owned_params = self.held_params.within(self.owned)
         self.sums = self.held_sums.within(self.owned) if axes.outer.size > 1 else self.held_sums
         self._take_in_parameters()
@@ -158,33 +149,37 @@ class ParamAndGradBuffer:
         """Which of them it holds the values of."""
         return _elements(slot, self.held)
 
-    def _part_of(self, whole: Tensor) -> Shard:
-        return Shard(self.held, [whole[start:stop] for start, stop in self.held])
-
-    def _shard_of_zeros(self, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
+    def _shard(self, whole: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
+        """What is held of a whole buffer, in its memory; of none, zeros."""
+        if whole is not None:
+            return Shard(self.held, [whole.data[start:stop] for start, stop in self.held])
         make = partial(torch.zeros, device=self.device) if tier is None else tier.zeros
-        return Shard(self.held, [make(b - a, dtype=dtype) for a, b in self.held])
+        return Shard(self.held, [make(stop - start, dtype=dtype) for start, stop in self.held])
 
     def _take_in_parameters(self) -> None:
-        """Make each parameter and its `main_grad` views of where their values lie, which gives up the memory it came with.
+        """Make each parameter and its `main_grad` views of where their values lie, which gives up the memory it came
+        with.
 
         What passes is there for one bucket at a time, so that a model which fits in shards only fits while it is built.
         """
-        starts = {slot.name: slot.start for slot in self.plan.slots}
+        places = {place.name: place for place in self.plan.slots}
         for bucket in self.plan.buckets:
-            size = bucket.stop - bucket.start
-            params = Transient(size, self.dtype, self.device, poison=self.poison) if self.params is None else None
-            grads = Transient(size, self.grad_dtype, self.device, poison=self.poison) if self.grads is None else None
+            span, make = slice(bucket.start, bucket.stop), partial(Transient, bucket.stop - bucket.start)
+            params = make(self.dtype, self.device, poison=self.poison) if self.params is None else None
+            grads = make(self.grad_dtype, self.device, poison=self.poison) if self.grads is None else None
             if params is not None:
                 params.data.zero_()  # the gaps too, which ranks keep like the rest
+            all_values = self.params.data[span] if params is None else params.data
+            all_grads = self.grads.data[span] if grads is None else grads.data
             for name in bucket.names:
-                parameter, start = self.parameters[name], starts[name]
-                values = _place(self.params, params, parameter.shape, start, bucket.start)
+                parameter, slot = self.parameters[name], self.parameters[name].slot
+                slot.start, slot.stop = places[name].start - bucket.start, places[name].stop - bucket.start
+                values = _view(all_values, parameter.shape, slot.start)
                 values.copy_(parameter.data)
                 parameter.data = values
-                grad = _place(self.grads, grads, parameter.shape, start, bucket.start)
-                parameter.main_grad = grad.data  # which counts its own changes, and not those of the whole buffer
-                parameter.main_grad.released_name = name
+                # Its `data` counts its own changes, and not those of the whole buffer.
+                parameter.main_grad = _view(all_grads, parameter.shape, slot.start).data
+                parameter.main_grad.slot = slot
             if params is not None:
                 self._keep_held(bucket.start, params)
                 self.params_of += (params,)
@@ -204,13 +199,6 @@ def _view(flat: Tensor, shape: tuple[int, ...], start: int) -> Tensor:
     stop = start + torch.Size(shape).numel()
     assert stop <= flat.numel(), f"elements {start}..{stop} of {flat.numel()}"
     return flat[start:stop].view(shape)
-
-
-def _place(
-    whole: MemoryBuffer | None, passing: Transient | None, shape: tuple[int, ...], start: int, first: int
-) -> Tensor:
-    """The elements from `start` of the buffer on, as a view of what is whole, or of what is passing and begins at element `first`."""
-    return whole.get(shape, start) if passing is None else passing.get(shape, start - first)
 
 
 def _elements(slot: Slot, held: list[tuple[int, int]]) -> tuple[int, int]:

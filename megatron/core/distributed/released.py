@@ -6,7 +6,7 @@ back: torch then calls `__torch_function__` before it touches the memory, which 
 an assignment where memory comes and goes, and nothing where it is there.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,24 +14,26 @@ from torch import Tensor, nn
 
 _SHARES_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are the values
 _MAY_BE_SET = {"grad", "requires_grad"}
-_FACTS = {
-    "size",
-    "numel",
-    "nelement",
-    "dim",
-    "ndimension",
-    "stride",
-    "is_contiguous",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "get_device",
-    "requires_grad_",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "__hash__",
-    "__len__",
-}
+_FACTS = set(
+    [
+        "size",
+        "numel",
+        "nelement",
+        "dim",
+        "ndimension",
+        "stride",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__hash__",
+        "__len__",
+    ]
+)
 
 
 class ReleasedParameter(nn.Parameter):
@@ -60,7 +62,7 @@ class ArrivingParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for x in [] if _needs_no_values(func) else _of_class(cls, args, kwargs):
-            x.arrive()
+            x.slot.arrive()
         return _as_plain(func, args, kwargs)
 
 
@@ -79,40 +81,16 @@ class ReleasedGradient(Tensor):
         )
 
 
-def release_gradients(gradients: Iterable[Tensor]) -> None:
-    """From now on these say that their values are not there. A tensor of a class of its own is left as it is."""
-    for gradient in gradients:
-        if type(gradient) is Tensor:
-            gradient.__class__ = ReleasedGradient
+_FAMILIES = ({nn.Parameter, ReleasedParameter, ArrivingParameter}, {Tensor, ReleasedGradient})
 
 
-def restore_gradients(gradients: Iterable[Tensor]) -> None:
-    """Their values are there again."""
-    for gradient in gradients:
-        if type(gradient) is ReleasedGradient:
-            gradient.__class__ = Tensor
-
-
-def release(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on these say that their values are not there. A parameter of a class of its own is left as it is."""
-    for parameter in parameters:
-        if type(parameter) is nn.Parameter:
-            parameter.__class__ = ReleasedParameter
-
-
-def expect(parameters: Iterable[nn.Parameter], arrive: Callable[[], None]) -> None:
-    """From now on who uses one of these calls `arrive` first, which restores them."""
-    for parameter in parameters:
-        if type(parameter) is nn.Parameter:
-            parameter.arrive = arrive
-            parameter.__class__ = ArrivingParameter
-
-
-def restore(parameters: Iterable[nn.Parameter]) -> None:
-    """Their values are there again."""
-    for parameter in parameters:
-        if type(parameter) in (ReleasedParameter, ArrivingParameter):
-            parameter.__class__ = nn.Parameter
+def become(kind: type, tensors: Iterable[Tensor]) -> None:
+    """From now on these say what `kind` says: nn.Parameter and Tensor that their values are there. A tensor of a class
+    of its own is left as it is."""
+    family = next(family for family in _FAMILIES if kind in family)
+    for tensor in tensors:
+        if type(tensor) in family:
+            tensor.__class__ = kind
 
 
 def _as_plain(func: Any, args: tuple, kwargs: dict | None) -> Any:
@@ -126,7 +104,7 @@ def _of_class(kind: type, args: tuple, kwargs: dict | None) -> list[Any]:
 
 
 def _name_of(held: list[Any]) -> str:
-    return getattr(held[0], "released_name", "a parameter") if held else "a parameter"
+    return held[0].slot.name if held and hasattr(held[0], "slot") else "a parameter"
 
 
 def _needs_no_values(func: Any) -> bool:

@@ -38,23 +38,20 @@ def step_traffic(
     flat: Flat, stage: int, *, inner: int, outer: int = 1, microbatches: int = 1, divides_outer: bool = False
 ) -> Traffic:
     """Bytes that one rank sends in a step; without what an axis of one rank leaves out."""
-    gradients, parameters, times = flat.numel * flat.sent_bytes, flat.numel * flat.param_bytes, microbatches
+    gradients, parameters = flat.numel * flat.sent_bytes, flat.numel * flat.param_bytes
     if stage == 0:
         return _some({("all_reduce", "reduce"): 2 * _share(inner * outer) * gradients})
     fetched = 2 * parameters + flat.lent * flat.param_bytes
+    reductions, op = microbatches if stage > 1 else 1, "all_to_all" if flat.sums_wide else "reduce_scatter"
     sent = {
-        ("all_to_all" if flat.sums_wide else "reduce_scatter", "shard"): _share(inner)
-        * gradients
-        * (times if stage > 1 else 1),
-        ("all_gather", "shard"): _share(inner) * (fetched * times if stage == 3 else parameters),
+        (op, "shard"): _share(inner) * gradients * reductions,
+        ("all_gather", "shard"): _share(inner) * (fetched * microbatches if stage == 3 else parameters),
     }
     rounds_between = stage == 1 and not flat.sums_wide
     part = flat.numel * (flat.sent_bytes if rounds_between else flat.sum_bytes) / inner
     if divides_outer:
-        sent |= {
-            ("reduce_scatter", "outer"): _share(outer) * part,
-            ("all_gather", "outer"): _share(outer) * parameters / inner,
-        }
+        sent["reduce_scatter", "outer"] = _share(outer) * part
+        sent["all_gather", "outer"] = _share(outer) * parameters / inner
     else:
         sent["all_reduce", "replica"] = 2 * _share(outer) * part
     return _some(sent)

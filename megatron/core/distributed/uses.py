@@ -13,8 +13,10 @@ values; the second writes as many gradients as the first has put off.
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
+from typing import Literal
 
 Bucket = Hashable
+_Part = Literal["forward", "backward", "first half", "second half"]  # of a microbatch; halves of a split backward
 
 
 class Uses:
@@ -31,7 +33,7 @@ class Uses:
         self._entered: dict[int, Counter[Bucket]] = {}  # by microbatch, until its backward
         self._put_off: dict[int, Counter[Bucket]] = {}  # gradients, by microbatch, until they are written
         self._microbatch: int | None = None
-        self._is_forward, self._is_first_half, self._writes_later = True, False, False
+        self._part: _Part = "forward"
         self._passed: Counter[Bucket] = Counter()
         self._written: Counter[Bucket] = Counter()
 
@@ -39,40 +41,43 @@ class Uses:
         """A part of this microbatch's work follows. `puts_off`: a backward that leaves weight gradients to a part of
         their own."""
         self.end()
-        self._microbatch, self._is_forward = microbatch, not backward
-        self._writes_later = microbatch in self._put_off and not puts_off and backward
-        self._is_first_half = puts_off
+        self._microbatch = microbatch
         if not backward:
             self._entered[microbatch] = Counter()
+        elif puts_off:
+            self._part = "first half"
+        else:
+            self._part = "second half" if microbatch in self._put_off else "backward"
 
     def end(self) -> None:
         """What was begun is complete."""
-        if not self._is_forward and not self._writes_later:
+        if self._part in ("backward", "first half"):
             entered = self._entered.pop(self._microbatch, {})
             for bucket, count in self._passed.items():
                 key = bucket, entered.get(bucket, 0)
                 self._known[key] = max(count, self._known.get(key, 0))
-            if self._is_first_half:
+            if self._part == "first half":
                 self._put_off[self._microbatch] = self._passed - self._written
-        elif self._writes_later:
+        elif self._part == "second half":
             self._put_off.pop(self._microbatch, None)
-        self._passed, self._written, self._is_forward, self._writes_later = Counter(), Counter(), True, False
+        self._passed, self._written = Counter(), Counter()
+        self._part = "forward"
 
     def enter(self, bucket: Bucket) -> None:
         """A forward enters a unit that needs the bucket."""
-        if self._microbatch is not None and self._is_forward:
+        if self._microbatch is not None and self._part == "forward":
             self._entered[self._microbatch][bucket] += 1
 
     def passes(self, bucket: Bucket) -> bool:
         """The backward has come past a parameter, whose gradient is written or put off. True if it is through with them
         all."""
         self._passed[bucket] += 1
-        return not self._writes_later and self._passed[bucket] == self._expected(bucket)
+        return self._part != "second half" and self._passed[bucket] == self._expected(bucket)
 
     def writes(self, bucket: Bucket) -> bool:
         """A gradient was written. True if all of this microbatch are."""
         self._written[bucket] += 1
-        if self._writes_later:
+        if self._part == "second half":
             return self._written[bucket] == self._put_off[self._microbatch][bucket]
         is_complete = self._written[bucket] == self._expected(bucket)
         if is_complete and self._microbatch is None:  # nobody says where a backward ends

@@ -67,7 +67,8 @@ class DynamicGradScaler:
     """
 
     def __init__(self, initial: float, *, minimum: float, window: int, hysteresis: int):
-        self.scale, self.minimum, self.window, self.hysteresis = initial, minimum, window, hysteresis
+        self.scale, self.minimum = initial, minimum
+        self.window, self.hysteresis = window, hysteresis
         self.good_steps = 0  # since the last overflow or growth
         self.patience = hysteresis  # overflows still borne before the scale falls
 

@@ -14,7 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
-from megatron.core.config import ConfigError, Count, FlagConfig, Positive, flag_of, knob
+from megatron.core.config import (
+    ConfigError,
+    Count,
+    FlagConfig,
+    NotNegative,
+    Positive,
+    Share,
+    WholeNumber,
+    flag_of,
+    knob,
+)
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -27,7 +37,7 @@ class LearningRateConfig(FlagConfig):
 
     lr: Positive | None = knob(None, "peak learning rate", required=True)
     min_lr: float = knob(0.0, "lowest learning rate, reached at the end of the decay")
-    decoupled_lr: float | None = knob(None, "highest rate of the word table and the output layer; --lr when unset")
+    decoupled_lr: Positive | None = knob(None, "highest rate of the word table and the output layer; --lr when unset")
     decoupled_min_lr: float | None = knob(
         None, "lowest rate of the word table and the output layer; --min-lr when unset"
     )
@@ -40,10 +50,10 @@ class LearningRateConfig(FlagConfig):
     lr_wsd_decay_style: WsdStyle = knob("exponential", "how the rate falls at the end of WSD")
     lr_wsd_decay_iters: Count | None = knob(None, "the last iterations of the decay, in which the rate of WSD falls")
     lr_wsd_decay_samples: Count | None = knob(None, "the same in samples, with --train-samples")
-    lr_warmup_iters: int = knob(0, "iterations over which the rate rises linearly")
-    lr_warmup_samples: int = knob(0, "samples over which the rate rises linearly, with --train-samples")
-    lr_warmup_fraction: float | None = knob(None, "the same as a share of the decay iterations or samples")
-    lr_warmup_init: float = knob(0.0, "rate at the start of the warm-up")
+    lr_warmup_iters: WholeNumber = knob(0, "iterations over which the rate rises linearly")
+    lr_warmup_samples: WholeNumber = knob(0, "samples over which the rate rises linearly, with --train-samples")
+    lr_warmup_fraction: Share | None = knob(None, "the same as a share of the decay iterations or samples")
+    lr_warmup_init: NotNegative = knob(0.0, "rate at the start of the warm-up")
     override_opt_param_scheduler: bool = knob(
         False,
         "a resumed run follows the learning rate and weight decay schedules of its own settings, whatever the "
@@ -73,34 +83,20 @@ class LearningRateConfig(FlagConfig):
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
 
-    def _warmup_problems(self) -> list[str]:
-        problems = []
-        for name in ("lr_warmup_iters", "lr_warmup_samples"):
-            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
-            if self.lr_warmup_fraction is not None and value:
-                problems.append(f"--lr-warmup-fraction and {flag} exclude each other; give one")
-            if value < 0:
-                problems.append(f"{flag} is {value}; it must not be negative")
-        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction <= 1:
-            problems.append(f"--lr-warmup-fraction is {self.lr_warmup_fraction}; it must be in [0, 1]")
-        if not self.lr_warmup_init >= 0:
-            problems.append(f"--lr-warmup-init is {self.lr_warmup_init}; it must not be negative")
-        elif self.lr is not None and self.lr_warmup_init > self.lr > 0:
-            problems.append(f"--lr-warmup-init is {self.lr_warmup_init}; it must not be above --lr ({self.lr})")
-        return problems
+    def _warmup_problems(self) -> Iterator[str]:
+        for name in ("lr_warmup_iters", "lr_warmup_samples") if self.lr_warmup_fraction is not None else ():
+            if getattr(self, name):
+                yield f"--lr-warmup-fraction and {flag_of(name)} exclude each other; give one"
+        if self.lr is not None and self.lr_warmup_init > self.lr > 0:
+            yield f"--lr-warmup-init is {self.lr_warmup_init}; it must not be above --lr ({self.lr})"
 
-    def _decoupled_problems(self) -> list[str]:
+    def _decoupled_problems(self) -> Iterator[str]:
         highest, lowest = self.decoupled_lr, self.decoupled_min_lr
-        if highest is None:
-            return [] if lowest is None else ["--decoupled-min-lr needs --decoupled-lr"]
-        if highest <= 0:
-            return [f"--decoupled-lr is {highest}; it must be positive"]
+        if highest is None and lowest is not None:
+            yield "--decoupled-min-lr needs --decoupled-lr"
         lowest = self.min_lr if lowest is None else lowest
-        if not 0 <= lowest <= highest:
-            return [
-                f"--decoupled-min-lr (or --min-lr) is {lowest}; it must be between 0 and --decoupled-lr ({highest})"
-            ]
-        return []
+        if highest is not None and highest > 0 and not 0 <= lowest <= highest:
+            yield f"--decoupled-min-lr (or --min-lr) is {lowest}; it must be between 0 and --decoupled-lr ({highest})"
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,10 @@ class FlatOptimizer:
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def grad_norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each parameter counted once. For each kind of parameter, one all-reduce of a number
-        over the ranks that hold shards of the gradient, and one over those of a copy of the model; in fixed order, where every rank
-        has the whole sum, an all-reduce of a count and an all-gather of all parameters' sums of squares over mp.
+        """The L2 norm of the whole model's gradient, each parameter counted once. For each kind of parameter, one
+        all-reduce of a number over the ranks that hold shards of the gradient, and one over those of a copy of the
+        model; in fixed order, where every rank has the whole sum, an all-reduce of a count and an all-gather of all
+        parameters' sums of squares over mp.
 
         It is not finite if any gradient on any rank is not, counted or not: a copy that overflowed alone, by a kernel
         whose order of summation varies, would else be the only one that is updated.
@@ -177,8 +178,8 @@ class FlatOptimizer:
         return comm.all_reduce(total, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
-        """The sum of squares of each piece of a parameter, from all ranks of mp, with some zeros; in no certain order, so add
-        them up exactly. Each is summed as a tensor of its own, for a sum's bits depend on where it begins."""
+        """The sum of squares of each piece of a parameter, from all ranks of mp, with some zeros; in no certain order,
+        so add them up exactly. Each is summed as a tensor of its own, for a sum's bits depend on where it begins."""
         mine = [
             weight * part.double().square().sum()
             for buffer, counted in zip(self.buffers, self._counted)

@@ -1,7 +1,7 @@
 """The settings of the optimizer, and the table of the optimizers that there are. Pure."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,31 +75,24 @@ class OptimizerConfig(FlagConfig):
         "nearer to zero",
     )
 
-    def problems(self) -> list[str]:
-        return self._weight_decay_problems()
-
-    def _weight_decay_problems(self) -> list[str]:
-        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
-        if style == "constant":
-            given = {"--start-weight-decay": start, "--end-weight-decay": end}
-            return [
-                f"{flag} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay"
-                for flag, value in given.items()
-                if value is not None
-            ]
-        if start is None or end is None:
-            return [f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"]
-        if not 0 <= start <= end < math.inf:
-            return [f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"]
-        return []
+    def problems(self) -> Iterator[str]:
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if self.weight_decay_incr_style == "constant":
+            for flag, value in {"--start-weight-decay": start, "--end-weight-decay": end}.items():
+                if value is not None:
+                    yield f"{flag} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay"
+        elif start is None or end is None:
+            style = self.weight_decay_incr_style
+            yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+        elif not 0 <= start <= end < math.inf:
+            yield f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"
 
     def weight_decay_schedule(self, samples: int) -> WeightDecaySchedule:
         """The weight decay of a run of so many samples."""
+        ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":
-            return WeightDecaySchedule(self.weight_decay, self.weight_decay, "constant", samples)
-        return WeightDecaySchedule(
-            self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style, samples
-        )
+            ends = (self.weight_decay, self.weight_decay)
+        return WeightDecaySchedule(*ends, self.weight_decay_incr_style, samples)
 
     def rule(self, name: str | None = None) -> UpdateRule:
         """The optimizer of that name, of --optimizer if None. Raises ConfigError for a name that OPTIMIZERS lacks."""

@@ -9,7 +9,7 @@ begins.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,13 +48,12 @@ class Segment:
         return not self.is_away and isinstance(self.master, Tensor)
 
     def part(self, start: int, stop: int) -> "Segment":
-        return Segment(
-            self.group,
-            self.master[start:stop],
-            {kind: stored[start:stop] for kind, stored in self.moments.items()},
-            self.gradients[start:stop],
-            None if self.parameters is None else self.parameters[start:stop],
-            self.is_away,
+        return replace(
+            self,
+            master=self.master[start:stop],
+            moments={kind: stored[start:stop] for kind, stored in self.moments.items()},
+            gradients=self.gradients[start:stop],
+            parameters=None if self.parameters is None else self.parameters[start:stop],
         )
 
 
@@ -83,15 +82,15 @@ class SlicedUpdater:
         reading = _start_reading(self._slices[0]) if self._slices else None
         writing: Pending[Any] = done()
         for current, following in zip(self._slices, [*self._slices[1:], None]):
-            master, moments, gradients = reading.wait()
+            here = reading.wait()
             reading = _start_reading(following) if following is not None else None
-            states = {kind: [values] for kind, values in moments.items()}
+            states = {kind: [values] for kind, values in here.moments.items()}
             step = step_of(current.group)
-            self._update_of(current.group)([master], [gradients], states, step)
-            if gradients.data_ptr() != current.gradients.data_ptr():  # a copy on the host was multiplied
+            self._update_of(current.group)([here.master], [here.gradients], states, step)
+            if here.gradients.data_ptr() != current.gradients.data_ptr():  # a copy on the host was multiplied
                 current.gradients.mul_(step.factor)
             writing.wait()
-            writing = _start_writing(current, master, moments)
+            writing = _start_writing(current, here)
         writing.wait()
 
 
@@ -103,12 +102,17 @@ def _on_host(segment: Segment) -> bool:
     return segment.is_away or segment.gradients.device.type == "cpu"
 
 
-def _start_reading(part: Segment) -> Pending[tuple[Tensor, dict[str, Tensor], Tensor]]:
-    """Begin to bring a slice to where it is updated: (master, moments, gradients)."""
+def _start_reading(part: Segment) -> Pending[Segment]:
+    """Begin to bring a slice to where it is updated, as tensors."""
     start = _start_fetching if part.is_away else start_reading
-    master, moments = start(part.master), {kind: start(stored) for kind, stored in part.moments.items()}
-    gradients = start(part.gradients)
-    return Pending(lambda: (master.wait(), {kind: one.wait() for kind, one in moments.items()}, gradients.wait()))
+    master, gradients = start(part.master), start(part.gradients)
+    moments = {kind: start(stored) for kind, stored in part.moments.items()}
+
+    def wait() -> Segment:
+        here = {kind: moment.wait() for kind, moment in moments.items()}
+        return replace(part, master=master.wait(), moments=here, gradients=gradients.wait())
+
+    return Pending(wait)
 
 
 def _start_fetching(stored: Stored) -> Pending[Tensor]:
@@ -118,9 +122,8 @@ def _start_fetching(stored: Stored) -> Pending[Tensor]:
     return start_to_host(stored) if isinstance(stored, Tensor) else start_reading(stored)
 
 
-def _start_writing(part: Segment, master: Tensor, moments: dict[str, Tensor]) -> Pending[Any]:
-    writing = [start_writing(part.moments[kind], values) for kind, values in moments.items()]
-    writing.append(start_writing(part.master, master))
-    if part.parameters is not None:
-        writing.append(start_writing(part.parameters, master))
+def _start_writing(part: Segment, values: Segment) -> Pending[Any]:
+    writing = [start_writing(part.moments[kind], moment) for kind, moment in values.moments.items()]
+    for stored in (part.master, part.parameters) if part.parameters is not None else (part.master,):
+        writing.append(start_writing(stored, values.master))
     return all_of(writing)

@@ -49,7 +49,8 @@ class SplitMaster(StoredTensor):
     dtype = torch.float32
 
     def __init__(self, weight: Stored, residual: Stored):
-        self.weight, self.residual, self.shape = weight, residual, tuple(weight.shape)
+        self.weight, self.residual = weight, residual
+        self.shape = tuple(weight.shape)
 
     def view(self, shape: tuple[int, ...]) -> "SplitMaster":
         return SplitMaster(self.weight.view(shape), self.residual.view(shape))

@@ -21,6 +21,8 @@ class UpdateStep(NamedTuple):
     factor: float = 1.0  # of the gradients
 
 
+Tensors = list[Tensor]
+States = dict[str, Tensors]  # by name, each like the parameters
 # (parameters, gradients, states by name, step) -> updates the first and the states, and multiplies the gradients. An
 # update of whole
 # tensors is given a list of WholeTensor too.
@@ -40,14 +42,7 @@ def make_update(config: OptimizerConfig, name: str | None) -> Update:
 
 
 def adam_update(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: dict[str, list[Tensor]],
-    step: UpdateStep,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, beta1: float, beta2: float, eps: float
 ) -> None:
     """torch.optim.AdamW's step, in one pass over each tensor where the device has that, the multiplication of gradients
     included: a pass of its own for that is a quarter of the update's time (CPU)."""
@@ -57,46 +52,17 @@ def adam_update(
     if divisor is None:
         _multiply(gradients, step.factor)
     steps = torch.full((len(parameters),), float(step.updates), device=device if fused else "cpu").unbind()
-    adamw(
-        parameters,
-        gradients,
-        states["exp_avg"],
-        states["exp_avg_sq"],
-        [],
-        list(steps),
-        fused=fused,
-        amsgrad=False,
-        maximize=False,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        lr=step.lr,
-        weight_decay=step.weight_decay,
-        grad_scale=divisor,
-    )
+    kept = (states["exp_avg"], states["exp_avg_sq"], [], list(steps))
+    rates = {"lr": step.lr, "weight_decay": step.weight_decay, "beta1": beta1, "beta2": beta2, "eps": eps}
+    adamw(parameters, gradients, *kept, fused=fused, amsgrad=False, maximize=False, grad_scale=divisor, **rates)
 
 
-def sgd_update(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: dict[str, list[Tensor]],
-    step: UpdateStep,
-    *,
-    momentum: float,
-) -> None:
+def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, momentum: float) -> None:
     """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike Adam's, the decay passes through the
     momentum."""
-    sgd(
-        parameters,
-        gradients,
-        states.get("momentum_buffer", [None] * len(parameters)),
-        momentum=momentum,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        lr=step.lr,
-        weight_decay=step.weight_decay,
-    )
+    kept = states.get("momentum_buffer", [None] * len(parameters))
+    rates = {"lr": step.lr, "weight_decay": step.weight_decay, "momentum": momentum}
+    sgd(parameters, gradients, kept, dampening=0.0, nesterov=False, maximize=False, **rates)
 
 
 def _as_divisor(factor: float, gradients: list[Tensor]) -> Tensor | None:

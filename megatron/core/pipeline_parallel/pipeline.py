@@ -13,7 +13,6 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.current_mesh import current
-from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
@@ -23,6 +22,7 @@ from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forwa
 from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
+from megatron.core.weight_grads import WeightGradStore
 
 
 @dataclass(frozen=True)

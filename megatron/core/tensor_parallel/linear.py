@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import ALONE, Axis
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta
 from megatron.core.products import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
+from megatron.core.weight_grads import WeightGradStore
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, way: Way = "native") -> Tensor | None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
-from megatron.core.deferred import WeightGradStore
 from megatron.core.grid import Axis
 from megatron.core.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.products import NATIVE, Products
@@ -25,6 +24,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import column_linear, linear
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.tensor_parallel.word_ids import check_word_ids
+from megatron.core.weight_grads import WeightGradStore
 
 
 @dataclass(frozen=True)
