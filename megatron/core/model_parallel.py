@@ -15,7 +15,7 @@ from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current, has_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
-from megatron.core.parallel_config import ORDER, sizes_for, unbuilt_axes
+from megatron.core.parallel_config import ORDER, ParallelConfig
 from megatron.core.stage_map import StageMap, loop
 
 
@@ -26,7 +26,6 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
     num_distributed_optimizer_instances: int = 1,
     ranks_per_kv_head: int = 1,
     distributed_timeout_minutes: int = 30,
@@ -52,22 +51,19 @@ def initialize_model_parallel(
     """
     if mesh_of_process() is not None:
         raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")
-    _refuse_unbuilt(context_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size, of_back_ends)
+    _refuse_unbuilt(of_back_ends)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+    )
     if not dist.is_initialized() and launched_world_size() > 1:
         raise RuntimeError(
             f"{launched().launcher} started {launched_world_size()} processes, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first, or initialize_megatron(), which does both"
         )
-    sizes = sizes_for(
-        launched_world_size(),
-        tensor=tensor_model_parallel_size,
-        pipeline=pipeline_model_parallel_size,
-        context=context_parallel_size,
-        expert=expert_model_parallel_size,
-        expert_tensor=expert_tensor_parallel_size,
-        replicas=num_distributed_optimizer_instances,
-        order=order,
-    )
+    sizes = parallel.sizes(launched_world_size(), num_distributed_optimizer_instances, order)
     timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
 
     def make_group(name: str, ranks: tuple[int, ...]) -> Group:
@@ -106,7 +102,8 @@ def torch_group(name: str) -> Any:
     return axis.group.process_group if isinstance(axis.group, TorchGroup) else axis.group
 
 
-_OF_BACK_ENDS = {  # Megatron's arguments about communicators, and the values that change nothing here
+_OF_BACK_ENDS = {  # Megatron's other arguments, mostly about communicators, and the values that change nothing here
+    "expert_tensor_parallel_size": (None, 1),
     "pipeline_model_parallel_split_rank": (None,),
     "pipeline_model_parallel_comm_backend": (None,),
     "hierarchical_context_parallel_sizes": (None,),
@@ -117,18 +114,12 @@ _OF_BACK_ENDS = {  # Megatron's arguments about communicators, and the values th
 }
 
 
-def _refuse_unbuilt(context: int, expert: int, expert_tensor: int | None, of_back_ends: Mapping[str, Any]) -> None:
+def _refuse_unbuilt(of_back_ends: Mapping[str, Any]) -> None:
     if strange := of_back_ends.keys() - _OF_BACK_ENDS.keys():
         raise TypeError(f"initialize_model_parallel() has no arguments {sorted(strange)}")
     asked = {name: value for name, value in of_back_ends.items() if value not in _OF_BACK_ENDS[name]}
-    problems = [
-        *unbuilt_axes(
-            context_parallel_size=context, expert_model_parallel_size=expert, expert_tensor_parallel_size=expert_tensor
-        ),
-        *(f"{name}={value!r} is not built yet; leave it out" for name, value in asked.items()),
-    ]
-    if problems:
-        raise ConfigError(problems)
+    if asked:
+        raise ConfigError([f"{name}={value!r} is not built yet; leave it out" for name, value in asked.items()])
 
 
 def stage_ranks(choose: Callable[..., Sequence[int]]) -> StageRanks:

@@ -41,9 +41,9 @@ class ParallelConfig(FlagConfig):
     use_tp_pp_dp_mapping: bool = knob(False, "place pipeline ranks next to tensor ranks: order tp-cp-ep-pp-dp")
 
     def problems(self) -> Iterator[str]:
-        yield from unbuilt_axes(
-            context_parallel_size=self.context_parallel_size, expert_model_parallel_size=self.expert_model_parallel_size
-        )
+        for name in ("context_parallel_size", "expert_model_parallel_size"):  # which `AxisSizes` knows, and no layer
+            if (size := getattr(self, name)) != 1:
+                yield f"{flag_of(name)} is {size}, but {name.partition('_')[0]} parallelism is not built yet; use 1"
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
 
@@ -52,16 +52,28 @@ class ParallelConfig(FlagConfig):
         """Ranks that work on the same samples."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
-    def sizes(self, world_size: int, replicas: int = 1) -> AxisSizes:
-        """The axes of a job. replicas: --num-distributed-optimizer-instances. Raises ConfigError where they do not fit."""
-        return sizes_for(
-            world_size,
-            tensor=self.tensor_model_parallel_size,
-            pipeline=self.pipeline_model_parallel_size,
-            context=self.context_parallel_size,
-            expert=self.expert_model_parallel_size,
+    def sizes(self, world_size: int, replicas: int = 1, order: str | None = None) -> AxisSizes:
+        """The axes of a job; its data-parallel size is what the others leave. Raises ConfigError where they do not fit.
+
+        replicas: --num-distributed-optimizer-instances. order: of `AxisSizes`, if not that of the settings."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        held_by = self.ranks_per_sample * replicas
+        if world_size % held_by:
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of {held_by} = tensor-model-parallel-size ({tensor}) x "
+                f"pipeline-model-parallel-size ({pipeline})"
+                + (f" x context-parallel-size ({self.context_parallel_size})" if self.context_parallel_size > 1 else "")
+                + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
+                + "; start another number of processes or change the sizes"
+            )
+        return AxisSizes(
+            tp=tensor,
+            pp=pipeline,
+            dp=world_size // self.ranks_per_sample,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
             replicas=replicas,
-            order=self.order,
+            order=order or self.order,
         )
 
     @property
@@ -72,36 +84,3 @@ class ParallelConfig(FlagConfig):
     @property
     def order(self) -> str:
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else ORDER
-
-
-def unbuilt_axes(**sizes: int | None) -> Iterator[str]:
-    """What is wrong with these settings: the axes that `AxisSizes` knows and no layer divides anything over."""
-    for name, size in sizes.items():
-        what = name.partition("_")[0]
-        if size not in (None, 1):
-            yield f"{flag_of(name)} is {size}, but {what} parallelism is not built yet; leave it out, or use 1"
-
-
-def sizes_for(
-    world_size: int,
-    *,
-    tensor: int = 1,
-    pipeline: int = 1,
-    context: int = 1,
-    expert: int = 1,
-    expert_tensor: int | None = None,
-    replicas: int = 1,
-    order: str = ORDER,
-) -> AxisSizes:
-    """The axes of a job; its data-parallel size is what the others leave. Raises ConfigError when they do not fit."""
-    held_by = tensor * pipeline * context * replicas
-    if world_size % held_by:
-        raise ConfigError(
-            f"world size {world_size} is not a multiple of {held_by} = tensor-model-parallel-size ({tensor}) x "
-            f"pipeline-model-parallel-size ({pipeline})"
-            + (f" x context-parallel-size ({context})" if context > 1 else "")
-            + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
-            + "; start another number of processes or change the sizes"
-        )
-    dp = world_size // (tensor * pipeline * context)
-    return AxisSizes(tensor, pipeline, dp, context, expert, expert_tensor, replicas, order)

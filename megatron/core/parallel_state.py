@@ -38,7 +38,7 @@ from megatron.core.model_parallel import (  # noqa: F401
     model_parallel_is_initialized,
     torch_group,
 )
-from megatron.core.parallel_config import ORDER, ParallelConfig, sizes_for  # noqa: F401
+from megatron.core.parallel_config import ORDER, ParallelConfig  # noqa: F401
 from megatron.core.stage_map import loop
 
 
@@ -176,13 +176,26 @@ def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = 
     return _holds(get_mesh().stages.last, ignore_virtual, vp_stage)
 
 
-def _data_axis(with_context_parallel: bool, partial: bool) -> str:
-    """partial: of the ranks that share one copy of sharded state."""
-    return "dp" + "_inner" * partial + "_cp" * with_context_parallel
+def _of_data(accessor: Callable[[str], Callable[[], Any]]) -> Callable[..., Any]:
+    """partial_data_parallel: of the ranks that share one copy of sharded state."""
+
+    def get(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+        return accessor("dp" + "_inner" * partial_data_parallel + "_cp" * with_context_parallel)()
+
+    return get
 
 
-def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    return torch_group(_data_axis(with_context_parallel, partial_data_parallel))
+def _of_expert_data(accessor: Callable[[str], Callable[[], Any]]) -> Callable[..., Any]:
+    return lambda partial_expert_data_parallel=False: accessor("edp" + "_inner" * partial_expert_data_parallel)()
+
+
+get_data_parallel_group = _of_data(_group)
+get_data_parallel_rank = _of_data(_rank)
+get_data_parallel_world_size = _of_data(_size)
+get_data_parallel_src_rank = _of_data(_member)
+get_expert_data_parallel_group = _of_expert_data(_group)
+get_expert_data_parallel_rank = _of_expert_data(_rank)
+get_expert_data_parallel_world_size = _of_expert_data(_size)
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
@@ -191,30 +204,6 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_da
     if group is not None and (backend := backend_of(group)) != "gloo":
         raise NotImplementedError(f"there are no gloo groups beside those of {backend}; use get_data_parallel_group()")
     return group
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return get_mesh()[_data_axis(with_context_parallel, partial_data_parallel)].rank
-
-
-def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return get_mesh()[_data_axis(with_context_parallel, partial_data_parallel)].size
-
-
-def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    return get_mesh()[_data_axis(with_context_parallel, False)].ranks[0]
-
-
-def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
-    return torch_group("edp" + "_inner" * partial_expert_data_parallel)
-
-
-def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    return get_mesh()["edp" + "_inner" * partial_expert_data_parallel].rank
-
-
-def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    return get_mesh()["edp" + "_inner" * partial_expert_data_parallel].size
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -8,7 +8,7 @@ from said import tells, tells_each
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis, AxisSizes, Grid
 from megatron.core.mesh import build_mesh
-from megatron.core.parallel_config import ORDER, ParallelConfig, sizes_for
+from megatron.core.parallel_config import ORDER, ParallelConfig
 
 PP_BEFORE_DP = "tp-cp-ep-pp-dp"
 
@@ -37,14 +37,14 @@ def parse(groups: str) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("order", SIXTEEN)
 def test_sixteen_ranks_meet_as_in_the_example(order: str):
-    grid = sizes_for(16, tensor=2, pipeline=4, order=order).dense()
+    grid = AxisSizes(tp=2, pp=4, dp=2, order=order).dense()
     assert grid.world_size == 16
     for axes, expected in SIXTEEN[order].items():
         assert set(grid.groups(*axes)) == parse(expected), axes
 
 
 def test_replicas_divide_the_data_parallel_axis():
-    grid = sizes_for(8, pipeline=2, replicas=2).dense()
+    grid = AxisSizes(pp=2, dp=4, replicas=2).dense()
     assert set(grid.groups("dp_inner")) == parse("0,1 2,3 4,5 6,7")
     assert set(grid.groups("dp_outer")) == parse("0,2 1,3 4,6 5,7")
     assert set(grid.groups("dp_outer", "dp_inner")) == parse("0,1,2,3 4,5,6,7")
@@ -177,7 +177,7 @@ def test_a_grid_numbers_its_points_from_the_last_axis():
 
 @pytest.mark.parametrize(("order", "pairs"), [(ORDER, "0,12 1,13 2,14 3,15"), (PP_BEFORE_DP, "0,6 1,7 8,14 9,15")])
 def test_first_and_last_stage_share_an_embedding_group(order: str, pairs: str):
-    sizes = sizes_for(16, tensor=2, pipeline=4, order=order)
+    sizes = AxisSizes(tp=2, pp=4, dp=2, order=order)
     got = {build_mesh(sizes, rank, lambda name, ranks: (name, ranks))["embd"].ranks for rank in range(16)}
     assert {ranks for ranks in got if len(ranks) > 1} == parse(pairs)
     in_pairs = {rank for group in parse(pairs) for rank in group}
@@ -204,16 +204,12 @@ def test_axes_of_equal_ranks_share_a_communicator_but_the_pipeline_directions_ha
 # ---------------------------------------------------------------- what cannot be
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"world_size": 6, "tensor": 2, "pipeline": 2}, "6 4 2"),
-        ({"world_size": 8, "tensor": 2, "pipeline": 2, "replicas": 4}, "8 16 2 4"),
-    ],
-)
-def test_a_world_that_the_sizes_do_not_divide_is_an_error(arguments: dict, message: str):
+@pytest.mark.parametrize(("world_size", "replicas", "message"), [(6, 1, "6 4 2"), (8, 4, "8 16 2 4")])
+def test_a_world_that_the_sizes_do_not_divide_is_an_error(world_size: int, replicas: int, message: str):
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert parallel.sizes(8).dp == 2
     with pytest.raises(ConfigError) as error:
-        sizes_for(**arguments)
+        parallel.sizes(world_size, replicas)
     assert tells(error.value, message)
 
 

@@ -233,7 +233,7 @@ def test_what_is_not_built_says_so_when_it_is_called(name):
     [
         ({"context_parallel_size": 2}, "--context-parallel-size 2"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2"),
-        ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
         ({"use_sharp": True}, "use_sharp=True"),
     ],
 )
