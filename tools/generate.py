@@ -182,8 +182,8 @@ class Prompts:
             )
         if state.get("tokenizer_sha256") not in (None, tokenizer_sha256(given, tokenizer)):
             raise ConfigError(
-                f"the tokenizer ({tokenizer.name}) has the size of the one that the checkpoint was trained with, but its files hold "
-                "something else; give that one: --tokenizer-type and its files"
+                f"the tokenizer ({tokenizer.name}) has the size of the one that the checkpoint was trained with, but its files "
+                "hold something else; give that one: --tokenizer-type and its files"
             )
         texts, limit = read_texts(settings.generation), saved.data.seq_length
         ids = [prompt_ids(text, tokenizer) for text in texts]
@@ -261,7 +261,8 @@ class Writer:
     """Puts texts where they belong: on the first rank stdout or --genfile, on the others nowhere."""
 
     def __init__(self, tokenizer: Tokenizer | None, genfile: TextIO | None, *, numbered: bool):
-        self.tokenizer, self.genfile, self.numbered = tokenizer, genfile, numbered
+        self.tokenizer, self.genfile = tokenizer, genfile
+        self.numbered = numbered
         self.prints = tokenizer is not None and genfile is None
 
     def write(self, which: tuple[int, int], prompt: str, ids: list[int], new_ids: Iterable[int], limit: int) -> int:
@@ -329,7 +330,8 @@ def run(settings: Settings, world: Axis) -> None:
     checkpoint = open_checkpoint(generation.load, generation.iteration, world, device.torch_device)
     if checkpoint.warning and world.is_first:
         print(f"WARNING: {checkpoint.warning}", file=sys.stderr, flush=True)
-    prompts, tokenizer, genfile = Prompts([], [], 0, 0), None, None
+    prompts = Prompts([], [], 0, 0)
+    tokenizer = genfile = None
     with comm.together(world, device.torch_device):
         if world.is_first:
             prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))

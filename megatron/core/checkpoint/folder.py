@@ -3,7 +3,7 @@
     iter_N.partial/     being written: never read, and removed by whoever saves next
     iter_N/             whole, since a folder gets this name only when it is
     iter_N.replaced/    whole too: iteration N before it was saved again; removed once iter_N/ is whole, else it comes back
-    iter_N.1.partial/   what could not be removed of another folder and stood in a save's way; removed likewise, if that works again
+    iter_N.1.partial/   what could not be removed of another folder and stood in a save's way; removed likewise
 
 Paths only; no torch in this file.
 """
@@ -44,14 +44,14 @@ def find(root: Path, iteration: int | None = None) -> Found:
         return Found(
             newest,
             _folder_of(root, newest),
-            f"{root} holds no {format.LATEST}, as when a run is killed while it saves its first checkpoint: iteration {newest} is "
-            "loaded, the newest that is complete",
+            f"{root} holds no {format.LATEST}, as when a run is killed while it saves its first checkpoint: iteration {newest} "
+            "is loaded, the newest that is complete",
         )
     warning = ""
     if newest is not None and newest > named:
         warning = (
-            f"{root / format.LATEST} names iteration {named}, and iteration {newest} is there too: {named} is loaded. To go on from "
-            f"{newest}, write its number into that file before a run saves over it"
+            f"{root / format.LATEST} names iteration {named}, and iteration {newest} is there too: {named} is loaded. To go on "
+            f"from {newest}, write its number into that file before a run saves over it"
         )
     return Found(named, _folder_of(root, named), warning)
 
@@ -178,7 +178,8 @@ def make_way(path: Path) -> None:
 
 
 def clear_leftovers(root: Path) -> list[str]:
-    """Undo what a save left that was killed; -> what could not be removed, for a warning. Never the only whole folder of an iteration.
+    """Undo what a save left that was killed; -> what could not be removed, for a warning. Never the only whole folder of an
+    iteration.
 
     Only for a process that alone saves below `root`.
     """

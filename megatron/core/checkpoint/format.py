@@ -46,7 +46,8 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: which file, what is wrong with it, what to do."""
 
     def __init__(self, file: Path | str, wrong: str | list[str], advice: str):
-        self.file, self.wrong, self.advice = file, wrong, advice
+        self.file, self.advice = file, advice
+        self.wrong = wrong
         problems = [wrong] if isinstance(wrong, str) else wrong
         shown = problems[:_SHOWN] + [f"and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
         lines = "".join(f"\n  {problem}" for problem in shown)
@@ -213,8 +214,8 @@ def _read(kind: Any, value: Any, at: str) -> Any:
 def _problems_of_names(manifest: Manifest) -> list[str]:
     """File names that could leave the folder: a manifest may come from anywhere."""
     return [
-        f"names the file {name!r:.60}; a file name is made of at most {_MOST_NAME} letters, digits, '_', '-' and '.', has no '..' and no "
-        "folder"
+        f"names the file {name!r:.60}; a file name is made of at most {_MOST_NAME} letters, digits, '_', '-' and '.', has no "
+        "'..' and no folder"
         for name in manifest.files
         if ".." in name or len(name) > _MOST_NAME or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)
     ]
@@ -318,7 +319,8 @@ def _first_overlap(pieces: tuple[Piece, ...]) -> tuple[Piece, Piece] | None:
 
 
 def gaps_of(manifest: Manifest) -> dict[tuple[str, int], int]:
-    """(file, byte) of the start of each piece and of the end of each file -> the bytes from there back to the end of the piece before.
+    """(file, byte) of the start of each piece and of the end of each file -> the bytes from there back to the end of the piece
+    before.
 
     Negative where two pieces overlap.
     """

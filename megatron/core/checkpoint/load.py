@@ -111,7 +111,8 @@ class Checkpoint:
         """Fill `data` with the bytes of `piece`; raises if they, or those that align it, are not the ones that were saved."""
         path, gap = self.folder / piece.file, self._gaps[piece.file, piece.offset]
         what = f"tensor {name!r}, box {format.show_box(piece.box)}"
-        buffer, at, digest = memoryview(data.numpy()), 0, hashlib.sha256()
+        buffer, digest = memoryview(data.numpy()), hashlib.sha256()
+        at = 0
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(piece.offset - gap)
@@ -151,7 +152,8 @@ def _are_floating(*dtypes: str) -> bool:
 def open_checkpoint(
     root: Path | str, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
 ) -> Checkpoint:
-    """The checkpoint of `iteration` below `root`, by default the latest; `warning` says what is odd about that. No tensor is read yet.
+    """The checkpoint of `iteration` below `root`, by default the latest; `warning` says what is odd about that. No tensor is read
+    yet.
 
     Every rank of `world` must call; its first rank reads the manifest for all, so that they agree on which one it is.
     """

@@ -16,7 +16,8 @@ from megatron.core.current_mesh import current, get_mesh
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel.saved import SavedActivation
 
-MODEL_PARALLEL, DATA_PARALLEL, EXPERT_PARALLEL = "model-parallel-rng", "data-parallel-rng", "expert-parallel-rng"
+MODEL_PARALLEL, DATA_PARALLEL = "model-parallel-rng", "data-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
 
 
 def _generator() -> Any:
@@ -87,11 +88,13 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """function(*args), computed again in the backward with the generators as they were, tracked ones too.
 
-    distribute_saved_activations: of the first argument, of which all tensor-parallel ranks hold the same, each keeps a part, and the
-    backward gathers them. It stays whole under sequence parallelism, where each rank has its own, and where the ranks do not divide it.
+    distribute_saved_activations: of the first argument, of which all tensor-parallel ranks hold the same, each keeps a part, and
+    the backward gathers them. It stays whole under sequence parallelism, where each rank has its own, and where the ranks do not
+    divide it.
     """
     tracker, mesh = get_cuda_rng_tracker(), get_mesh()
-    states, is_again, take = tracker.get_states(), False, None
+    states, take = tracker.get_states(), None
+    is_again = False
     # torch finds the device by the arguments, of which there may be none left: the state of its generator is ours to keep.
     generator = _generator()
     before = generator.get_rng_state()

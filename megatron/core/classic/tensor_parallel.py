@@ -3,8 +3,8 @@
     ColumnParallelLinear(hidden, 4 * hidden, config=config, init_method=init_method_normal(0.02), gather_output=False)
 
 What our own models hand to a layer, these find in the current mesh: the axis, sequence parallelism, the device. `config` gives
-`params_dtype`, and `sequence_parallel` where it has one. `tp=TensorParallel(...)` takes the place of both. Weights have their initial
-values at once, drawn as the state of torch's generator has it, or, in a model that `get_model` builds, by their names.
+`params_dtype`, and `sequence_parallel` where it has one. `tp=TensorParallel(...)` takes the place of both. Weights have their
+initial values at once, drawn as the state of torch's generator has it, or, in a model that `get_model` builds, by their names.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,9 @@ def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) 
         raise TypeError(f"{layer}: not built: {', '.join(strange)}")
     if init_method is not None and not isinstance(init_method, Normal | Constant) and not callable(init_method):
         raise TypeError(
-            f"{layer}: init_method must be init_method_normal(std) or scaled_init_method_normal(std, layers) of megatron.core.utils, or a "
-            f"function of the whole tensor, such as torch.nn.init.xavier_normal_, not {type(init_method).__name__}"
+            f"{layer}: init_method must be init_method_normal(std) or scaled_init_method_normal(std, layers) of "
+            "megatron.core.utils, or a function of the whole tensor, such as torch.nn.init.xavier_normal_, not "
+            f"{type(init_method).__name__}"
         )
     return Normal(INIT_STD) if init_method is None else init_method
 

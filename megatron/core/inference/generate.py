@@ -100,7 +100,8 @@ def _continue(
     choose: Sequence[Choose],
     use_cache: bool,
 ) -> Iterator[list[int | None]]:
-    texts, going, cache = [list(ids) for ids in prompts], [True] * len(prompts), None
+    texts, going = [list(ids) for ids in prompts], [True] * len(prompts)
+    cache = None
     for _ in range(max_new_tokens):
         if cache is None or not use_cache or max(map(len, texts)) > max_length:
             windows = [ids[-max_length:] for ids in texts]

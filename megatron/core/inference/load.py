@@ -27,15 +27,16 @@ def load_gpt(
     """This rank's stage of the GPT of `config` with the checkpoint's weights, in evaluation mode, without sequence parallelism.
 
     Only the weights are read, not the optimizer's state. Every rank of `mesh` must call; without one the model is whole, and
-    neither torch.distributed nor the registry of groups is used. A checkpoint that does not name its model is taken for one of a GPT.
-    Raises ConfigError, CheckpointError, or the PeerError of
+    neither torch.distributed nor the registry of groups is used. A checkpoint that does not name its model is taken for one of a
+    GPT. Raises ConfigError, CheckpointError, or the PeerError of
     another rank's.
     """
     theirs = checkpoint.state.get("model", GPTModel.__name__)
     if theirs != GPTModel.__name__:
         raise ConfigError(
-            f"{checkpoint.folder} holds a {theirs}, and what generates here is a {GPTModel.__name__}: its layers would compute something "
-            f'else. A class that computes what {GPTModel.__name__} does says so when it trains: model_name = "{GPTModel.__name__}"'
+            f"{checkpoint.folder} holds a {theirs}, and what generates here is a {GPTModel.__name__}: its layers would compute "
+            f"something else. A class that computes what {GPTModel.__name__} does says so when it trains: model_name = "
+            f'"{GPTModel.__name__}"'
         )
     mesh = mesh or lone_mesh()
     # By this CPU's own times: the weights may come from another.

@@ -1,1 +1,2 @@
-"""The processes of a job: what the launcher says of them (`launch`), how they meet and leave (`processes`), who has died (`lines`)."""
+"""The processes of a job: what the launcher says of them (`launch`), how they meet and leave (`processes`), who has died
+(`lines`)."""

@@ -159,11 +159,8 @@ def _port_of_job(environment: Mapping[str, str], launcher: str) -> int:
 
 def first_node(nodes: str) -> str:
     """The first name of a SLURM node list: "gpu[007-012,20],login" -> "gpu007"."""
-    start, bracket, rest = nodes.partition("[")
-    if not bracket or "," in start:
-        return start.split(",")[0]
-    numbers, _, tail = rest.partition("]")
-    return start + re.split(r"[-,]", numbers)[0] + tail.split(",")[0]
+    first = re.match(r"([^[,]*)(?:\[(\d*)[^]]*\]?([^,]*))?", nodes)
+    return "".join(first.groups(default=""))
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> int:

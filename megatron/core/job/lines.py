@@ -1,8 +1,8 @@
 """Lines between the ranks of a job: which of them has not come yet, and which has died. Sockets alone, no torch.
 
-Every rank keeps one line, a TCP connection to the first rank, from the moment it comes until it says goodbye. The system closes the
-line of a process however the process ends, so a line that closes without a goodbye is a death, and all ranks hear of it at once. A
-rank that is slow, or that runs no Python for minutes, keeps its line: nothing here depends on a rank being prompt.
+Every rank keeps one line, a TCP connection to the first rank, from the moment it comes until it says goodbye. The system closes
+the line of a process however the process ends, so a line that closes without a goodbye is a death, and all ranks hear of it at
+once. A rank that is slow, or that runs no Python for minutes, keeps its line: nothing here depends on a rank being prompt.
 
     a rank, to the first rank    {"token": ..., "rank": 3, "ranks": 4, "name": "rank 3 (on gpu07, process 4711)"}
                                  {"who is missing": true}
@@ -14,8 +14,8 @@ rank that is slow, or that runs no Python for minutes, keeps its line: nothing h
                                  {"lost": "rank 3 (on gpu07, process 4711) has ended without a word"}
                                  {"over": true}              the first rank leaves
 
-A machine that loses power closes no line. While the ranks meet, probes of the TCP connection find it within ten seconds. Afterwards
-the connections of the back end, or its time limit, must: a network that is away for some seconds shall end no run.
+A machine that loses power closes no line. While the ranks meet, probes of the TCP connection find it within ten seconds.
+Afterwards the connections of the back end, or its time limit, must: a network that is away for some seconds shall end no run.
 """
 
 import contextlib
@@ -99,14 +99,15 @@ class _Peer:
 class Exchange:
     """A thread of the first rank that hears every line and tells all of them who is missing and who has died.
 
-    It ends with the goodbye of the first rank itself, which has a line as all others have. awaits_all: whether ranks that have not
-    come yet are waited for; otherwise they may come or not.
+    It ends with the goodbye of the first rank itself, which has a line as all others have. awaits_all: whether ranks that have
+    not come yet are waited for; otherwise they may come or not.
     """
 
     def __init__(self, ranks: int, *, awaits_all: bool = True):
         self._ranks = ranks
         self._came: dict[int, _Peer] = {}
-        self._complete, self._lost, self._over = not awaits_all, "", False
+        self._complete, self._over = not awaits_all, False
+        self._lost = ""
         self._token = secrets.token_hex(8)
         _allow_open_files(4 * ranks + 256)
         dual = socket.has_dualstack_ipv6()
@@ -127,7 +128,8 @@ class Exchange:
         return json.dumps({"hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token})
 
     def tell_late_comers(self, seconds: float) -> None:
-        """If a rank has died before all had come, stay so long for the others, who would otherwise wait for those that have left."""
+        """If a rank has died before all had come, stay so long for the others, who would otherwise wait for those that have
+        left."""
         deadline = time.monotonic() + seconds
         while self._lost and len(self._came) < self._ranks and not self._complete and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -206,13 +208,14 @@ class Exchange:
             self._tell_all({"complete": True})
 
     def _problem_of(self, rank: int, name: str, ranks: int) -> str | None:
-        """Why this process cannot be of the job, which goes on without it: it may be of another job that was given the same port."""
+        """Why this process cannot be of the job, which goes on without it: it may be of another job that was given the same
+        port."""
         if ranks != self._ranks:
             return f"{name} was told of {ranks} ranks, rank 0 of {self._ranks}: give all the same number (WORLD_SIZE)"
         if rank in self._came:
             return (
-                f"{name} is not the first rank {rank} to come: {self._came[rank].name} is here already; give every process a rank "
-                "of its own (RANK), and every job a port of its own (MASTER_PORT)"
+                f"{name} is not the first rank {rank} to come: {self._came[rank].name} is here already; give every process a "
+                "rank of its own (RANK), and every job a port of its own (MASTER_PORT)"
             )
         return None
 
@@ -261,7 +264,8 @@ class Line:
     ):
         """address: of the `Exchange`. near: hosts to try before those that it names. Raises NoLineError, OSError."""
         told = json.loads(address)
-        self._rank, self._ranks, self._end, self._grace = rank, ranks, end, grace
+        self._rank, self._ranks = rank, ranks
+        self._end, self._grace = end, grace
         self._began = time.monotonic()
         self._socket = _connect(["127.0.0.1", "::1"] if rank == 0 else [*near, *told["hosts"]], told["port"])
         self._messages = self._socket.makefile("rb")
@@ -271,14 +275,16 @@ class Line:
         if "welcome" not in greeting:
             raise NoLineError(greeting.get("refused", f"port {told['port']} of the first rank gives no answer"))
         self._socket.settimeout(None)
-        self._first, self._complete, self.lost = greeting["welcome"], False, ""
+        self._first, self.lost = greeting["welcome"], ""
+        self._complete = False
         self._missing: list[int] | None = None
         self._leaving, self._changed = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._listen, name="line to the first rank", daemon=True)
         self._thread.start()
 
     def wait_until_all_have_come(self, deadline: float, says_every: float) -> bool:
-        """False at the deadline, of `time.monotonic()`, or when a rank is `lost`. Says every so many seconds whom it waits for."""
+        """False at the deadline, of `time.monotonic()`, or when a rank is `lost`. Says every so many seconds whom it waits
+        for."""
         says = self._began + says_every
         while not (self._complete or self.lost) and (now := time.monotonic()) < deadline:
             if now >= says:

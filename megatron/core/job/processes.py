@@ -71,8 +71,9 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
             raise
         raise ConfigError(
             f"rank {launch.rank} of {launch.world_size} did not meet the others at {launch.address}:{launch.port} "
-            f"({str(error).splitlines()[0].rstrip('.')}): a rank has ended already and says why where it prints, or was not started, or "
-            "looks elsewhere, or another job has that port; check the number of processes, MASTER_ADDR and MASTER_PORT"
+            f"({str(error).splitlines()[0].rstrip('.')}): a rank has ended already and says why where it prints, or was not "
+            "started, or looks elsewhere, or another job has that port; check the number of processes, MASTER_ADDR and "
+            "MASTER_PORT"
         ) from error
     _joined = True
 
@@ -119,8 +120,8 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
 
 
 def _open_line_of_adopted_job() -> None:
-    """All ranks of such a job have met. Where calls end when a rank has gone, they can be told where the lines begin; elsewhere, and
-    where the first rank cannot be reached in this way, the job goes without."""
+    """All ranks of such a job have met. Where calls end when a rank has gone, they can be told where the lines begin; elsewhere,
+    and where the first rank cannot be reached in this way, the job goes without."""
     world = world_axis()
     if world.group is None or not notices_lost_ranks():
         return
@@ -173,7 +174,8 @@ def say_goodbye(why: str | None = None) -> None:
 
 
 def _say_goodbye_at_exit() -> None:
-    """For a script that comes to its end without `stop_distributed`. One that ends in an error leaves its line to be found closed."""
+    """For a script that comes to its end without `stop_distributed`. One that ends in an error leaves its line to be found
+    closed."""
     if not hasattr(sys, "last_type"):
         say_goodbye()
 
@@ -241,8 +243,8 @@ def world_axis() -> Axis:
 
 
 def agreement_axis() -> Axis:
-    """All ranks of the job, for agreeing in memory of the host on whether it can start: through the store, where the back end connects
-    devices, since a rank that cannot start may have none, or that of another rank."""
+    """All ranks of the job, for agreeing in memory of the host on whether it can start: through the store, where the back end
+    connects devices, since a rank that cannot start may have none, or that of another rank."""
     world = world_axis()
     if world.group is None or notices_lost_ranks():
         return world
@@ -250,15 +252,16 @@ def agreement_axis() -> Axis:
 
 
 def shared_device_problem(device: str) -> str | None:
-    """Why this rank cannot compute on the device of this name: another rank does, and a back end connects no device with itself."""
+    """Why this rank cannot compute on the device of this name: another rank does, and a back end connects no device with
+    itself."""
     if notices_lost_ranks():
         return None
     first = job_store().compare_set(f"megatron/device/{device}", "", str(launched_rank())).decode()
     if first == str(launched_rank()):
         return None
     return (
-        f"rank {launched_rank()} and rank {first} compute on one device ({device}), which {dist.get_backend()} cannot connect with "
-        "itself; start as many processes a machine as it has devices, or give each a device of its own"
+        f"rank {launched_rank()} and rank {first} compute on one device ({device}), which {dist.get_backend()} cannot connect "
+        "with itself; start as many processes a machine as it has devices, or give each a device of its own"
     )
 
 

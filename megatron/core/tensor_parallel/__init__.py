@@ -1,7 +1,7 @@
 """Layers and losses divided over the tensor-parallel axis.
 
-Modules here are handed the axis that they work on. Names of the package, and of its modules `layers`, `data`, `random` and `utils`, are
-Megatron's, with Megatron's arguments: they find the axis in the current mesh, and live in `megatron.core.classic`.
+Modules here are handed the axis that they work on. Names of the package, and of its modules `layers`, `data`, `random` and
+`utils`, are Megatron's, with Megatron's arguments: they find the axis in the current mesh, and live in `megatron.core.classic`.
 """
 
 from megatron.core.lazy import lazy_names

@@ -59,12 +59,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         # d loss / d l: the softmax is the gradient of l.
         by_log_sum = 1 + 2 * z_loss * log_sum if z_loss else None
         ctx.save_for_backward(logits, log_sum, local_target, elsewhere, by_log_sum)
-        ctx.words, ctx.everywhere, ctx.extra = words, everywhere, extra
+        ctx.everywhere, ctx.extra = everywhere, extra
+        ctx.words = words
         return (loss + z_loss * log_sum**2 if z_loss else loss).view(shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, log_sum, local_target, elsewhere, by_log_sum = ctx.saved_tensors
+        logits, *kept = ctx.saved_tensors
+        log_sum, local_target = kept[:2]
+        elsewhere, by_log_sum = kept[2:]
         rows, grad = logits.reshape(-1, logits.shape[-1]), grad.reshape(-1)
         times = (grad if by_log_sum is None else grad * by_log_sum).unsqueeze(-1)
         here = ctx.extra * grad.masked_fill(elsewhere, 0.0).unsqueeze(-1)
@@ -83,8 +86,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def _widened_parts(rows: Tensor, words: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """A few rows after the other: (which, a copy of their first `words` columns in `dtype`, to be changed at will).
 
-    On a CPU so few that the copy stays in the cache of a core: 46 instead of 57 ms for both directions of 512 tokens of GPT-2. On an
-    accelerator so many that starting its kernels costs nothing, and the copy less than the scores.
+    On a CPU so few that the copy stays in the cache of a core: 46 instead of 57 ms for both directions of 512 tokens of GPT-2. On
+    an accelerator so many that starting its kernels costs nothing, and the copy less than the scores.
     """
     cached = _CACHED_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else _ON_ACCELERATOR
     at_once = max(1, cached // max(1, words))

@@ -76,8 +76,8 @@ def _accumulate_for(
 ) -> Callable[..., None]:
     """How this device adds a product of `factor` matrices to a `total` one without rounding the product first.
 
-    Found by trying, once: torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch pull request 150812), and
-    addmm(out_dtype=, out=), which adds to the total without room for the product, since 2.12.
+    Found by trying, once: torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch pull request 150812),
+    and addmm(out_dtype=, out=), which adds to the total without room for the product, since 2.12.
     Where it is missing, the factors are widened, which is exact but needs float32 copies of both while the product is taken.
     The product in half precision, rounded and then added, was the third choice: never better in value, and faster only where
     the CPU has half-precision matrix units. torch 2.13, one thread of a Xeon with AMX, [3072, 1024] x [1024, 768], error
@@ -106,7 +106,8 @@ def _accumulate_for(
 
 
 class _Linear(torch.autograd.Function):
-    """x [s(/t), b, in] -> [s, b, out/t], with the moves of the input on either side of the product; on an axis of one rank there are none."""
+    """x [s(/t), b, in] -> [s, b, out/t], with the moves of the input on either side of the product; on an axis of one rank there
+    are none."""
 
     @staticmethod
     def forward(
@@ -120,7 +121,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # save_for_backward returns a new object of the weight; its buffer hangs on the one we were given.
-        ctx.weight, ctx.axis, ctx.sequence_parallel, ctx.store = weight, axis, sequence_parallel, store
+        ctx.weight, ctx.store = weight, store
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.way = products.backward
         full = comm.all_gather(x, axis) if sequence_parallel else x
         return times_transposed(full, weight, products.forward)
@@ -175,5 +177,6 @@ def column_linear(
 
 
 def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, products: Products = NATIVE) -> Tensor:
-    """x [.., in] times weight [out, in] transposed -> [.., out], as in a row-parallel layer. `store`: where the weight gradient may be put off."""
+    """x [.., in] times weight [out, in] transposed -> [.., out], as in a row-parallel layer. `store`: where the weight gradient
+    may be put off."""
     return _Linear.apply(x, weight, ALONE, False, store, products)

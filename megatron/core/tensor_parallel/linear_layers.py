@@ -48,8 +48,8 @@ class TensorParallel:
         return self.axis if self.sequence_parallel else None
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
-        """A parameter that knows where it lives, with this rank's part of its initial value: the same values in every layout, by the state
-        of torch's generator. Every rank must make the same parameters in the same order."""
+        """A parameter that knows where it lives, with this rank's part of its initial value: the same values in every layout, by
+        the state of torch's generator. Every rank must make the same parameters in the same order."""
         parameter = nn.Parameter(torch.empty(local_shape, dtype=self.dtype, device=self.device))
         parameter.placement = placement
         if self.fills:
@@ -96,7 +96,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
         self.store, self.products = tp.weight_grads, tp.products
-        self.gather_output, self.skip_bias_add, self.blocks = gather_output, skip_bias_add, blocks
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.blocks = blocks
         if rows:
             local, division = sum(run.stop - run.start for run in rows), {"rows": rows}
         else:
@@ -171,7 +172,8 @@ class VocabParallelEmbedding(nn.Module):
 
     forward(ids): [s, b] -> [s, b, h], or my part [s/t, b, h] under sequence parallelism. The local table has
     `padded_size / t` rows; rows beyond `num_embeddings` are zero, never looked up and never trained.
-    `ends`: the axis over which another stage holds the same table (tied output layer), if one does, and makes it at the same time.
+    `ends`: the axis over which another stage holds the same table (tied output layer), if one does, and makes it at the same
+    time.
     """
 
     def __init__(

@@ -1,15 +1,15 @@
 """The moves of an activation between layouts over the tensor-parallel axis: each a pair of collectives.
 
-| move                 | forward                        | backward           | where                                              |
-|----------------------|--------------------------------|--------------------|----------------------------------------------------|
-| copy                 | identity                       | all-reduce         | replicated input of a column-parallel layer        |
-| reduce               | all-reduce                     | identity           | partial output of a row-parallel layer             |
-| gather_sequence      | all-gather, dim 0              | reduce-scatter     | sequence-split input of a column-parallel layer    |
-| whole_sequence       | all-gather, dim 0              | my part            | sequence-split to replicated, used alike by all    |
-| reduce_scatter_sequence | reduce-scatter, dim 0       | all-gather         | partial output, result split along the sequence    |
-| scatter_sequence     | my part of dim 0               | all-gather         | replicated to sequence-split                       |
-| scatter_last         | my part of the last dim        | all-gather, last   | replicated to feature-split                        |
-| gather_last          | all-gather, last dim           | my part            | feature-split to replicated                        |
+| move                    | forward                 | backward         | where                                           |
+|-------------------------|-------------------------|------------------|-------------------------------------------------|
+| copy                    | identity                | all-reduce       | replicated input of a column-parallel layer     |
+| reduce                  | all-reduce              | identity         | partial output of a row-parallel layer          |
+| gather_sequence         | all-gather, dim 0       | reduce-scatter   | sequence-split input of a column-parallel layer |
+| whole_sequence          | all-gather, dim 0       | my part          | sequence-split to replicated, used alike by all |
+| reduce_scatter_sequence | reduce-scatter, dim 0   | all-gather       | partial output, result split along the sequence |
+| scatter_sequence        | my part of dim 0        | all-gather       | replicated to sequence-split                    |
+| scatter_last            | my part of the last dim | all-gather, last | replicated to feature-split                     |
+| gather_last             | all-gather, last dim    | my part          | feature-split to replicated                     |
 
 Every rank of the axis must call, forward and backward.
 """
@@ -75,7 +75,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "megatron.core.classic.tensor_parallel": "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
-        "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region reduce_scatter_to_sequence_parallel_region "
-        "scatter_to_sequence_parallel_region scatter_to_tensor_model_parallel_region"
+        "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
+        "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region scatter_to_tensor_model_parallel_region"
     },
 )

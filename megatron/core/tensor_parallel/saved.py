@@ -22,7 +22,8 @@ class SavedActivation:
 
     def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = keep_copy):
         self._whole: Tensor | None = x
-        self._axis, self._shape, self._requires_grad = axis, x.shape, x.requires_grad
+        self._axis = axis
+        self._shape, self._requires_grad = x.shape, x.requires_grad
         mine = x.detach()
         self._kept = keep(mine if axis is None else mine.flatten()[comm.my_part(x.numel(), axis)])
 

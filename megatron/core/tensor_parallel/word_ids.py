@@ -1,4 +1,5 @@
-"""The ids of words against the vocabulary: without a check, ranks that each look up their own part take any other id for nothing."""
+"""The ids of words against the vocabulary: without a check, ranks that each look up their own part take any other id for
+nothing."""
 
 import contextlib
 
@@ -9,9 +10,11 @@ from megatron.core.config import ConfigError
 
 
 def check_word_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | None = 0) -> None:
-    """Raise ConfigError for an id from `vocab_size` on, or below `least`; None: any is taken there, as labels without a loss may be.
+    """Raise ConfigError for an id from `vocab_size` on, or below `least`; None: any is taken there, as labels without a loss may
+    be.
 
-    On an accelerator a RuntimeError comes later, from the device, so that the host need not wait. 60 microseconds for 8,192 ids on a CPU.
+    On an accelerator a RuntimeError comes later, from the device, so that the host need not wait. 60 microseconds for 8,192 ids
+    on a CPU.
     """
     if ids.device.type == "meta" or not ids.numel():
         return
@@ -24,6 +27,6 @@ def check_word_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | None
     if largest >= vocab_size or (least is not None and smallest < least):
         wrong = largest if largest >= vocab_size else smallest
         raise ConfigError(
-            f"{what} hold the id {wrong}, but the model's vocabulary has {vocab_size} words (0 to {vocab_size - 1}): the data or prompts "
-            "were made with another tokenizer; give that one (--tokenizer-type and its file), or make them again"
+            f"{what} hold the id {wrong}, but the model's vocabulary has {vocab_size} words (0 to {vocab_size - 1}): the data or "
+            "prompts were made with another tokenizer; give that one (--tokenizer-type and its file), or make them again"
         )

@@ -5,8 +5,8 @@
     its backward              layer 2            | layer 1            | layer 0   and comes back while the one after it does
                               layer 1's comes in   layer 0's comes in
 
-A recomputed layer keeps its input; of any other, each memory of some size that autograd saves goes, whole, so that every tensor that
-looks into it comes back with the same strides. Room in a tier is used again by what has the same size.
+A recomputed layer keeps its input; of any other, each memory of some size that autograd saves goes, whole, so that every tensor
+that looks into it comes back with the same strides. Room in a tier is used again by what has the same size.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +31,13 @@ Keep = Callable[
 
 
 class StageActivations:
-    """Where the layers of a stage keep what their backwards need. `offloaded`: the first so many layers, in a tier; `contiguous`: the
-    inputs of recomputed layers behind these, in slots on the device. smallest: elements of the least memory that is worth moving.
-    tier: memory of the host when None."""
+    """Where the layers of a stage keep what their backwards need. `offloaded`: the first so many layers, in a tier; `contiguous`:
+    the inputs of recomputed layers behind these, in slots on the device. smallest: elements of the least memory that is worth
+    moving. tier: memory of the host when None."""
 
     def __init__(self, offloaded: int = 0, *, smallest: int = 0, contiguous: bool = False, tier: Tier | None = None):
-        self.offloaded, self.smallest, self.contiguous = offloaded, smallest, contiguous
-        self.slots = SlotBuffer()
+        self.offloaded, self.smallest = offloaded, smallest
+        self.contiguous, self.slots = contiguous, SlotBuffer()
         self._tier = tier
         self._room: TierRoom | None = None
         self._last: Callable[[], _Layer | None] = lambda: None
@@ -49,15 +49,16 @@ class StageActivations:
         return self._room
 
     def keeper(self, layer: int) -> Keep | None:
-        """How the recomputed group that begins with this layer keeps its input; None for as it likes. Layers count from the stage's
-        first, and are asked for in order."""
+        """How the recomputed group that begins with this layer keeps its input; None for as it likes. Layers count from the
+        stage's first, and are asked for in order."""
         if layer < self.offloaded:
             return partial(_keep, self._next(first=layer == 0), self.room)
         return self.slots.keep if self.contiguous else None
 
     @contextlib.contextmanager
     def saving(self, layer: int, x: Tensor, beside: Iterable[Tensor | None]) -> Iterator[None]:
-        """Inside, what autograd saves for this layer goes away. x: its input; beside: what stays alive anyway, as parameters do."""
+        """Inside, what autograd saves for this layer goes away. x: its input; beside: what stays alive anyway, as parameters
+        do."""
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # a parameter of ZeRO stage 3 may be asked where its values will be
@@ -83,14 +84,7 @@ class StageActivations:
 
 
 def _keep(layer: "_Layer", room: Callable[[torch.device], "TierRoom"], x: Tensor) -> Callable[[], Tensor]:
-    shape, strides = x.shape, strides_like(x)
-    away = layer.send(room(x.device), as_flat(x), x)
-
-    def values() -> Tensor:
-        flat = away.get()
-        return flat.as_strided(shape, strides, flat.storage_offset())
-
-    return values
+    return _Looking(layer.send(room(x.device), as_flat(x), x), x.dtype, 0, x.shape, strides_like(x)).get
 
 
 class _Layer:
@@ -163,12 +157,13 @@ class Away:
         """It has left, and what it was may be freed. Raises RuntimeError where that was changed on the way."""
         if self._leaving is None:
             return
-        leaving, source, self._leaving, self._source = self._leaving, self._source, None, None
+        leaving, self._leaving = self._leaving, None
+        source, self._source = self._source, None
         leaving.wait()
         if source._version != self._version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(source.shape)} that a backward needs was changed in place after the forward that needs it; "
-                "leave that out, as without --cpu-offloading-num-layers"
+                f"a tensor of shape {tuple(source.shape)} that a backward needs was changed in place after the forward that "
+                "needs it; leave that out, as without --cpu-offloading-num-layers"
             )
 
     def _fetch(self) -> None:
@@ -182,8 +177,8 @@ class Away:
 
 
 class TierRoom:
-    """A stage's room in a tier and the way there, which one piece takes after the other: so a slot may be lent again while what it held
-    is on its way. To memory of the host an accelerator copies on a stream of its own."""
+    """A stage's room in a tier and the way there, which one piece takes after the other: so a slot may be lent again while what
+    it held is on its way. To memory of the host an accelerator copies on a stream of its own."""
 
     def __init__(self, tier: Tier, device: torch.device):
         self._tier, self._device = tier, device
@@ -252,7 +247,8 @@ class _Packer:
     """Sends what autograd saves for one layer away, each memory once, if it is worth it and is the layer's own."""
 
     def __init__(self, layer: _Layer, room: TierRoom, stays: set[int], smallest: int):
-        self._layer, self._room, self._stays, self._smallest = layer, room, stays, smallest
+        self._layer, self._room = layer, room
+        self._stays, self._smallest = stays, smallest
         self._sent: dict[
             tuple[int, int], tuple[weakref.ref, weakref.ref]
         ] = {}  # (memory, version) -> the memory, where it is
@@ -269,7 +265,8 @@ class _Packer:
         return _Looking(away, x.dtype, x.storage_offset(), x.shape, x.stride())
 
     def _find(self, memory: torch.UntypedStorage, x: Tensor) -> Away:
-        """A version that was sent before, or else this. An address means nothing once its memory is freed: hence the references."""
+        """A version that was sent before, or else this. An address means nothing once its memory is freed: hence the
+        references."""
         key = memory._cdata, x._version
         of, away = (ref() for ref in self._sent.get(key, (lambda: None, lambda: None)))
         if of is not memory or away is None:
@@ -279,15 +276,18 @@ class _Packer:
         return away
 
 
-class _Looking:
+class _Looking(NamedTuple):
     """How a saved tensor looks into memory that is away."""
 
-    def __init__(self, away: Away, dtype: torch.dtype, offset: int, shape: torch.Size, strides: tuple[int, ...]):
-        self._away, self._dtype, self._offset, self._shape, self._strides = away, dtype, offset, shape, strides
+    away: Away
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
 
     def get(self) -> Tensor:
-        memory = self._away.get().view(self._dtype)
-        return memory.as_strided(self._shape, self._strides, memory.storage_offset() + self._offset)
+        memory = self.away.get().view(self.dtype)
+        return memory.as_strided(self.shape, self.strides, memory.storage_offset() + self.offset)
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -4,7 +4,8 @@
          |-- range --|                  writing part of one costs reading and writing the whole
 
 The checksums (CRC-32: no single wrong byte, and no burst of up to 32 bits, passes) stay in memory, 4 bytes a block: the file
-is of no use to another process, and a write that the disk lost would pass a checksum stored beside the data. No torch in this file.
+is of no use to another process, and a write that the disk lost would pass a checksum stored beside the data. No torch in this
+file.
 """
 
 import os
@@ -97,7 +98,8 @@ class BlockFile:
             ) from error
         if done < len(out):
             raise OffloadError(
-                f"{self.path}: has nothing from byte {start + done} on, though {self.nbytes} were written: it was cut off; {_DAMAGED}"
+                f"{self.path}: has nothing from byte {start + done} on, though {self.nbytes} were written: it was cut off; "
+                f"{_DAMAGED}"
             )
 
     def _put(self, start: int, data: memoryview) -> None:
@@ -107,6 +109,6 @@ class BlockFile:
                 done += os.pwrite(self._handle, data[done:], start + done)
         except OSError as error:
             raise OffloadError(
-                f"{self.path}: cannot be written at byte {start + done} ({error.strerror}); free the disk, or resume from the last "
-                "checkpoint with another --offload-dir"
+                f"{self.path}: cannot be written at byte {start + done} ({error.strerror}); free the disk, or resume from the "
+                "last checkpoint with another --offload-dir"
             ) from error

@@ -3,8 +3,8 @@
     DIR/rank_00003/lock      locked while its process lives, whoever that is: the system gives the lock back with the process
     DIR/rank_00003/state     nobody else's, and nothing after the run: checkpoints hold what is to last
 
-So a folder whose lock is free was left by a process that was killed, and is taken over, or removed where the new run has no such rank;
-one that is locked is refused, and so is one that holds anything else.
+So a folder whose lock is free was left by a process that was killed, and is taken over, or removed where the new run has no such
+rank; one that is locked is refused, and so is one that holds anything else.
 """
 
 import contextlib
@@ -103,7 +103,8 @@ class RankFolder:
 
 
 def remove_left_behind(root: Path | str, ranks: int) -> list[str]:
-    """Remove what killed runs of more than `ranks` ranks have left, whose room nobody would take over; the names of the folders."""
+    """Remove what killed runs of more than `ranks` ranks have left, whose room nobody would take over; the names of the
+    folders."""
     removed = []
     for folder in sorted(Path(root).glob("rank_*")):
         number = folder.name.removeprefix("rank_")

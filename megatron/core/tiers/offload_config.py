@@ -43,8 +43,8 @@ class OffloadConfig(FlagConfig):
             yield "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload, which say where to"
         elif self.offload_params and 0 <= fraction < 1:
             yield (
-                f"--offload-params leaves no parameters on the device for the rest of --optimizer-offload-fraction {fraction}; leave "
-                "one of them out"
+                f"--offload-params leaves no parameters on the device for the rest of --optimizer-offload-fraction {fraction}; "
+                "leave one of them out"
             )
 
     @property

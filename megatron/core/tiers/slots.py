@@ -31,10 +31,12 @@ class SlotBuffer:
     def reserve(self, count: int) -> None:
         """From here on there are so many. Called between steps, when none is in use."""
         if count != self._count:
-            self._count, self._free, self._made = count, [], 0
+            self._count, self._made = count, 0
+            self._free = []
 
     def keep(self, x: Tensor) -> Callable[[], Tensor]:
-        """Copy `x` into a free slot; the call that is returned gives a tensor over the slot. Raises RuntimeError where none is free."""
+        """Copy `x` into a free slot; the call that is returned gives a tensor over the slot. Raises RuntimeError where none is
+        free."""
         flat, strides = as_flat(x), strides_like(x)
         storage = self._take(flat)
         kept = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (flat.numel(),), (1,))

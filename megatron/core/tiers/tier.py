@@ -26,15 +26,16 @@ class FileTensor(StoredTensor):
 
     def __init__(self, tier: "FileTier", start: int, shape: tuple[int, ...], dtype: torch.dtype):
         """start: its first byte in the file."""
-        self._tier, self._start, self.shape, self.dtype = tier, start, tuple(shape), dtype
+        self._tier, self._start = tier, start
+        self.shape, self.dtype = tuple(shape), dtype
 
     def view(self, shape: tuple[int, ...]) -> "FileTensor":
         assert prod(shape) == self.numel(), f"{self.shape} as {shape}"
         return FileTensor(self._tier, self._start, shape, self.dtype)
 
     def __getitem__(self, rows: slice) -> "FileTensor":
-        start, stop, step = rows.indices(self.shape[0])
-        assert step == 1, f"every {step}th row"
+        assert rows.step in (None, 1), f"every {rows.step}th row"
+        start, stop = rows.indices(self.shape[0])[:2]
         row = prod(self.shape[1:]) * self.dtype.itemsize
         return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
 
@@ -75,8 +76,8 @@ class HostTier:
         except RuntimeError as error:
             kind, limit = ("pinned memory", ", raise ulimit -l") if self._pinned else ("memory", "")
             raise OffloadError(
-                f"the host has no {numel * dtype.itemsize:,} bytes of {kind} ({str(error).splitlines()[0]}){limit}; give --offload-dir, more "
-                "data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+                f"the host has no {numel * dtype.itemsize:,} bytes of {kind} ({str(error).splitlines()[0]}){limit}; give "
+                "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
             ) from error
 
     def close(self) -> None:
