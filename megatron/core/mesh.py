@@ -95,9 +95,8 @@ class Mesh(Mapping[str, Axis]):
         return GradAxes(reduce, inner, *((ALONE, outer) if divides_outer else (outer, ALONE)), model)
 
     def all_grad_axes(self) -> list[GradAxes]:
-        """One for each kind of parameter that is summed over other ranks than the rest; the same on all ranks."""
-        kinds = [self.grad_axes(reduce_over) for reduce_over in _GRADS]
-        return [kind for i, kind in enumerate(kinds) if kind.model.ranks not in [k.model.ranks for k in kinds[:i]]]
+        """One for each kind of parameter, and the dense one for those that lie on the same ranks; alike on all ranks."""
+        return list({axes.model.ranks: axes for axes in map(self.grad_axes, reversed(_GRADS))}.values())
 
 
 # What each axis of the mesh varies in, by grid, and which communicator it has: axes with equal ranks share one, except that

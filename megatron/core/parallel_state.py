@@ -220,9 +220,7 @@ def is_rank_in_position_embedding_group() -> bool:
     return mesh["pp"].ranks[mesh["pp"].rank] in mesh.position_embedding_ranks
 
 
-def is_initialized() -> bool:
-    """An old name of `model_parallel_is_initialized`."""
-    return model_parallel_is_initialized()
+is_initialized = model_parallel_is_initialized  # an old name
 
 
 def is_unitialized() -> bool:
