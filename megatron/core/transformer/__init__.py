@@ -1,4 +1,10 @@
-"""The layers that models are made of."""
+"""The layers that models are made of, and their settings.
+
+Every part is built from (config, its layer's number, a `LayerContext`) and looks nothing up. A new attention kernel is a line in `KERNELS`
+(`kernels`); another attention or MLP is handed to `ParallelTransformerLayer`, another layer to the model, as `make_...`. A new setting
+is a knob of one of the configs in `transformer_config`; a new axis is a field of the context. Imported by models, inference and
+training; imports tensor_parallel, and of pipeline_parallel the type of a boundary.
+"""
 
 from megatron.core.lazy import lazy_names
 
@@ -6,6 +12,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".attention": "ParallelAttention",
+        ".context": "LayerContext",
+        ".kernels": "KERNELS Kernel",
         ".mlp": "ParallelMLP",
         ".transformer": "ParallelTransformer",
         ".transformer_layer": "ParallelTransformerLayer",
