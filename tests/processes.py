@@ -25,8 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from layouts import Layout
 from nursery import Child, born
 
+ONE_PROCESS = Layout()
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
 _OF_TESTS = (
@@ -58,32 +60,8 @@ LAUNCHERS = {
 # ---------------------------------------------------------------- what is run
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a job is spread over processes; one process by default."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    sp: bool = False
-    v: int = 1  # model chunks of each pipeline rank
-
-    def __str__(self) -> str:
-        return f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}{f'v{self.v}' if self.v > 1 else ''}-dp{self.dp}"
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    @property
-    def flags(self) -> list[str]:
-        sizes = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
-        chunks = ["--num-virtual-stages-per-pipeline-rank", str(self.v)] if self.v > 1 else []
-        return sizes + chunks + ["--sequence-parallel"] * self.sp
-
-
 def pretrain(
-    flags: Sequence[str], layout: Layout = Layout(), *, script: str = PRETRAIN_GPT, timeout: float = 120.0
+    flags: Sequence[str], layout: Layout = ONE_PROCESS, *, script: str = PRETRAIN_GPT, timeout: float = 120.0
 ) -> "Outcome":
     """pretrain_gpt.py, or another script, from start to end; every rank must succeed."""
     return run([script, *flags, *layout.flags], layout.ranks, timeout=timeout).succeeded()

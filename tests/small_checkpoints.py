@@ -1,56 +1,24 @@
 """Small checkpoints, saved and loaded by one rank or by ranks that are threads."""
 
-import threading
-
 import torch
+from local_ranks import run_ranks
 from said import raises_telling
 
-from megatron.core import comm
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.grid import ALONE, Axis
+from megatron.core.grid import ALONE
 
 
-class ThreadGroup:
-    """The two calls that saving and loading make, between threads that take turns at a barrier."""
-
-    def __init__(self, rank, slots, barrier):
-        self.rank, self.slots, self.barrier = rank, slots, barrier
-
-    def _meet(self, x):
-        self.slots[self.rank] = x.clone()
-        self.barrier.wait(timeout=5)
-        gathered = list(self.slots)
-        self.barrier.wait(timeout=5)
-        return gathered
-
-    def all_reduce(self, x, op):
-        stacked = torch.stack(self._meet(x))
-        x.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
-        return self
-
-    def broadcast(self, x, source):
-        x.copy_(self._meet(x)[source])
-        return self
-
-    def wait(self): ...
-
-
-def run_ranks(size, work):
+def tried_by_ranks(size, work):
     """`work(world)` on every rank; the results, with an exception as the result of the rank that raised it."""
-    slots, barrier, results = [None] * size, threading.Barrier(size), [None] * size
 
-    def run(rank):
-        world = Axis("world", tuple(range(size)), rank, ThreadGroup(rank, slots, barrier), comm.Ledger())
+    def attempt(mesh):
         try:
-            results[rank] = work(world)
+            return work(mesh["world"])
         except Exception as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    return results
+    return run_ranks({"dp": size}, attempt)
 
 
 def good(results):

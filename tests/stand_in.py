@@ -29,14 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
+import whole_run
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-import pretrain_gpt
 from megatron.core import comm, parallel_state
-from megatron.core.enums import ModelType
 from megatron.core.grid import ALONE
 from megatron.core.tiers import tier
 from megatron.training import trainer, training
@@ -281,13 +280,7 @@ def run(case: Case) -> Counter[str]:
         dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), FAKE, Waits():
-            training.pretrain(
-                pretrain_gpt.train_valid_test_datasets_provider,
-                pretrain_gpt.model_provider,
-                ModelType.encoder_or_decoder,
-                pretrain_gpt.forward_step,
-                argv=[*COMMON.split(), *case.flags.replace("DIR", folder).split()],
-            )
+            whole_run.run([*COMMON.split(), *case.flags.replace("DIR", folder).split()], tiny=[])
     finally:
         if case.ranks > 1:
             dist.destroy_process_group()

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from layouts import Layout
 from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron.core.boxes import pieces_of_run, size_of, slices
 from megatron.core.device import Device
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
@@ -28,7 +29,7 @@ from megatron.core.placement import Placement, owned_pieces
 from megatron.core.products import NATIVE
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.storage.stored import start_reading
-from megatron.core.tiers.offload_config import OffloadConfig, make_tier
+from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kernels import Documents
@@ -60,45 +61,6 @@ LLAMA = replace(
 # The same styles where many steps are taken.
 TINY_GPT2 = replace(GPT2, hidden_size=16, num_attention_heads=4)
 TINY_LLAMA = replace(LLAMA, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, num_query_groups=2)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a run is spread over ranks and time; one process by default."""
-
-    tp: int = 1
-    sp: bool = False
-    pp: int = 1
-    dp: int = 1
-    m: int = 1  # microbatches of one rank and step
-    v: int = 1  # model chunks of each pipeline rank
-    schedule: str = "1f1b"
-    recompute: str = "none"  # "selective", "uniform 2", "block 1": full recomputation by method and number of layers
-    scatter: bool = True
-    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
-    delayed: bool = False
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    poison: bool = True  # NaN where memory would be released
-
-    def __str__(self) -> str:
-        parts = [f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}"]
-        parts += [f"v{self.v}"] * (self.v > 1) + [self.schedule] * (self.schedule != "1f1b")
-        parts += [self.recompute.replace(" ", "")] * (self.recompute != "none") + ["delayed"] * self.delayed
-        parts += ["whole"] * (not self.scatter) + ["overlap"] * self.data_parallel.overlap_grad_reduce
-        return "-".join([*parts, *["fixed"] * self.data_parallel.fixed_order_grad_reduce])
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Of the axes, as `run_ranks` takes them."""
-        replicas = self.data_parallel.num_distributed_optimizer_instances
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "replicas": replicas}
-
-    def applied_to(self, config: TransformerConfig) -> TransformerConfig:
-        """The model with this layout's recomputation."""
-        if self.recompute in ("none", "selective"):
-            return replace(config, recompute_granularity=None if self.recompute == "none" else "selective")
-        method, number = self.recompute.split()
-        return replace(config, recompute_granularity="full", recompute_method=method, recompute_num_layers=int(number))
 
 
 @dataclass

@@ -14,13 +14,13 @@ TINY = shlex.split(
 )
 
 
-def run(flags: str, datasets=None, script=pretrain_gpt, tiny: list[str] = TINY, **more) -> None:
-    """script: pretrain_gpt or pretrain_bert. datasets: a provider in place of its own. more: what else `pretrain` is given."""
+def run(flags: str | list[str], datasets=None, script=pretrain_gpt, tiny=TINY, forward_step=None, **more) -> None:
+    """script: pretrain_gpt or pretrain_bert. datasets, forward_step: in place of its own. more: what else `pretrain` is given."""
     pretrain(
         datasets or script.train_valid_test_datasets_provider,
         script.model_provider,
         ModelType.encoder_or_decoder,
-        script.forward_step,
-        argv=[*tiny, *shlex.split(flags)],
+        forward_step or script.forward_step,
+        argv=[*tiny, *(shlex.split(flags) if isinstance(flags, str) else flags)],
         **{"rules": BERT_RULES if script is pretrain_bert else GPT_RULES} | more,
     )

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import whole_run
 from processes import run
 from refusals import BASE, MOCK, REAL, REFUSALS
 from said import tells
 
-import pretrain_gpt
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
 
 SCRIPT = str(Path(__file__).with_name("refused_script.py"))
 TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
@@ -70,13 +68,7 @@ def files(tmp_path_factory) -> Path:
     (folder / "other.idx").write_bytes(b"once upon a time there was a file of another kind")
     (folder / "no_tokens.bin").unlink()
     words = shlex.split(BASE + MOCK + f"--eval-iters 0 --global-batch-size 4 --exit-interval 2 --save {folder}/saved")
-    pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
-        pretrain_gpt.model_provider,
-        ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
-        argv=words,
-    )
+    whole_run.run(words, tiny=[])
     for name in ("damaged", "lacking", "unlisted"):
         shutil.copytree(folder / "saved", folder / name)
     content = bytearray((folder / "damaged/iter_0000002/rank_00000.bin").read_bytes())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from said import raises_telling, tells
-from small_checkpoints import good, loaded, one, refused, run_ranks, save_one
+from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ranks
 
 from megatron.core import checkpoint as package
 from megatron.core import comm
@@ -81,7 +81,7 @@ def save_layout(root, layout, iteration=7):
     def work(world):
         return save_checkpoint(root, iteration, locals_of(layout, world.rank, fill=True), {}, world)
 
-    return run_ranks(Grid(layout).world_size, work)
+    return tried_by_ranks(Grid(layout).world_size, work)
 
 
 def load_layout(root, layout):
@@ -90,7 +90,7 @@ def load_layout(root, layout):
         open_checkpoint(root, world=world).read_into(tensors, world)
         return tensors
 
-    return run_ranks(Grid(layout).world_size, work)
+    return tried_by_ranks(Grid(layout).world_size, work)
 
 
 # ---------------------------------------------------------------- any layout to any other
@@ -134,7 +134,7 @@ def test_flat_shards_need_no_reshaping(tmp_path):
         start, stop, pairs = cuts[rank]
         return {"w": LocalTensor(values[start:stop], (3, 4), pairs, True)}
 
-    good(run_ranks(3, lambda world: save_checkpoint(tmp_path, 1, shard(flat, world.rank), {}, world)))
+    good(tried_by_ranks(3, lambda world: save_checkpoint(tmp_path, 1, shard(flat, world.rank), {}, world)))
     assert loaded(tmp_path).equal(full)
     back = torch.zeros(12)
     for rank in range(3):
@@ -253,7 +253,7 @@ CLASHES = [
 def test_overlaps_and_gaps_between_ranks_are_refused(tmp_path, work, said):
     work.root = tmp_path
     save_one(tmp_path, 0)
-    first, second = run_ranks(2, work)
+    first, second = tried_by_ranks(2, work)
     for error, kind in ((first, CheckpointError), (second, comm.PeerError)):
         assert isinstance(error, kind)
         with raises_telling(kind, f"{said} 0"):
@@ -270,7 +270,7 @@ def test_a_tensor_that_no_rank_writes_is_noticed(tmp_path):
         mine |= {} if world.is_first else {"a": LocalTensor(torch.ones(2, dtype=torch.int32), (2,), box, False)}
         return save_checkpoint(tmp_path, 1, mine, {}, world)
 
-    first, second = run_ranks(2, work)
+    first, second = tried_by_ranks(2, work)
     assert isinstance(first, comm.PeerError) and isinstance(second, CheckpointError)
     assert tells(second, "lost float32 2")
     assert tells(first, "a int32 2 float32")
@@ -281,7 +281,7 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
     def work(world):  # each rank has a disk of its own
         return save_checkpoint(tmp_path / str(world.rank), 1, {"w": one(torch.ones(2))}, {}, world)
 
-    first, second = run_ranks(2, work)
+    first, second = tried_by_ranks(2, work)
     assert isinstance(first, comm.PeerError)
     assert "was made by the first rank but is not visible to rank 1" in str(second)
     assert tells(first, "--save")

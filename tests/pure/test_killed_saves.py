@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from small_checkpoints import good, loaded, run_ranks, save_one
+from small_checkpoints import good, loaded, save_one, tried_by_ranks
 
 from megatron.core.checkpoint import CheckpointError, open_checkpoint
 from megatron.core.checkpoint import format as disk
@@ -182,6 +182,6 @@ def test_an_iteration_that_is_not_the_newest_is_loaded_with_a_warning(tmp_path, 
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "iter_0000200.partial").mkdir()
     (tmp_path / disk.LATEST).unlink() if pointer is None else (tmp_path / disk.LATEST).write_text(pointer)
-    for checkpoint in good(run_ranks(2, lambda world: open_checkpoint(tmp_path, world=world))):
+    for checkpoint in good(tried_by_ranks(2, lambda world: open_checkpoint(tmp_path, world=world))):
         assert checkpoint.iteration == loaded and said in checkpoint.warning and bool(said) == bool(checkpoint.warning)
     assert not open_checkpoint(tmp_path, 3).warning

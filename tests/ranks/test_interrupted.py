@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import whole_run
 from said import tells
 
 import pretrain_gpt
 from megatron.core.checkpoint import save
 from megatron.core.datasets import IndexedDatasetWriter, index_cache
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
 
 TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --tokenizer-type NullTokenizer --vocab-size 31 "
@@ -38,13 +37,7 @@ def foreground():
 
 
 def run(flags: str, forward_step=pretrain_gpt.forward_step) -> None:
-    pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
-        pretrain_gpt.model_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        argv=shlex.split(TINY + flags),
-    )
+    whole_run.run(shlex.split(TINY + flags), tiny=[], forward_step=forward_step)
 
 
 def press_at(monkeypatch, place: object, name: str, count: int) -> None:

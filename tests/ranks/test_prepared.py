@@ -5,12 +5,10 @@ import shlex
 
 import numpy as np
 import pytest
+from whole_run import run
 
 import pretrain_bert
-import pretrain_gpt
 from megatron.core.datasets import IndexedDatasetWriter
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
 from tools import prepare_cache
 
 LOG_LINE = re.compile(r"\| consumed samples:|validation loss at")
@@ -32,13 +30,7 @@ def test_a_prepared_run_builds_nothing(tmp_path, capsys, blended):
     assert prepare_cache.main(flags) == 0
     assert "building the index of" in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
-        pretrain_gpt.model_provider,
-        ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
-        argv=flags,
-    )
+    run(flags, tiny=[])
     printed = capsys.readouterr().out
     assert "building the index" not in printed
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
@@ -69,14 +61,7 @@ def test_a_prepared_bert_builds_nothing(tmp_path, capsys, blended, head):
     assert prepare_cache.main(["--prepare-cache-model", "bert", *flags]) == 0
     assert "building the index of" in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    pretrain(
-        pretrain_bert.train_valid_test_datasets_provider,
-        pretrain_bert.model_provider,
-        ModelType.encoder_or_decoder,
-        pretrain_bert.forward_step,
-        args_defaults={"tokenizer_type": "BertWordPieceLowerCase"},
-        argv=flags,
-    )
+    run(flags, tiny=[], script=pretrain_bert, args_defaults={"tokenizer_type": "BertWordPieceLowerCase"})
     printed = capsys.readouterr().out
     assert "building the index" not in printed and len(LOG_LINE.findall(printed)) == 2 + 2
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import whole_run
 from local_ranks import run_ranks
 from said import tells
 from torch import Tensor
 
-import pretrain_gpt
 from megatron.core import products
-from megatron.core.enums import ModelType
 from megatron.core.grid import ALONE
 from megatron.core.mesh import Mesh
 from megatron.core.products import NATIVE, Products, choose, from_json, settle, times, times_transposed
@@ -24,7 +23,6 @@ from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kernels import Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.training import pretrain
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative
 FAST = {"native": 1.0, "widened": 2.0}
@@ -177,13 +175,7 @@ def test_a_run_goes_on_as_it_multiplied_before(tmp_path, capsys, monkeypatch):
             "--mock-data --tokenizer-type NullTokenizer --train-iters 4 --lr 0.01 --eval-iters 0 --device cpu --bf16 "
             f"--hidden-dropout 0 --attention-dropout 0 --save {tmp_path} --load {tmp_path} --save-interval 2 {flags}"
         ).split()
-        pretrain(
-            pretrain_gpt.train_valid_test_datasets_provider,
-            pretrain_gpt.model_provider,
-            ModelType.encoder_or_decoder,
-            pretrain_gpt.forward_step,
-            argv=argv,
-        )
+        whole_run.run(argv, tiny=[])
         return (tmp_path / "iter_0000004" / "rank_00000.bin").read_bytes()
 
     def again_from_the_second_step(way: str, flags: str = "") -> bytes:

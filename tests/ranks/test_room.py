@@ -8,17 +8,16 @@ import pytest
 import torch
 from local_ranks import run_ranks
 from script_run import trainer_of
+from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import ConfigError
-from megatron.core.enums import ModelType
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.training import chunks
 from megatron.training.memory import offload, shortage
 from megatron.training.runtime import get_runtime
-from megatron.training.training import pretrain
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --vocab-size 60 --mock-data "
@@ -88,13 +87,7 @@ def test_a_run_that_is_short_of_memory_ends_in_a_few_lines_of_advice(capsys):
         return pretrain_gpt.forward_step(data_iterator, model), torch.empty(2**60)
 
     with pytest.raises(SystemExit) as ended:
-        pretrain(
-            pretrain_gpt.train_valid_test_datasets_provider,
-            pretrain_gpt.model_provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            argv=TINY.split(),
-        )
+        run(TINY.split(), tiny=[], forward_step=forward_step)
     said = capsys.readouterr().err
     assert ended.value.code == 1 and len(said.splitlines()) < 8 and "Traceback" not in said
     assert "4294967296.00 GiB were asked for at once in forward_step" in said and "test_room.py" in said

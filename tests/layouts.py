@@ -1,0 +1,56 @@
+"""How a run is spread over ranks and time: of ranks that are threads, and of processes."""
+
+from dataclasses import dataclass, field, replace
+
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.tiers.offload_config import OffloadConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over ranks and time; one process by default."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    dp: int = 1
+    m: int = 1  # microbatches of one rank and step
+    v: int = 1  # model chunks of each pipeline rank
+    schedule: str = "1f1b"
+    recompute: str = "none"  # "selective", "uniform 2", "block 1": full recomputation by method and number of layers
+    scatter: bool = True
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    delayed: bool = False
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    poison: bool = True  # NaN where memory would be released
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}"]
+        parts += [f"v{self.v}"] * (self.v > 1) + [self.schedule] * (self.schedule != "1f1b")
+        parts += [self.recompute.replace(" ", "")] * (self.recompute != "none") + ["delayed"] * self.delayed
+        parts += ["whole"] * (not self.scatter) + ["overlap"] * self.data_parallel.overlap_grad_reduce
+        return "-".join([*parts, *["fixed"] * self.data_parallel.fixed_order_grad_reduce])
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def flags(self) -> list[str]:
+        """Of a command line: tp, sp, pp and v."""
+        chunks = f" --num-virtual-stages-per-pipeline-rank {self.v}" * (self.v > 1) + " --sequence-parallel" * self.sp
+        return f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}{chunks}".split()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the axes, as `run_ranks` takes them."""
+        replicas = self.data_parallel.num_distributed_optimizer_instances
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "replicas": replicas}
+
+    def applied_to(self, config: TransformerConfig) -> TransformerConfig:
+        """The model with this layout's recomputation."""
+        if self.recompute in ("none", "selective"):
+            return replace(config, recompute_granularity=None if self.recompute == "none" else "selective")
+        method, number = self.recompute.split()
+        return replace(config, recompute_granularity="full", recompute_method=method, recompute_num_layers=int(number))
