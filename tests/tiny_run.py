@@ -23,7 +23,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.stage import layers_of_stage
+from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Placement, owned_pieces
 from megatron.core.products import NATIVE
@@ -151,7 +151,7 @@ def build_chunks(
         model = subject.make(
             config,
             vocab_size=vocab,
-            layers=layers_of_stage(config.num_layers, last + 1, stage),
+            layers=split_layers(config.num_layers, last + 1)[stage],
             context=LayerContext.on(mesh, config.params_dtype, keys, tier=tier, **options),
             pre_process=stage == 0,
             post_process=stage == last,

@@ -4,7 +4,7 @@ import pytest
 from said import tells
 from schedules import refusal
 
-from megatron.core.pipeline_parallel.stage import layers_of_stage, split_layers
+from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.stage_map import StageMap, loop
 
 MAPS = [  # ranks of the stages, stages of rank 0 and of the last rank, ranks of the first and the last stage, pairs that talk
@@ -23,21 +23,16 @@ def test_a_map_says_where_each_stage_runs(stages, of_first_rank, of_last_rank, e
 
 
 def test_layers_are_split_evenly_and_in_order():
-    assert [list(layers_of_stage(8, 4, stage)) for stage in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert list(layers_of_stage(3, 1, 0)) == [0, 1, 2]
+    assert [list(layers) for layers in split_layers(8, 4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(split_layers(3, 1)[0]) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("num_layers, num_stages", [(10, 4), (0, 4)])
 def test_uneven_layers_are_refused(num_layers, num_stages):
     assert tells(
-        refusal(layers_of_stage, num_layers, num_stages, 0),
+        refusal(split_layers, num_layers, num_stages),
         f"{num_layers} {num_stages} --num-layers --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage",
     )
-
-
-def test_a_stage_beyond_the_last_is_our_error():
-    with pytest.raises(AssertionError, match=r"(?s)4.*0\.\.3"):
-        layers_of_stage(8, 4, 4)
 
 
 SPLITS = [  # num_layers, num_stages, keywords, layers in each stage
@@ -63,7 +58,6 @@ def test_layers_are_split_as_told(num_layers, num_stages, uneven, counts):
     split = split_layers(num_layers, num_stages, **uneven)
     assert [len(layers) for layers in split] == counts
     assert [layer for layers in split for layer in layers] == list(range(num_layers))
-    assert split == [layers_of_stage(num_layers, num_stages, stage, **uneven) for stage in range(num_stages)]
 
 
 def test_splits_in_the_documentation_are_current():

@@ -27,7 +27,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.stage import layers_of_stage
+from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Placement
 from megatron.core.products import NATIVE, Products, Way
@@ -109,7 +109,7 @@ def start(mesh: Mesh, run: Run) -> Rank:
         config,
         vocab_size=VOCAB,
         positions=SEQ,
-        layers=layers_of_stage(config.num_layers, pp.size, pp.rank),
+        layers=split_layers(config.num_layers, pp.size)[pp.rank],
         context=LayerContext.on(mesh, config.params_dtype, keys, **options),
         pre_process=pp.is_first,
         post_process=pp.is_last,

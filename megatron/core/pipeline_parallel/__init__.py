@@ -10,7 +10,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "megatron.core.stage_map": "StageMap loop",
-        ".stage": "layers_of_stage split_layers",
+        ".stage": "split_layers",
         ".schedule": "stage_map stages_in forwards_over Op Action Schedule gpipe one_f_one_b interleaved zb_h1 defer_weight_grads forward_only SCHEDULES",
         ".lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
         ".simulate": "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show",

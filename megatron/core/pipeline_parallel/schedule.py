@@ -61,15 +61,15 @@ class Action(NamedTuple):
 Schedule = list[list[Action]]  # [rank][position]
 
 
-def gpipe(p: int, m: int) -> Schedule:
+def gpipe(p: int, m: int, v: int = 1) -> Schedule:
     """All forwards, then all backwards: m activations alive on every rank (arXiv:1811.06965)."""
-    _check_sizes("gpipe", p, m)
+    _check_sizes("gpipe", p, m, v, one_chunk=True)
     return _alternate(p, m, 1, warmup=lambda rank: m)
 
 
-def one_f_one_b(p: int, m: int) -> Schedule:
+def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
     """PipeDream-Flush: the bubble of GPipe, min(p - rank, m) activations alive (arXiv:2104.04473, section 2.2.1)."""
-    _check_sizes("1f1b", p, m)
+    _check_sizes("1f1b", p, m, v, one_chunk=True)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 
 
@@ -89,7 +89,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * p)
 
 
-def zb_h1(p: int, m: int) -> Schedule:
+def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients fill the bubble, with the memory of 1F1B (arXiv:2401.10241, section 2.2).
 
     1F1B keeps p - r activations on rank r, which waits longest in the end, for the backwards to come down, where r is
@@ -100,7 +100,7 @@ def zb_h1(p: int, m: int) -> Schedule:
         rank 1 |  F0F1  I0F2I1W0F3I2W1I3W2W3|
         rank 2 |    F0I0F1I1F2I2W0F3I3W1W2W3|
     """
-    _check_sizes("zb-h1", p, m)
+    _check_sizes("zb-h1", p, m, v, one_chunk=True)
     return defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
 
 
@@ -197,7 +197,8 @@ def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Act
     ]
 
 
-def _check_sizes(name: str, p: int, m: int, v: int = 1) -> None:
+def _check_sizes(name: str, p: int, m: int, v: int, *, one_chunk: bool = False) -> None:
+    """Raise ValueError for sizes that no schedule has, and for several chunks where there may be one."""
     problems = []
     if p < 1:
         problems.append(f"the pipeline size ({p}) must be at least 1; change --pipeline-model-parallel-size")
@@ -208,30 +209,21 @@ def _check_sizes(name: str, p: int, m: int, v: int = 1) -> None:
             f"chunks per rank ({v}) must be at least 1; lower --num-layers-per-virtual-pipeline-stage to at most "
             "num_layers / pipeline size"
         )
+    if not problems and one_chunk and v > 1:
+        problems.append(
+            f"it has one chunk per rank, not {v}; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage"
+        )
     if problems:
         raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))
-
-
-def _with_one_chunk(name: str, make: Callable[[int, int], Schedule]) -> Callable[[int, int, int], Schedule]:
-    def make_or_refuse(p: int, m: int, v: int = 1) -> Schedule:
-        _check_sizes(name, p, m, v)
-        if v > 1:
-            raise ValueError(
-                f"{name}: it has one chunk per rank, not {v}; use interleaved, or leave out "
-                "--num-layers-per-virtual-pipeline-stage"
-            )
-        return make(p, m)
-
-    return make_or_refuse
 
 
 # What trains, by name: (p, m, v) -> Schedule, or ValueError where the sizes do not fit. Open to scripts. The lists for
 # m = 2 p say where the stages are before the number of microbatches is known; any m must place them alike.
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": _with_one_chunk("gpipe", gpipe),
-    "1f1b": _with_one_chunk("1f1b", one_f_one_b),
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
     "interleaved": interleaved,
-    "zb-h1": _with_one_chunk("zb-h1", zb_h1),
+    "zb-h1": zb_h1,
 }
 
 

@@ -7,12 +7,6 @@ from megatron.core.stage_map import StageMap, loop
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
-def layers_of_stage(num_layers: int, num_stages: int, stage: int, **uneven) -> range:
-    """The global numbers, from 0, of the layers of `stage`. uneven: the keywords of `split_layers`."""
-    assert 0 <= stage < num_stages, f"stage {stage} is outside 0..{num_stages - 1}"
-    return split_layers(num_layers, num_stages, **uneven)[stage]
-
-
 def split_layers(
     num_layers: int,
     num_stages: int,
