@@ -4,8 +4,8 @@
         --train-iters 10000 ...
 
 One process, no accelerator, no model: so that a job of many nodes does not wait while one of its processes builds. The run that
-follows with the same flags builds nothing. A run that counts its step size from its processes (no --global-batch-size) needs their
-number here: --prepare-cache-world-size. The script is pretrain_gpt.py, or with --prepare-cache-model bert pretrain_bert.py.
+follows with the same flags builds nothing. A run that counts its step size from its processes (no --global-batch-size) needs
+their number here: --prepare-cache-world-size. The script is pretrain_gpt.py, or with --prepare-cache-model bert pretrain_bert.py.
 """
 
 import argparse
@@ -38,7 +38,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Script:
-    """What a training script adds to its flags. build(config, tokenizer, samples of each split, say, progress) -> its data sets"""
+    """What a training script adds to its flags.
+
+    build(config, tokenizer, samples of each split, say, progress) -> its data sets
+    """
 
     defaults: dict[str, Any]
     rules: ModelRules
@@ -79,7 +82,7 @@ def script_of(argv: Sequence[str] | None) -> Script:
 
 
 def world_size_of(config: Config, given: int | None) -> int:
-    """Processes of the run; where none are given, as few as the layout needs. Raises ConfigError if they matter and are not given."""
+    """Processes of the run: those given, else as few as the layout needs. Raises ConfigError if they matter and are not given."""
     training = config.training
     if given is not None and given < 1:
         raise ConfigError(f"--prepare-cache-world-size ({given}) must be at least 1")
@@ -92,8 +95,9 @@ def world_size_of(config: Config, given: int | None) -> int:
 def prepare(argv: Sequence[str] | None, say: Say, progress: Say) -> dict[str, int]:
     """Build what the run of this command line needs; the samples of each split. Raises ConfigError or ValueError."""
     script = script_of(argv)
-    config, args, _ = parse_args(argv, add_flags, script.defaults)
-    world_size = world_size_of(config, args.prepare_cache_world_size)
+    parsed = parse_args(argv, add_flags, script.defaults)
+    config = parsed.config
+    world_size = world_size_of(config, parsed.args.prepare_cache_world_size)
     problems: list[str] = []
     tokenizer: Any = None
     with collected(problems):

@@ -47,8 +47,8 @@ class TrainTokenizerConfig(FlagConfig):
     special_tokens: list[str] = knob([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
     kind: Literal["bpe", "char", "wordpiece"] = knob(
         "bpe",
-        f"tokens from bytes; an id for each character of the text, and {UNKNOWN} for all others; or BERT's: pieces of words in lower "
-        "case, in which --output is a vocab.txt",
+        f"tokens from bytes; an id for each character of the text, and {UNKNOWN} for all others; or BERT's: pieces of words "
+        "in lower case, in which --output is a vocab.txt",
     )
     output: str | None = knob(None, "tokenizer.json (or vocab.txt) to write", metavar="FILE", required=True)
 

@@ -1,4 +1,4 @@
-"""JSON lines to tokens: what each line says, and which lines are bad. A tokenizer is not trusted to be right, or to come to an end."""
+"""JSON lines to tokens: the text of each line, and which lines are bad. No tokenizer is trusted to be right, or to end."""
 
 import codecs
 import functools
@@ -120,8 +120,10 @@ class Encoder:
         return [[self._document([next(packed) for _ in texts]) for texts in row] for row in rows]
 
     def _check_ids(self, of_texts: list[bytes]) -> None:
-        """Raise TokenizerError for an id that the vocabulary lacks, such as one that a template inserts: stored in the dtype of the
-        vocabulary, it would be another."""
+        """Raise TokenizerError for an id that the vocabulary lacks, such as one that a template inserts.
+
+        Stored in the dtype of the vocabulary, it would be another.
+        """
         ids = np.frombuffer(b"".join(of_texts), _PACKED)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
             wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)][0]

@@ -90,21 +90,21 @@ def total_size(files: list[str]) -> int | None:
 
 
 def read_pieces(files: list[str], keys: list[str], longest_line: int = LONGEST_LINE_MB << 20) -> Iterator[Piece]:
-    """All text of all files, in order. keys: the columns to read of a Parquet file; longest_line: in bytes, which bounds the memory
-    whatever a packed file unpacks to.
+    """All text of all files, in order. keys: the columns to read of a Parquet file.
 
-    Raises ValueError for a longer line and for a damaged or unreadable file, ImportError where its kind needs a package that is not there.
+    longest_line: in bytes, which bounds the memory whatever a packed file unpacks to. Raises ValueError for a longer line and for
+    a damaged or unreadable file, ImportError where its kind needs a package that is not there.
     """
-    number, chunks, size, before = 0, [], 0, 0
+    number, before = 0, 0
+    chunks: list[Chunk] = []
     for path in files:
         with _open_source(path, keys) as source:
             for chunk in _chunks(path, source.blocks, longest_line):
                 chunks.append(chunk)
-                size += len(chunk.text)
-                if size >= piece_bytes(number):
+                if sum(len(chunk.text) for chunk in chunks) >= piece_bytes(number):
                     read = source.position()
                     yield Piece(number, chunks, None if read is None else before + read)
-                    number, chunks, size = number + 1, [], 0
+                    number, chunks = number + 1, []
         before += 0 if _is_stream(path) else os.path.getsize(path)
     if chunks:
         yield Piece(number, chunks, before)
@@ -117,7 +117,8 @@ def piece_bytes(number: int) -> int:
 
 def _chunks(path: str, blocks: Iterator[bytes], longest_line: int) -> Iterator[Chunk]:
     """The lines of a file; a chunk ends at the first line end past 256 KB."""
-    first, buffer, searched = 1, bytearray(), _CHUNK_BYTES - 1
+    buffer = bytearray()
+    first, searched = 1, _CHUNK_BYTES - 1
     for block in blocks:
         buffer += block
         while (end := buffer.find(b"\n", searched)) >= 0:
@@ -129,8 +130,8 @@ def _chunks(path: str, blocks: Iterator[bytes], longest_line: int) -> Iterator[C
         if searched > longest_line:
             line = first + buffer.count(b"\n")
             raise ValueError(
-                f"{path}:{line}: a line of more than {longest_line >> 20} MB (--max-line-mb); is it JSON lines? For a document as long "
-                "as that raise the limit, if there is memory for a hundred times as much"
+                f"{path}:{line}: a line of more than {longest_line >> 20} MB (--max-line-mb); is it JSON lines? For a document "
+                "as long as that raise the limit, if there is memory for a hundred times as much"
             )
     if buffer:
         yield Chunk(path, first, bytes(buffer))

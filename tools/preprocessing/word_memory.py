@@ -22,7 +22,9 @@ _LEARNED = 10_000  # words; a memory that holds fewer learns from every text
 _SAMPLE = 16  # words at the beginning of a text that say whether it is made of known ones
 _LONGEST_TEXT = 1 << 20  # characters; of a longer text the words are found one by one, in constant memory
 
-_ASCII, _FIRST_PLANE, _TWO_PLANES = 0x80, 0x10000, 0x20000  # past the last character of a pattern
+# Past the last character that a pattern knows.
+_ASCII, _FIRST_PLANE = 0x80, 0x10000
+_TWO_PLANES = 0x20000
 # Blocks of characters that differ from each other in no class that a pattern names; the first stands for all.
 _UNIFORM = ((0x3400, 0x4DC0), (0x4E00, 0x9FF0), (0xAC00, 0xD7A4))
 _NAMED = re.compile(r"\\p\{\w+\}|\\s")
@@ -56,9 +58,9 @@ class WordMemory:
     """
 
     def __init__(self, tokenizer: Any, pattern: str, never: Iterable[str] = ()):
-        self._tokenizer, self._pattern, self._never = tokenizer, pattern, list(never)
+        self._tokenizer, self._never = tokenizer, list(never)
         self._ids, self._new_texts = _Ids(tokenizer), 0
-        self._words = functools.cache(lambda past: re.compile(spelled_out(self._pattern, past)))
+        self._words = functools.cache(lambda past: re.compile(spelled_out(pattern, past)))
         self._beyond_first_plane = re.compile(r"[\U00010000-\U0010ffff]").search
         self._beyond_two_planes = re.compile(r"[\U00020000-\U0010ffff]").search
 

@@ -11,7 +11,7 @@ from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import tokenizer_name
-from megatron.core.datasets.masked import BertDataset
+from megatron.core.datasets.masked import BertDataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.sample_map import SampleRequest, build_sample_map
 from megatron.core.datasets.split_plan import Building, Part, SampleKind, Say, build_datasets, size_problems
@@ -143,7 +143,7 @@ class MockBertDataset(BertDataset):
         count = min(len(words), self.WORDS)
         return words[np.arange(count) * len(words) // count]
 
-    def _sentences(self, i: int) -> tuple[list[list[int]], int, np.random.RandomState]:
+    def _text(self, i: int) -> TextSample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         rng = np.random.RandomState([*self.seed, i])
@@ -154,4 +154,4 @@ class MockBertDataset(BertDataset):
         noisy = rng.random_sample(count) < self.NOISE
         words = self.line[np.where(noisy, rng.randint(height, size=count), places)].tolist()
         cut = rng.randint(1, count)
-        return [words[:cut], words[cut:]], target, rng
+        return TextSample([words[:cut], words[cut:]], target, rng)

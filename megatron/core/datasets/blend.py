@@ -200,7 +200,8 @@ def _walk_rows(
     weights: [data sets], or [lanes, data sets] where each lane has its own.
     """
     weights = np.broadcast_to(weights, counts.shape).copy()  # numpy is twice as fast where nothing is broadcast
-    samples, errors, least = np.empty(counts.shape), np.empty(counts.shape), np.full(len(counts), np.inf)
+    samples, errors = np.empty(counts.shape), np.empty(counts.shape)
+    least = np.full(len(counts), np.inf)
     starts = np.arange(len(counts)) * counts.shape[1]
     flat_counts, flat_errors = counts.reshape(-1), errors.reshape(-1)
     for row in range(len(chosen)):

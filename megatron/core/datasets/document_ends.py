@@ -26,6 +26,6 @@ def note_without_ends(files: Iterable[IndexedDataset], eod_id: int) -> str | Non
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"documents of {names[0]}{more} do not end with the end-of-document token ({eod_id}), as if preprocessed without --append-eod: "
-        "a sample goes on from one to the next without a mark"
+        f"documents of {names[0]}{more} do not end with the end-of-document token ({eod_id}), as if preprocessed without "
+        "--append-eod: a sample goes on from one to the next without a mark"
     )

@@ -71,20 +71,21 @@ class FillInTheMiddle:
     """
 
     def __init__(self, config: FimConfig, tokenizer: Any, seed: int):
-        self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        names = ("prefix_token", "middle_token", "suffix_token", "pad_token", "eod_token", "split_sample")
+        self.config, self.seed = config, seed
+        self.tokenizer = tokenizer
         ids, problems = {}, []
-        for name in names:
-            token = getattr(config, f"fim_{name}")
+        for name in [f"fim_{kind}_token" for kind in ("prefix", "middle", "suffix", "pad", "eod")] + [
+            "fim_split_sample"
+        ]:
+            token = getattr(config, name)
             ids[name] = None if token is None else token_id(tokenizer, token)
             if token is not None and ids[name] is None:
-                flag = f"--fim-{name.replace('_', '-')}"
-                problems.append(
-                    f"{flag} {token} is no token of the tokenizer; add it to the vocabulary, or name another"
-                )
-        self.prefix, self.middle, self.suffix, self.pad = (ids[name] for name in names[:4])
-        self.eod = tokenizer.eod if ids["eod_token"] is None else ids["eod_token"]
-        self.split = ids["split_sample"]
+                advice = "add it to the vocabulary, or name another"
+                problems.append(f"{flag_of(name)} {token} is no token of the tokenizer; {advice}")
+        self.prefix, self.middle = ids["fim_prefix_token"], ids["fim_middle_token"]
+        self.suffix, self.pad = ids["fim_suffix_token"], ids["fim_pad_token"]
+        self.eod = tokenizer.eod if ids["fim_eod_token"] is None else ids["fim_eod_token"]
+        self.split = ids["fim_split_sample"]
         self._first = tokenizer.tokenize("")  # such as the <s> that begins every text
         if tokenizer.tokenize("1")[: len(self._first)] != self._first:
             problems.append("--fim-data cannot be used with a tokenizer that ends every text with a token of its own")
@@ -121,7 +122,8 @@ class FillInTheMiddle:
         if _UNREADABLE in text:  # a sample may begin or end within a character, and its bytes would be lost
             return tokens
         first, past = sorted(rng.randint(0, len(text) + 1, 2).tolist())
-        prefix, middle, suffix = (self._ids(part) for part in (text[:first], text[first:past], text[past:]))
+        prefix, suffix = self._ids(text[:first]), self._ids(text[past:])
+        middle = self._ids(text[first:past])
         if rng.binomial(1, self.config.fim_spm_rate):
             return np.array([self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle])
         return np.array([self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle])

@@ -198,8 +198,8 @@ class GPTSamples(SampleKind):
         vocab_size = 0 if self.rules is None else self.rules.vocab_size
         if indexed.dtype.kind in "iu" and vocab_size - 1 > np.iinfo(indexed.dtype).max:
             say(
-                f"{indexed.data_path} holds ids up to {np.iinfo(indexed.dtype).max} ({indexed.dtype}), the tokenizer's vocabulary "
-                f"has {vocab_size}: were the data made with another tokenizer?"
+                f"{indexed.data_path} holds ids up to {np.iinfo(indexed.dtype).max} ({indexed.dtype}), the tokenizer's "
+                f"vocabulary has {vocab_size}: were the data made with another tokenizer?"
             )
 
     def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:

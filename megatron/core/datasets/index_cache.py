@@ -45,7 +45,7 @@ def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
 
 
 def hash_spread(path: str, digest: Any, blocks: int, block: int) -> int:
-    """Put a file into `digest`: all bytes of one up to blocks * block, of a larger one so many blocks, spread evenly. Its size."""
+    """Feed a file to `digest`, and return its size: whole up to blocks * block bytes, else so many blocks spread evenly."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size <= blocks * block:

@@ -85,10 +85,10 @@ class IndexedDataset:
     def __getitem__(self, key: int | slice) -> np.ndarray | list[np.ndarray]:
         if not isinstance(key, slice):
             return self.get(key)
-        first, past, step = key.indices(len(self))
-        if step != 1:
-            raise ValueError(f"{self.data_path} is read in one piece: a slice must have step 1, not {step}")
-        return [self.get(i) for i in range(first, past)]
+        numbers = range(*key.indices(len(self)))
+        if numbers.step != 1:
+            raise ValueError(f"{self.data_path} is read in one piece: a slice must have step 1, not {numbers.step}")
+        return [self.get(i) for i in numbers]
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of sequence i; length None reads to its end."""

@@ -1,16 +1,26 @@
-"""Samples for BERT and T5 from files of sentences: the item of a row of the sample map (`sample_map`), with words hidden (`masking`).
+"""Samples for BERT and T5 from files of sentences: the rows of a map (`sample_map`) as items, with words hidden (`masking`).
 
 Item i hides some words of sample i with a generator seeded by i alone: BERT puts a mask in each one's place, T5 a sentinel in
 the place of each span, and asks for the spans.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import joined
 from megatron.core.datasets.masking import MaskingRules, WordPieces, choose_spans, joined_lists
+
+
+class TextSample(NamedTuple):
+    """The sentences of a sample, its target length, and its own generator."""
+
+    sentences: list[list[int]]
+    target: int
+    rng: np.random.RandomState
 
 
 @dataclass(eq=False)
@@ -27,16 +37,19 @@ class _MaskedDataset:
     def __len__(self) -> int:
         return len(self.sample_map)
 
-    def _sentences(self, i: int) -> tuple[list[list[int]], int, np.random.RandomState]:
-        """The sentences of sample i, its target length, and its own generator."""
+    def _text(self, i: int) -> TextSample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        first, past, target = self.sample_map[i].tolist()
-        sentences = self.indexed[first:past]
-        places = [(k, 0) for k in range(first, past)]
-        joined(sentences, places, self.indexed, len(self.pieces.words), self.pieces.tokenizer)
-        random = np.random.RandomState((self.seed + i) % (1 << 32))
-        return [sentence.tolist() for sentence in sentences], target, random
+        row = self.sample_map[i].tolist()  # first sentence, one past the last, target length
+        numbers = range(*row[:2])
+        sentences = self.indexed[row[0] : row[1]]
+        joined(sentences, [(k, 0) for k in numbers], self.indexed, len(self.pieces.words), self.pieces.tokenizer)
+        rng = np.random.RandomState((self.seed + i) % (1 << 32))
+        return TextSample([sentence.tolist() for sentence in sentences], row[2], rng)
+
+    def _spans(self, tokens: list[int], text: TextSample) -> Iterator[list[int]]:
+        words = self.pieces.whole_words(tokens, self.rules.whole_words)
+        return choose_spans(words, len(tokens), text.target, self.rules, text.rng)
 
 
 @dataclass(eq=False)
@@ -48,44 +61,49 @@ class BertDataset(_MaskedDataset):
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """text, types (0 or 1: which part), labels (-1 where nothing was hidden), padding_mask, loss_mask: int64 [s]; is_random
         (whether the parts are swapped) and truncated: int64."""
-        sentences, target, rng = self._sentences(i)
-        a, b, swapped = self._two_parts(sentences, rng)
-        truncated = _truncate(a, b, target, rng)
+        text = self._text(i)
+        parts, swapped = self._two_parts(text)
+        a, b = parts
+        truncated = _truncate(a, b, text.target, text.rng)
         tokens = [self.pieces.cls, *a, self.pieces.sep] + ([*b, self.pieces.sep] if b else [])
         types = [0] * (len(a) + 2) + [1] * (len(tokens) - len(a) - 2)
-        words = self.pieces.whole_words(tokens, self.rules.whole_words)
-        labels = [-1] * self.seq_length
-        shown = list(tokens)
-        for span in choose_spans(words, len(tokens), target, self.rules, rng):
+        labels, shown = [-1] * self.seq_length, list(tokens)
+        for span in self._spans(tokens, text):
             for position in span:
                 labels[position] = tokens[position]
-                shown[position] = self._shown(tokens[position], rng)
-        padding = [self.pieces.pad] * (self.seq_length - len(tokens))
-        columns = {
-            "text": shown + padding,
-            "types": types + padding,
+                shown[position] = self._shown(tokens[position], text.rng)
+        pad, labels = self.pieces.pad, np.array(labels, np.int64)
+        shown = _padded(shown, self.seq_length, pad)
+        return {
+            "text": shown,
+            "types": _padded(types, self.seq_length, pad),
             "labels": labels,
-            "is_random": int(swapped),
+            "is_random": np.array(swapped, np.int64),
             # A word that was replaced by the padding token counts as padding, as in the files in the wild.
-            "padding_mask": [int(token != self.pieces.pad) for token in shown + padding],
-            "loss_mask": [int(label >= 0) for label in labels],
-            "truncated": int(truncated),
+            "padding_mask": (shown != pad).astype(np.int64),
+            "loss_mask": (labels >= 0).astype(np.int64),
+            "truncated": np.array(truncated, np.int64),
         }
-        return {name: np.array(values, np.int64) for name, values in columns.items()}
 
-    def _two_parts(self, sentences: list[list[int]], rng: np.random.RandomState) -> tuple[list[int], list[int], bool]:
+    def _two_parts(self, text: TextSample) -> tuple[list[list[int]], bool]:
+        """(the parts as they stand, whether they are swapped)"""
         if not self.binary_head:
-            return joined_lists(sentences), [], False
-        pivot = rng.randint(1, len(sentences)) if len(sentences) >= 3 else 1
-        a, b = joined_lists(sentences[:pivot]), joined_lists(sentences[pivot:])
-        swapped = rng.random_sample() < 0.5
-        return (b, a, True) if swapped else (a, b, False)
+            return [joined_lists(text.sentences), []], False
+        count = len(text.sentences)
+        pivot = text.rng.randint(1, count) if count >= 3 else 1
+        parts = [joined_lists(text.sentences[:pivot]), joined_lists(text.sentences[pivot:])]
+        swapped = text.rng.random_sample() < 0.5
+        return parts[::-1] if swapped else parts, bool(swapped)
 
     def _shown(self, token: int, rng: np.random.RandomState) -> int:
-        """What stands for a hidden token: mostly the mask, else any word or the token itself."""
+        """The token in the place of a hidden one: mostly the mask, else any word or the token itself."""
         if rng.random_sample() < 0.8:
             return self.pieces.mask
         return int(rng.randint(0, len(self.pieces.words))) if rng.random_sample() >= 0.5 else token
+
+
+def _padded(values: list[int], length: int, fill: int) -> np.ndarray:
+    return np.array(values + [fill] * (length - len(values)), np.int64)
 
 
 def _truncate(a: list[int], b: list[int], target: int, rng: np.random.RandomState) -> bool:
@@ -104,45 +122,37 @@ class T5Dataset(_MaskedDataset):
     decoder_seq_length: int
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """text_enc, enc_mask [s]; text_dec, labels (-1 for padding), loss_mask, dec_mask [decoder_seq_length]; truncated: all int64.
+        """text_enc, enc_mask [s]; text_dec, labels (-1 for padding), loss_mask, dec_mask [decoder_seq_length]; truncated: int64.
 
         The masks of encoder and decoder are 0 at padding, which reads as token 0; `attention_masks` makes pairs of them.
         """
-        sentences, target, rng = self._sentences(i)
-        tokens = joined_lists(sentences)
-        truncated, tokens = len(tokens) > target, tokens[:target]
-        words = self.pieces.whole_words(tokens, self.rules.whole_words)
-        spans = sorted(choose_spans(words, len(tokens), target, self.rules, rng))
-        if len(spans) > len(self.pieces.sentinels):
-            raise ValueError(
-                f"sample {i} hides {len(spans)} spans, but there are {len(self.pieces.sentinels)} sentinels; raise "
-                "--vocab-extra-ids"
-            )
-        encoder, asked, end = [], [], 0
-        for span, sentinel in zip(spans, self.pieces.sentinels):
+        text = self._text(i)
+        pieces, length = self.pieces, self.decoder_seq_length
+        whole = joined_lists(text.sentences)
+        tokens = whole[: text.target]
+        spans = sorted(self._spans(tokens, text))
+        if len(spans) > len(pieces.sentinels):
+            counts = f"{len(spans)} spans, but there are {len(pieces.sentinels)} sentinels"
+            raise ValueError(f"sample {i} hides {counts}; raise --vocab-extra-ids")
+        encoder, end = [], 0
+        asked: list[int] = []
+        for span, sentinel in zip(spans, pieces.sentinels):
             encoder += [*tokens[end : span[0]], sentinel]
             asked += [sentinel, *tokens[span[0] : span[-1] + 1]]
             end = span[-1] + 1
-        encoder += tokens[end:]
-        decoder, labels = [self.pieces.bos, *asked], [*asked, self.pieces.eos]
-        padding = self.decoder_seq_length - len(decoder)
-        if padding < 0:
-            raise ValueError(
-                f"sample {i} asks for {len(decoder)} tokens; raise --decoder-seq-length ({self.decoder_seq_length})"
-            )
-        pad = self.pieces.pad
-        columns = {
-            "text_enc": encoder + [pad] * (self.seq_length - len(encoder)),
-            "text_dec": decoder + [pad] * padding,
-            "labels": labels + [-1] * padding,
-            "loss_mask": [1] * len(labels) + [0] * padding,
-            "truncated": int(truncated),
+        if len(asked) >= length:
+            raise ValueError(f"sample {i} asks for {len(asked) + 1} tokens; raise --decoder-seq-length ({length})")
+        item = {
+            "text_enc": _padded(encoder + tokens[end:], self.seq_length, pieces.pad),
+            "text_dec": _padded([pieces.bos, *asked], length, pieces.pad),
+            "labels": _padded([*asked, pieces.eos], length, -1),
+            "loss_mask": _padded([1] * (len(asked) + 1), length, 0),
+            "truncated": np.array(len(whole) > len(tokens), np.int64),
         }
-        item = {name: np.array(values, np.int64) for name, values in columns.items()}
-        for mask, text in (("enc_mask", "text_enc"), ("dec_mask", "text_dec")):
-            item[mask] = (item[text] != pad).astype(np.int64)
-        for text in ("text_enc", "text_dec", "labels"):
-            item[text][item[text] == pad] = 0
+        for mask, name in (("enc_mask", "text_enc"), ("dec_mask", "text_dec")):
+            item[mask] = (item[name] != pieces.pad).astype(np.int64)
+        for name in ("text_enc", "text_dec", "labels"):
+            item[name][item[name] == pieces.pad] = 0
         return item
 
 

@@ -57,7 +57,8 @@ def build_sample_map(lengths: np.ndarray, document_array: np.ndarray, request: S
     begin = int(documents[0, 0])  # sentences are counted from here, so that only those of the split are held
     ends = np.cumsum(np.append(0, lengths[begin : documents[-1, 1]]), dtype=np.int64)
     documents = (documents - begin).tolist()
-    targets, passes, count = _target_lengths(request), [], 0
+    targets, passes = _target_lengths(request), []
+    count = 0
     while not passes or (request.num_samples is not None and count < request.num_samples):
         passes.append(_rows_of_pass(documents, ends, request.min_sentences, targets))
         count += len(passes[-1])
@@ -88,7 +89,7 @@ def _rows_of_pass(
     Sentences are added until the target is reached, unless only one would remain; the next target is drawn at each row. The
     token sums never fall, so that the sentence which reaches a target is looked up and not walked to.
     """
-    firsts, pasts, chosen = array("q"), array("q"), array("q")
+    rows = array("q")
     tokens_before = memoryview(ends)  # its items are plain numbers, at half the price of numpy's
     for start, past in documents:
         target = next(targets)
@@ -97,11 +98,9 @@ def _rows_of_pass(
             end = max(end, start + min_sentences)
             if end >= past - 1:
                 end = past
-            firsts.append(start)
-            pasts.append(end)
-            chosen.append(target)
+            rows.extend((start, end, target))
             start, target = end, next(targets)
-    return np.stack([np.frombuffer(column, np.int64) for column in (firsts, pasts, chosen)], axis=1)
+    return np.frombuffer(rows, np.int64).reshape(-1, 3)
 
 
 def _target_lengths(request: SampleRequest) -> Iterator[int]:
@@ -142,7 +141,8 @@ def _fisher_yates(count: int, seed: int) -> np.ndarray:
 def mersenne_twister_64(seed: int) -> Iterator[int]:
     """The draws of MT19937-64 (Nishimura, ACM TOMACS 10, 2000), a block of 312 at a time."""
     n, m = 312, 156
-    upper, lower, twist = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF), np.uint64(0xB5026F5AA96619E9)
+    upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
+    twist = np.uint64(0xB5026F5AA96619E9)
     words = [seed % (1 << 64)]
     for i in range(1, n):
         words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) % (1 << 64))

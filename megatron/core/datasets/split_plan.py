@@ -205,7 +205,7 @@ def _build(plans: list[SplitPlan], kind: SampleKind, building: Building) -> None
 def plan_splits(
     config: DataConfig, kind: SampleKind, num_samples: list[int | None], say: Say
 ) -> list[SplitPlan | None]:
-    """What to build for train, valid and test; None for one that is left out. Raises ValueError for one that cannot give its samples."""
+    """The plans of train, valid and test; None for one that is left out. Raises ValueError where samples cannot be given."""
 
     @cache
     def opened(prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:

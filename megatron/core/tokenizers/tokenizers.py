@@ -32,8 +32,8 @@ class Tokenizer(Protocol):
 class TokenizerType:
     """One value of --tokenizer-type.
 
-    build: a `TokenizerConfig` -> the tokenizer; it raises ValueError (or its file-system kin) with the flag to change, ImportError
-    if a library is missing. needs: fields of the config that it cannot do without; reads: others that it reads.
+    build: a `TokenizerConfig` -> the tokenizer; it raises ValueError (or its file-system kin) with the flag to change, and
+    ImportError if a library is missing. needs: fields of the config that it cannot do without; reads: others that it reads.
     """
 
     build: Callable[[Any], Tokenizer]
