@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -137,7 +138,7 @@ def make_parser() -> FlagParser:
 # ---------------------------------------------------------------- the model
 
 
-def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device, world: Axis) -> tuple[nn.Module, Mesh]:
+def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device) -> tuple[nn.Module, Mesh]:
     """This rank's stage of the checkpoint's model, and the mesh of its ranks. Every rank must call."""
     saved = read_saved_settings(checkpoint.state, str(checkpoint.folder))
     sizes = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
@@ -150,10 +151,6 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device,
     )
     sizes = {"vocab_size": saved.vocab_size, "positions": saved.positions}
     model = load_gpt(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh)
-    if world.is_first:
-        for note in notes_on(checkpoint.state):
-            print(note, file=sys.stderr, flush=True)
-        print(f"iteration {checkpoint.iteration} of {settings.load} on {device.name}", file=sys.stderr, flush=True)
     return model, mesh
 
 
@@ -211,30 +208,24 @@ def read_texts(settings: GenerateConfig) -> list[str]:
     """The prompts of the command line, then that of --prompt-file, without the newline at its end, then the lines of
     --sample-input-file that are not empty."""
     texts = list(settings.prompt)
-    if settings.prompt_file is not None:
-        text = read_file("--prompt-file", settings.prompt_file).removesuffix("\n")
-        if not text.strip():
-            raise ConfigError(
-                f"--prompt-file {settings.prompt_file} holds no text; to begin a new document: --prompt ''"
-            )
-        texts.append(text)
-    if settings.sample_input_file is not None:
-        lines = [
-            line for line in read_file("--sample-input-file", settings.sample_input_file).splitlines() if line.strip()
-        ]
-        if not lines:
-            raise ConfigError(f"--sample-input-file {settings.sample_input_file} holds no prompt")
-        texts += lines
+    if path := settings.prompt_file:
+        texts.append(read_file("--prompt-file", path, "to begin a new document: --prompt ''").removesuffix("\n"))
+    if path := settings.sample_input_file:
+        lines = read_file("--sample-input-file", path, "give a file with a prompt in each line").splitlines()
+        texts += filter(str.strip, lines)
     return texts
 
 
-def read_file(flag: str, path: str) -> str:
-    """The text of a file, of standard input for `-`."""
+def read_file(flag: str, path: str, advice: str) -> str:
+    """The text of a file, of standard input for `-`. advice: what to do about one that holds no text."""
     try:
         with naming_flag(flag, path, "give a file of text, or - for standard input"):
-            return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
+            text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag} {path} is not UTF-8 at byte {error.start}") from None
+    if not text.strip():
+        raise ConfigError(f"{flag} {path} holds no text, so no prompt; {advice}")
+    return text
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
@@ -328,8 +319,9 @@ def run(settings: Settings, world: Axis) -> None:
     """Load, continue, report. Every rank of `world` must call; what stops one stops all."""
     generation, device = settings.generation, settings.device
     checkpoint = open_checkpoint(generation.load, generation.iteration, world, device.torch_device)
-    if checkpoint.warning and world.is_first:
-        print(f"WARNING: {checkpoint.warning}", file=sys.stderr, flush=True)
+    say = partial(print, file=sys.stderr, flush=True) if world.is_first else lambda _: None
+    if checkpoint.warning:
+        say(f"WARNING: {checkpoint.warning}")
     prompts = Prompts([], [], 0, 0)
     tokenizer = genfile = None
     with comm.together(world, device.torch_device):
@@ -337,16 +329,18 @@ def run(settings: Settings, world: Axis) -> None:
             prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))
             genfile = open_genfile(generation.genfile) if generation.genfile else None
     prompts = prompts.told(world, device.torch_device)
-    model, mesh = load_model(generation, checkpoint, device, world)
+    model, mesh = load_model(generation, checkpoint, device)
+    for note in notes_on(checkpoint.state):
+        say(note)
+    say(f"iteration {checkpoint.iteration} of {generation.load} on {device.name}")
     writer = Writer(tokenizer, genfile, numbered=len(prompts.ids) * generation.num_samples > 1)
     start, ranks = time.perf_counter(), parallel_state.launched().local_size
     contention = Contention(ranks, available_cores()[0], torch.get_num_threads())
     count = write_texts(settings, prompts, model, mesh, writer)
     seconds = time.perf_counter() - start
-    if world.is_first:
-        if note := contention.note_if_due():
-            print(note, file=sys.stderr, flush=True)
-        print(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
+    if note := contention.note_if_due():
+        say(note)
+    say(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s")
 
 
 def main(arguments: list[str] | None = None) -> int:

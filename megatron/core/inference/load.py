@@ -103,14 +103,12 @@ def _check_same_parameters(checkpoint: Checkpoint, whole: GPTModel) -> None:
     """A model that lacks some of the saved parameters would compute something else."""
     wanted = {_PARAMETERS + name for name, _ in whole.named_parameters()}
     saved = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
-    if saved == wanted:
-        return
-    differences = [
-        f"{what}: {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        for what, names in (("only in the checkpoint", saved - wanted), ("only in the model", wanted - saved))
-        if names
-    ]
-    raise ConfigError(
-        f"{checkpoint.folder} does not hold a GPT of its own settings; parameters {'; '.join(differences)}; "
-        "was it written by another kind of model?"
-    )
+    if differing := sorted(saved ^ wanted):
+        shown = [
+            f"{name} ({'not in the checkpoint' if name in wanted else 'not in the model'})" for name in differing[:4]
+        ]
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        raise ConfigError(
+            f"{checkpoint.folder} does not hold a GPT of its own settings; parameters that only one of the two has: "
+            f"{', '.join(shown)}{more}; was it written by another kind of model?"
+        )

@@ -40,24 +40,17 @@ class _Variables(NamedTuple):
     size: str
     local_rank: str
     local_size: str
-    remedy: str
+    program: str
+
+    def remedy(self, given: str) -> str:
+        return f"start with {self.program}" + (f", or unset {given}" if self.launcher != "SLURM" else "")
 
 
+_MPI = "OMPI_COMM_WORLD_"
 _LAUNCHERS = (
-    _Variables(
-        "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "start with torchrun, or unset {given}"
-    ),
-    _Variables(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "start with mpirun, or unset {given}",
-    ),
-    _Variables(
-        "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "start with mpiexec, or unset {given}"
-    ),
+    _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "torchrun"),
+    _Variables("Open MPI", *(_MPI + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "mpirun"),
+    _Variables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpiexec"),
 )
 DEFAULT_PORT = 29500  # torchrun's
 
@@ -69,7 +62,7 @@ def discover(environment: Mapping[str, str]) -> Launch:
             return _read(environment, names)
     if "SLURM_PROCID" in environment and _step(environment):
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-        names = _Variables("SLURM", "SLURM_PROCID", size, "SLURM_LOCALID", "", "start with srun")
+        names = _Variables("SLURM", "SLURM_PROCID", size, "SLURM_LOCALID", "", "srun")
         return _read(environment, names)
     if (tasks := environment.get("SLURM_NTASKS", "1")) != "1" and "SLURM_JOB_ID" in environment:
         raise ConfigError(
@@ -107,7 +100,7 @@ def _read(environment: Mapping[str, str], names: _Variables) -> Launch:
     read = _Problems(environment)
     for given, missing in ((names.rank, names.size), (names.size, names.rank)):
         if environment.get(missing, "") == "":
-            raise ConfigError(f"{given} is set but {missing} is not; {names.remedy.format(given=given)}")
+            raise ConfigError(f"{given} is set but {missing} is not; {names.remedy(given)}")
     world_size = read.number(names.size, 1, low=1)
     rank = read.number(names.rank, 0)
     local_size = _slurm_local_size(environment) if names.launcher == "SLURM" else read.number(names.local_size, 0)
@@ -134,7 +127,7 @@ def _address(
         if world_size == 1:
             return None, None
         they = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not"
-        return None, f"{names.size} is set but {they}; {names.remedy.format(given=names.size)}"
+        return None, f"{names.size} is set but {they}; {names.remedy(names.size)}"
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"], None
     if local_size == world_size:

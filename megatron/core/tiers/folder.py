@@ -32,24 +32,20 @@ def folder_problems(root: Path | str, rank: int) -> list[str]:
     if not folder.is_dir():
         return [f"--offload-dir {root}: {folder} is a file; choose another folder"]
     try:
-        return _problems_inside(root, folder)
+        if strange := sorted({path.name for path in folder.iterdir()} - {LOCK_FILE, STATE_FILE}):
+            return [
+                f"--offload-dir {root}: {folder} holds {', '.join(strange[:5])}, which no run of ours wrote there; move that "
+                "away or choose another folder"
+            ]
+        lock = folder / LOCK_FILE
+        if not lock.exists():
+            return []
+        with open(lock, "r+") as file:
+            return [] if locked(file) else [_living(root, folder, lock)]
     except OSError as error:
         return [
             f"--offload-dir {root} cannot be used: {error.strerror}; choose a folder on a local disk of this user's own"
         ]
-
-
-def _problems_inside(root: Path | str, folder: Path) -> list[str]:
-    if strange := sorted({path.name for path in folder.iterdir()} - {LOCK_FILE, STATE_FILE}):
-        return [
-            f"--offload-dir {root}: {folder} holds {', '.join(strange[:5])}, which no run of ours wrote there; move that away or "
-            "choose another folder"
-        ]
-    lock = folder / LOCK_FILE
-    if not lock.exists():
-        return []
-    with open(lock, "r+") as file:
-        return [] if locked(file) else [_living(root, folder, lock)]
 
 
 class RankFolder:
