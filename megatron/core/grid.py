@@ -4,7 +4,6 @@ Pure integers. `model_parallel.py` turns the groups into communicators; a layer 
 """
 
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -64,13 +63,15 @@ class Grid:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ only in `axes`; every rank is in exactly one of them."""
-        varying = [name for name in self.sizes if name in axes]
-        fixed = [name for name in self.sizes if name not in axes]
-        return [tuple(start + offset for offset in self._offsets(varying)) for start in self._offsets(fixed)]
+        return list(dict.fromkeys(self.group_of(rank, *axes) for rank in range(self.world_size)))
 
-    def _offsets(self, names: list[str]) -> list[int]:
-        points = product(*(range(self.sizes[name]) for name in names))
-        return [sum(self._strides[name] * at for name, at in zip(names, point)) for point in points]
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one that `rank` is in, in order."""
+        at, members = self.coordinates(rank), [rank]
+        for name in (name for name in self.sizes if name in axes):
+            steps = range(-at[name], self.sizes[name] - at[name])
+            members = [member + step * self._strides[name] for member in members for step in steps]
+        return tuple(members)
 
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -135,7 +136,7 @@ class AxisSizes:
             )
         edp = stage // (etp * self.ep)
         grid = self._grid({"tp": ("etp", etp), "ep": ("ep", self.ep), "dp": ("edp", edp), "pp": ("pp", self.pp)})
-        if set(grid.groups("pp")) != set(self.dense().groups("pp")):
+        if grid.group_of(0, "pp") != self.dense().group_of(0, "pp"):
             raise ConfigError(
                 f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) where pp varies "
                 f"faster than dp (order {self.order}): else a stage's experts would lie on other ranks than the stage; leave out "

@@ -175,7 +175,7 @@ def build_mesh(
 
     for grid, table in ((sizes.dense(), _DENSE), (sizes.expert(), _EXPERT)):
         for name, varying in table.items():
-            add(name, next(ranks for ranks in grid.groups(*varying) if rank in ranks))
+            add(name, grid.group_of(rank, *varying))
     pipeline, sharing = axes["pp"].ranks, {}
     stages = loop(len(pipeline)) if stages is None else stages
     first, last = pipeline[stages.rank_of_first], pipeline[stages.rank_of_last]
