@@ -32,25 +32,25 @@ class BenchmarkConfig:
     """Benchmark."""
 
     model: Literal[tuple(MODELS)] = knob(  # type: ignore[valid-type]
-        "gpt2-small", "sizes to start from; the flags below replace single ones"
+        "gpt2-small", "model to start from; the flags below override its sizes"
     )
     num_layers: int | None = knob(None, "transformer layers")
-    hidden_size: int | None = knob(None, "width of the residual stream")
-    num_attention_heads: int | None = knob(None, "heads of each layer")
-    vocab_size: int | None = knob(None, "words; padded to a multiple of 128 for every contender")
-    seq_length: int = knob(512, "tokens in a sample")
-    micro_batch_size: int = knob(4, "samples in one forward")
-    global_batch_size: int | None = knob(None, "samples in a step; one micro-batch when unset")
+    hidden_size: int | None = knob(None, "hidden size")
+    num_attention_heads: int | None = knob(None, "attention heads")
+    vocab_size: int | None = knob(None, "vocabulary size, padded to a multiple of 128")
+    seq_length: int = knob(512, "tokens per sample")
+    micro_batch_size: int = knob(4, "samples per forward")
+    global_batch_size: int | None = knob(None, "samples per iteration; default: one micro-batch")
     bf16: bool = knob(False, "ours in bfloat16 with float32 masters; else float32")
     peers: list[str] = knob(
-        list(PEERS), "transformers' GPT-2 in float32, in bfloat16 autocast, compiled; or none", metavar="NAME"
+        list(PEERS), "transformers' GPT-2 in float32, bfloat16 autocast, compiled; or none", metavar="NAME"
     )
-    rounds: int = knob(7, "measured steps of each contender")
-    warmup: int = knob(2, "steps of each contender before that")
-    profile: bool = knob(False, "also list the operators that our step spends its time in")
-    ceilings: bool = knob(True, "do not measure what the device can do at best", flags=("--no-ceilings",))
-    device: Literal["auto", "cpu"] = knob("auto", "where to compute; auto takes an accelerator if any")
-    json: str | None = knob(None, "file to write everything to that was measured", metavar="FILE")
+    rounds: int = knob(7, "measured iterations of each contender")
+    warmup: int = knob(2, "unmeasured iterations of each contender")
+    profile: bool = knob(False, "list the operators that take most of an iteration")
+    ceilings: bool = knob(True, "do not measure the limits of the device", flags=("--no-ceilings",))
+    device: Literal["auto", "cpu"] = knob("auto", "device to run on; auto: an accelerator if there is one")
+    json: str | None = knob(None, "file for all measurements", metavar="FILE")
 
     def __post_init__(self) -> None:
         problems = []

@@ -26,11 +26,11 @@ from tools.errors import run_tool
 class PlanConfig(FlagConfig):
     """How much is read."""
 
-    global_batch_size: Count | None = knob(None, "samples in one iteration")
-    train_iters: Count | None = knob(None, "iterations of the run")
-    train_samples: Count | None = knob(None, "samples of the run, in place of iterations")
-    eval_interval: int = knob(1000, "iterations between validations; 0 for one at the end only")
-    eval_iters: int = knob(0, "global batches in one validation; 0 plans the training split alone")
+    global_batch_size: Count | None = knob(None, "samples per iteration")
+    train_iters: Count | None = knob(None, "training iterations")
+    train_samples: Count | None = knob(None, "training samples, instead of --train-iters")
+    eval_interval: int = knob(1000, "iterations between validations; 0: only after training")
+    eval_iters: int = knob(0, "global batches per validation; 0: plan the training split only")
 
     def problems(self) -> Iterator[str]:
         if (self.train_iters is None) == (self.train_samples is None):

@@ -57,30 +57,24 @@ class GenerateConfig(FlagConfig):
     """Generation."""
 
     prompt: list[str] = field(default_factory=list)
-    load: str | None = knob(None, "folder of checkpoints", metavar="DIR", required=True)
-    iteration: WholeNumber | None = knob(None, "which of them; the latest when unset")
-    prompt_file: str | None = knob(
-        None, "file whose whole text is one more prompt; - is standard input", metavar="FILE"
-    )
-    sample_input_file: str | None = knob(None, "file with a prompt in each line; - is standard input", metavar="FILE")
+    load: str | None = knob(None, "checkpoint folder", metavar="DIR", required=True)
+    iteration: WholeNumber | None = knob(None, "iteration to load; default: the latest")
+    prompt_file: str | None = knob(None, "file with one prompt; -: standard input", metavar="FILE")
+    sample_input_file: str | None = knob(None, "file with a prompt per line; -: standard input", metavar="FILE")
     max_new_tokens: Count = knob(
-        64, "tokens to add, unless the end of the document comes first", flags=("--max-new-tokens", "--out-seq-length")
+        64, "tokens to generate, unless the document ends first", flags=("--max-new-tokens", "--out-seq-length")
     )
-    num_samples: Count = knob(1, "texts for each prompt")
-    batch_size: Count = knob(
-        1, "texts continued at once; a text is the same in a batch as alone, but for the rounding of its precision"
-    )
-    genfile: str | None = knob(
-        None, "write the texts to this file instead, as one JSON object in a line", metavar="FILE"
-    )
-    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "of the draws")
-    recompute: bool = knob(False, "keep no keys and values: each token costs a forward over all before it")
-    tensor_model_parallel_size: Count = knob(1, "ranks that share each layer")
-    pipeline_model_parallel_size: Count = knob(1, "stages that the layers are divided into")
-    device: Literal["auto", "cpu"] = knob("auto", "where to compute; auto takes an accelerator if any")
-    distributed_timeout_minutes: Count = knob(10, "minutes after which a collective that never completes is an error")
+    num_samples: Count = knob(1, "texts per prompt")
+    batch_size: Count = knob(1, "texts generated at once; results differ from one at a time only by rounding")
+    genfile: str | None = knob(None, "JSONL file for the texts instead of standard output", metavar="FILE")
+    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "sampling seed")
+    recompute: bool = knob(False, "no key/value cache: recompute all tokens for each new one")
+    tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks")
+    pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks")
+    device: Literal["auto", "cpu"] = knob("auto", "device to run on; auto: an accelerator if there is one")
+    distributed_timeout_minutes: Count = knob(10, "minutes until an unfinished collective is an error")
     local_rank: int | None = knob(
-        None, "rank within the node, as launchers pass it", flags=("--local-rank", "--local_rank")
+        None, "rank on this node, as launchers pass it", flags=("--local-rank", "--local_rank")
     )
 
     def problems(self) -> Iterator[str]:

@@ -51,19 +51,23 @@ class PlotConfig:
         f"one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
         flags=("--schedule", "--pipeline-schedule"),
     )
-    all: bool = knob(False, "draw every schedule; those that do not fit the sizes are left out, and why is said")
+    all: bool = knob(False, "every schedule that fits the sizes")
     pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
-    microbatches: int = knob(8, "microbatches in a step")
-    chunks: int | None = knob(None, "stages per rank; 2 for interleaved and 1 for the others when unset")
-    forward_cost: float = knob(1.0, "time of a microbatch's forward through one stage")
-    backward_cost: float | None = knob(None, "time of its backward; the sum of the next two, or 2 forwards, when unset")
-    input_cost: float | None = knob(None, "time of the input's gradient alone; half a backward when unset")
-    weight_cost: float | None = knob(None, "time of the weights' gradients alone; the rest of a backward when unset")
-    transfer_cost: float = knob(0.0, "time from the end of a stage to its result being on the next rank")
-    svg: str | None = knob(None, "file to draw to; with --all one per schedule, its name added", metavar="FILE")
-    trace: str | None = knob(None, "file for chrome://tracing or ui.perfetto.dev; with --all likewise", metavar="FILE")
-    text: bool = knob(False, "print the plot although --svg or --trace is given")
-    write_docs: str | None = knob(None, "write the page on schedules to this file, and do nothing else", metavar="FILE")
+    microbatches: int = knob(8, "microbatches per iteration")
+    chunks: int | None = knob(None, "model chunks per rank; default: 2 for interleaved, else 1")
+    forward_cost: float = knob(1.0, "time of a forward of one stage")
+    backward_cost: float | None = knob(None, "time of a backward; default: --input-cost + --weight-cost, or 2 forwards")
+    input_cost: float | None = knob(None, "time of the input gradient; default: half a backward")
+    weight_cost: float | None = knob(None, "time of the weight gradient; default: the rest of a backward")
+    transfer_cost: float = knob(0.0, "time of a transfer to the next rank")
+    svg: str | None = knob(None, "SVG file; with --all one per schedule, its name appended", metavar="FILE")
+    trace: str | None = knob(
+        None, "Chrome trace file (chrome://tracing, ui.perfetto.dev); with --all one per schedule", metavar="FILE"
+    )
+    text: bool = knob(False, "print the plot even with --svg or --trace")
+    write_docs: str | None = knob(
+        None, "write the documentation page on schedules to this file, and nothing else", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         problems = []

@@ -48,36 +48,29 @@ class PreprocessConfig(FlagConfig):
 
     input: list[str] | None = knob(
         None,
-        "JSON-lines files (.gz and .zst too), Parquet files, folders, patterns in quotes, or - for standard input; "
-        "read in this order",
+        "JSONL files (also .gz, .zst), Parquet files, folders, quoted patterns, or - for standard input, in this order",
         metavar="FILE",
         required=True,
     )
-    json_keys: list[str] = knob(["text"], "keys whose text is tokenized, each to its own files", metavar="KEY")
+    json_keys: list[str] = knob(["text"], "keys to tokenize, each into its own files", metavar="KEY")
     output_prefix: str | None = knob(
-        None, "output is PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence", metavar="PREFIX", required=True
+        None, "output: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence", metavar="PREFIX", required=True
     )
-    append_eod: bool = knob(False, "end each document with the end-of-document token")
-    split_sentences: bool = knob(False, "make each sentence a sequence of its own, as BERT and T5 need it")
+    append_eod: bool = knob(False, "append the end-of-document token to each document")
+    split_sentences: bool = knob(False, "one sequence per sentence, for BERT and T5")
     sentence_splitter: Literal["rules", "nltk"] = knob(
-        "rules", "who splits: rules of ours, for English and languages like it, or the package nltk"
+        "rules", "built-in rules for English and similar languages, or the package nltk"
     )
-    lang: str = knob("english", "language of the text, for --sentence-splitter nltk")
-    keep_newlines: bool = knob(False, "keep the white space after each sentence instead of dropping it")
-    workers: Count = knob(1, "processes that tokenize")
-    partitions: Count = knob(
-        1, "accepted: work is divided by itself, and the output is one file in the order of the input"
-    )
-    keep_sequential_samples: bool = knob(False, "accepted: the order of the input is always kept")
-    dataset_impl: Literal["mmap"] = knob(
-        "mmap", "accepted: there is one kind of output, which older versions call mmap"
-    )
-    chunk_size: int | None = knob(None, "accepted: work is divided by itself")
-    log_interval: Count = knob(10_000, "documents between two lines of progress, at least")
-    on_error: Literal["fail", "skip"] = knob("fail", "what to do about a line that cannot be read")
-    max_line_mb: Count = knob(
-        LONGEST_LINE_MB, "longest line that is read: a worker needs up to a hundred times as much memory for it"
-    )
+    lang: str = knob("english", "language for --sentence-splitter nltk")
+    keep_newlines: bool = knob(False, "keep white space after sentences")
+    workers: Count = knob(1, "tokenizing processes")
+    partitions: Count = knob(1, "accepted without effect: work is divided automatically")
+    keep_sequential_samples: bool = knob(False, "accepted without effect: the input order is always kept")
+    dataset_impl: Literal["mmap"] = knob("mmap", "accepted without effect: mmap is the only format")
+    chunk_size: int | None = knob(None, "accepted without effect: work is divided automatically")
+    log_interval: Count = knob(10_000, "documents between progress lines")
+    on_error: Literal["fail", "skip"] = knob("fail", "fail or skip on an unreadable line")
+    max_line_mb: Count = knob(LONGEST_LINE_MB, "longest line in MB; a worker may need 100 times as much memory")
 
     def problems(self) -> Iterator[str]:
         yield from missing(self, "input", "output_prefix", "json_keys")

@@ -34,8 +34,8 @@ class StdlibCorpusConfig(FlagConfig):
     """Standard-library corpus."""
 
     output: str | None = knob(None, "JSON-lines file to write", metavar="FILE", required=True)
-    max_mb: Positive = knob(32.0, "stop before the files' text grows beyond this many megabytes (10^6 bytes)")
-    docstrings: bool = knob(False, "only what the files say in English: each docstring is a document")
+    max_mb: Positive = knob(32.0, "stop at this many megabytes (10^6 bytes) of text")
+    docstrings: bool = knob(False, "docstrings only, one per document")
 
     def problems(self) -> list[str]:
         return missing(self, "output")

@@ -37,12 +37,9 @@ class TrainTokenizerConfig(FlagConfig):
     """Tokenizer training."""
 
     input: list[str] | None = knob(
-        None,
-        "text files, folders of .jsonl, .json and .txt files, or patterns in quotes",
-        metavar="FILE",
-        required=True,
+        None, "text files, folders of .jsonl, .json and .txt files, or quoted patterns", metavar="FILE", required=True
     )
-    json_key: str = knob("text", "key whose text is read in JSON-lines files", metavar="KEY")
+    json_key: str = knob("text", "key of the text in JSONL files", metavar="KEY")
     vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
     special_tokens: list[str] = knob([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
     kind: Literal["bpe", "char", "wordpiece"] = knob(

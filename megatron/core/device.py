@@ -19,28 +19,26 @@ class DeviceConfig(FlagConfig):
     """Device and processes."""
 
     device: Literal["auto", "cpu", "cuda", "npu", "xpu"] = knob(
-        "auto", "where to compute; auto takes an accelerator if any"
+        "auto", "device to train on; auto: an accelerator if there is one"
     )
     distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = knob(
-        None, "torch.distributed back end; the device's own when unset"
+        None, "torch.distributed backend; default: the device's"
     )
     distributed_timeout_minutes: Count = knob(
-        10,
-        "minutes that ranks wait at the start for those that have not come, and after which a collective that never completes "
-        "is an error",
+        10, "minutes until a missing rank or an unfinished collective is an error"
     )
     empty_unused_memory_level: Literal[0, 1, 2] = knob(
         0,
-        "give memory that tensors have given back to others than the next tensors, which costs time: 1 after the backwards "
-        "of a step, 2 after its update too; on a CPU whenever a block is given back, 1 of a megabyte, 2 of 128 KiB",
+        "return cached memory to the driver (torch.cuda.empty_cache): 1: after the backwards of an iteration; 2: also after "
+        "the update; on a CPU: free blocks above 1 MB (1) or 128 KiB (2) at once",
     )
     check_memory: bool = knob(
         True,
-        "start although parameters, gradients and optimizer state alone need more memory than the machine or the device has",
+        "start even if parameters, gradients and optimizer state exceed the memory of the device or host",
         flags=("--no-check-memory",),
     )
     local_rank: WholeNumber | None = knob(
-        None, "rank within the node, as launchers pass it", flags=("--local-rank", "--local_rank")
+        None, "rank on this node, as launchers pass it", flags=("--local-rank", "--local_rank")
     )
 
 

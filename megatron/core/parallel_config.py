@@ -11,34 +11,33 @@ from megatron.core.grid import ORDER, AxisSizes
 class ParallelConfig(FlagConfig):
     """Parallelism."""
 
-    tensor_model_parallel_size: Count = knob(1, "ranks that share each layer")
-    pipeline_model_parallel_size: Count = knob(1, "stages that the layers are divided into")
-    sequence_parallel: bool = knob(False, "divide norms and dropout along the sequence over the tensor-parallel ranks")
-    context_parallel_size: int = knob(1, "ranks that share each sequence")
-    expert_model_parallel_size: int = knob(1, "ranks that share the experts")
-    num_layers_per_virtual_pipeline_stage: Count | None = knob(None, "layers of each chunk of the interleaved schedule")
+    tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks: shards of each layer")
+    pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks: shards of the layer sequence")
+    sequence_parallel: bool = knob(False, "shard norms and dropout along the sequence over tensor-parallel ranks")
+    context_parallel_size: int = knob(1, "context-parallel ranks: shards of each sequence")
+    expert_model_parallel_size: int = knob(1, "expert-parallel ranks: shards of the experts")
+    num_layers_per_virtual_pipeline_stage: Count | None = knob(None, "layers per model chunk (interleaved schedule)")
     num_virtual_stages_per_pipeline_rank: Count | None = knob(
-        None, "chunks of each pipeline rank, the other way to say it"
+        None, "model chunks per pipeline rank (interleaved schedule)"
     )
     pipeline_schedule: str | None = knob(
         None,
-        "order of forwards and backwards: 1f1b, interleaved, gpipe, zb-h1, or a fork's own; 1f1b, or interleaved with "
-        "several chunks per rank, when unset",
+        "1f1b, interleaved, gpipe, zb-h1, or a script's own; default: 1f1b, or interleaved with several chunks per rank",
     )
     decoder_first_pipeline_num_layers: int | None = knob(
-        None, "layers of the first pipeline rank, if not its equal share"
+        None, "layers on the first pipeline rank; default: an equal share"
     )
     decoder_last_pipeline_num_layers: int | None = knob(
-        None, "layers of the last pipeline rank, if not its equal share"
+        None, "layers on the last pipeline rank; default: an equal share"
     )
     account_for_embedding_in_pipeline_split: bool = knob(False, "count the embedding as a layer of the first stage")
-    account_for_loss_in_pipeline_split: bool = knob(
-        False, "count the output layer and loss as a layer of the last stage"
-    )
+    account_for_loss_in_pipeline_split: bool = knob(False, "count output layer and loss as a layer of the last stage")
     scatter_gather_tensors_in_pipeline: bool = knob(
-        True, "send a boundary tensor that all tensor-parallel ranks hold in parts"
+        True, "send the full boundary tensor from each tensor-parallel rank instead of a shard"
     )
-    use_tp_pp_dp_mapping: bool = knob(False, "place pipeline ranks next to tensor ranks: order tp-cp-ep-pp-dp")
+    use_tp_pp_dp_mapping: bool = knob(
+        False, "rank order tp-cp-ep-pp-dp: pipeline neighbours are adjacent to tensor-parallel ranks"
+    )
 
     def problems(self) -> Iterator[str]:
         for name in ("context_parallel_size", "expert_model_parallel_size"):  # which `AxisSizes` knows, and no layer

@@ -29,19 +29,15 @@ class DataConfig(FlagConfig):
 
     data_path: list[str] | None = knob(
         None,
-        "prefix of PREFIX.bin and PREFIX.idx, written by tools/preprocess_data.py; several are blended: 0.3 A 0.7 B, or A B C",
+        "prefix of PREFIX.bin and PREFIX.idx from tools/preprocess_data.py; a blend: 0.3 A 0.7 B, or A B C",
         metavar="PREFIX",
     )
-    train_data_path: list[str] | None = knob(None, "prefix or blend of the training data alone", metavar="PREFIX")
-    valid_data_path: list[str] | None = knob(None, "prefix or blend of the validation data alone", metavar="PREFIX")
-    test_data_path: list[str] | None = knob(None, "prefix or blend of the test data alone", metavar="PREFIX")
-    data_args_path: str | None = knob(
-        None,
-        "file that holds what --data-path would be given; a word that begins with # begins a comment",
-        metavar="FILE",
-    )
+    train_data_path: list[str] | None = knob(None, "prefix or blend for training only", metavar="PREFIX")
+    valid_data_path: list[str] | None = knob(None, "prefix or blend for validation only", metavar="PREFIX")
+    test_data_path: list[str] | None = knob(None, "prefix or blend for testing only", metavar="PREFIX")
+    data_args_path: str | None = knob(None, "file with the value of --data-path; # starts a comment", metavar="FILE")
     per_split_data_args_path: str | None = knob(
-        None, 'JSON file {"train": [..], "valid": [..], "test": [..]}, likewise', metavar="FILE"
+        None, 'JSON file {"train": [..], "valid": [..], "test": [..]} of blends', metavar="FILE"
     )
     split: str | None = knob(
         None,
@@ -49,32 +45,26 @@ class DataConfig(FlagConfig):
         metavar="X,X,X",
     )
     seq_length: Count | None = knob(
-        None, "tokens in one sample", flags=("--seq-length", "--encoder-seq-length"), required=True
+        None, "tokens per sample", flags=("--seq-length", "--encoder-seq-length"), required=True
     )
     data_cache_path: str | None = knob(
-        None, "folder for index files; unset: PREFIX/cache/GPTDataset_indices", metavar="DIR"
+        None, "folder for index files; default: PREFIX/cache/GPTDataset_indices", metavar="DIR"
     )
     mid_level_dataset_surplus: NotNegative = knob(
-        0.005, "share of samples that each data set of a blend holds in reserve", metavar="X"
+        0.005, "share of extra samples built for each data set of a blend", metavar="X"
     )
-    mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of mapping them into memory")
+    mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of memory mapping")
     epoch_stable_order: bool = knob(
-        False,
-        "shuffle each epoch by itself: a longer run goes on in the same order (Megatron's changes with the length)",
+        False, "shuffle each epoch separately: a longer run keeps the order (Megatron's order depends on the length)"
     )
     dataloader_type: Literal["single", "cyclic", "external"] = knob(
-        "single",
-        "read the training set once; or again and again, each epoch in another order; or as the script's own loader does",
+        "single", "single: one pass; cyclic: reshuffled epochs; external: the script's own loader"
     )
-    num_workers: WholeNumber = knob(
-        1, "threads of each rank that read samples ahead; 1 reads them in order, 0 when they are needed"
-    )
-    mock_data: bool = knob(False, "train on made-up, learnable token sequences instead of files")
-    eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
-    reset_position_ids: bool = knob(False, "restart positions after each end-of-document token")
-    reset_attention_mask: bool = knob(
-        False, "attend only within a document: nobody looks past an end-of-document token"
-    )
+    num_workers: WholeNumber = knob(1, "prefetch threads per rank; 0: read samples on demand")
+    mock_data: bool = knob(False, "train on synthetic, learnable tokens instead of files")
+    eod_mask_loss: bool = knob(False, "mask the loss where the input is the end-of-document token")
+    reset_position_ids: bool = knob(False, "restart position ids after each end-of-document token")
+    reset_attention_mask: bool = knob(False, "attend within a document only")
 
     def problems(self) -> Iterator[str]:
         for name in ("data_path", *_OWN):

@@ -24,24 +24,22 @@ _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character ar
 class FimConfig(FlagConfig):
     """Fill in the middle."""
 
-    fim_data: bool = knob(False, "rearrange documents so that a model learns to fill in their middle")
-    fim_rate: Share = knob(0.5, "share of documents (of each sample's part of them) that are rearranged")
-    fim_spm_rate: Share = knob(0.5, "share of those in which the suffix comes before the prefix")
+    fim_data: bool = knob(False, "fill-in-the-middle: rearrange documents as prefix, suffix, middle")
+    fim_rate: Share = knob(0.5, "share of documents that are rearranged")
+    fim_spm_rate: Share = knob(0.5, "share of rearranged documents in suffix-prefix-middle order")
     fim_split_sample: str | None = knob(
-        None, "token that divides a document into fragments, such as the files of a repository", metavar="TOKEN"
+        None, "token that splits a document into fragments, e.g. the files of a repository", metavar="TOKEN"
     )
-    fim_fragment_rate: Share | None = knob(
-        None, "share of the fragments that are rearranged, in a document that is; with --fim-split-sample"
+    fim_fragment_rate: Share | None = knob(None, "share of fragments rearranged; needs --fim-split-sample")
+    fim_no_prefix: str | None = knob(
+        None, "never rearrange documents or fragments that begin with this", metavar="TEXT"
     )
-    fim_no_prefix: str | None = knob(None, "leave documents and fragments alone that begin with this", metavar="TEXT")
     fim_prefix_token: str = knob("<fim_prefix>", "token before the prefix", metavar="TOKEN")
     fim_middle_token: str = knob("<fim_middle>", "token before the middle", metavar="TOKEN")
     fim_suffix_token: str = knob("<fim_suffix>", "token before the suffix", metavar="TOKEN")
-    fim_pad_token: str = knob(
-        "<fim_pad>", "token that fills a sample which became shorter; no loss there", metavar="TOKEN"
-    )
+    fim_pad_token: str = knob("<fim_pad>", "padding token of shortened samples; masked from the loss", metavar="TOKEN")
     fim_eod_token: str | None = knob(
-        None, "token between documents; unset: the tokenizer's own end of a document", metavar="TOKEN"
+        None, "token between documents; default: the tokenizer's end-of-document token", metavar="TOKEN"
     )
 
     def problems(self) -> Iterator[str]:

@@ -15,13 +15,11 @@ from megatron.core.config import FlagConfig, Share, knob
 class MaskedDataConfig(FlagConfig):
     """Masked words, for pretrain_bert.py."""
 
-    mask_prob: Annotated[float, "(0, 1)"] = knob(0.15, "share of a sample's words that the model restores")
-    short_seq_prob: Share = knob(
-        0.1, "share of samples that are shorter than --seq-length asks: of any length from 2 on"
-    )
+    mask_prob: Annotated[float, "(0, 1)"] = knob(0.15, "share of the words of a sample that are masked")
+    short_seq_prob: Share = knob(0.1, "share of samples shorter than --seq-length")
     bert_binary_head: bool = knob(
         True,
-        "restore words only: a sample may then be one sentence, and nothing is asked about the order of two",
+        "masked words only: no sentence-order head, and single-sentence documents are used",
         flags=("--bert-no-binary-head",),
     )
 

@@ -20,56 +20,48 @@ class Zero(NamedTuple):
 class DataParallelConfig(FlagConfig):
     """Data parallelism."""
 
-    overlap_grad_reduce: bool = knob(False, "reduce a bucket of gradients as soon as the last backward has filled it")
+    overlap_grad_reduce: bool = knob(False, "overlap gradient reduction with the last backward, bucket by bucket")
     ddp_bucket_size: Count | None = knob(
-        None, "elements in a bucket; the larger of 40,000,000 and 1,000,000 per rank when unset"
+        None, "elements per bucket; default: max(40,000,000, 1,000,000 x data-parallel size)"
     )
-    use_distributed_optimizer: bool = knob(
-        False, "keep masters and moments in shards over the data-parallel ranks: ZeRO stage 1"
-    )
+    use_distributed_optimizer: bool = knob(False, "shard optimizer state over data-parallel ranks: ZeRO stage 1")
     zero_stage: Literal[0, 1, 2, 3] | None = knob(
-        None,
-        "what data-parallel ranks hold in shards: 0 nothing, 1 masters and moments, as --use-distributed-optimizer, 2 "
-        "gradients too, 3 parameters too",
+        None, "shard over data-parallel ranks: 1: optimizer state; 2: also gradients; 3: also parameters"
     )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
-        None, "the same in Megatron-FSDP's words"
+        None, "the ZeRO stage in the words of Megatron-FSDP"
     )
     num_distributed_optimizer_instances: Count = knob(
-        1, "groups of data-parallel ranks that each hold all shards (hybrid sharding); must divide their number"
+        1, "groups of data-parallel ranks that each hold all shards (hybrid sharding)"
     )
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = knob(
-        "no_shard", "what those groups divide further among them: optim is masters and moments; in ZeRO stage 3"
+        "no_shard", "optim: also shard optimizer state over those groups (ZeRO stage 3)"
     )
     overlap_param_gather: bool = knob(
-        False, "gather updated parameters during the next forward, bucket by bucket; with --use-distributed-optimizer"
+        False, "overlap the all-gather of updated parameters with the next forward; needs sharded optimizer state"
     )
     grad_reduce_in_bf16: bool = knob(
-        False,
-        "send gradients between data-parallel ranks in bfloat16: half the bytes, and sums rounded to 8 bits; what is sent is "
-        "the float32 sum of a rank's microbatches, in ZeRO stages 2 and 3 each microbatch",
+        False, "communicate gradients in bfloat16: half the bytes, sums rounded to 8 bits; accumulation stays in fp32"
     )
     reduce_scatter_with_fp32_accumulation: bool = knob(
         False,
-        "add up in float32 what ranks send in bfloat16, each part travelling once as it is; with sharded optimizer state",
+        "with --grad-reduce-in-bf16: add up the bfloat16 parts in fp32; needs sharded optimizer state",
         flags=("--reduce-scatter-with-fp32-accumulation", "--ddp-reduce-scatter-with-fp32-accumulation"),
     )
     main_grads_dtype: Literal["fp32", "bf16"] = knob(
         "fp32",
-        "in what a rank adds up its gradients, and sends them; with bf16 the sums over ranks, and in ZeRO stages 2 and 3 "
-        "over microbatches, are float32 still; with --bf16 and sharded optimizer state",
+        "dtype in which gradients are accumulated and reduced; bf16 needs --bf16 and sharded optimizer state, whose shards "
+        "stay in fp32",
     )
     fixed_order_grad_reduce: bool = knob(
         False,
-        "sum gradients microbatch by microbatch, in one order for every number of ranks, so that layouts that differ in data "
-        "or pipeline parallelism agree to the bit; keeps every microbatch's gradients, for debugging",
+        "sum gradients in one order, whatever the data- and pipeline-parallel sizes: bitwise equal layouts; stores the "
+        "gradients of every microbatch (debugging)",
     )
     poison_released_buffers: bool = knob(
         False,
-        "in ZeRO stages 2 and 3, fill parameters and gradients with NaN where their memory would be released, and keep it, "
-        "and in a pipeline what is to be received until it is there, and in every stage gradients that the first of a step "
-        "overwrites: a use while they are away shows in the loss; and compare before each call of stages 2 and 3 that all "
-        "ranks come to it; for debugging",
+        "fill released parameters, gradients and receive buffers with NaN, and check that all ranks issue the same ZeRO 2 and "
+        "3 collectives (debugging)",
     )
 
     def problems(self) -> Iterator[str]:

@@ -29,11 +29,11 @@ Choose = Callable[[Tensor], int]  # scores [v] -> id
 class SamplingConfig(FlagConfig):
     """Choice of the next token."""
 
-    greedy: bool = knob(False, "always take the likeliest token")
-    temperature: Positive = knob(1.0, "divides the scores: below 1 the text is more predictable, above 1 less")
-    top_k: Count | None = knob(None, "draw from the k likeliest tokens only", flags=("--top-k", "--top_k"))
+    greedy: bool = knob(False, "take the most probable token")
+    temperature: Positive = knob(1.0, "divide logits by this: below 1 sharper, above 1 flatter; for 0 give --greedy")
+    top_k: Count | None = knob(None, "sample from the k most probable tokens", flags=("--top-k", "--top_k"))
     top_p: Annotated[float, "(0, 1]"] | None = knob(
-        None, "draw from the fewest tokens that have at least this probability together", flags=("--top-p", "--top_p")
+        None, "sample from the smallest set of tokens with at least this probability", flags=("--top-p", "--top_p")
     )
 
     def problems(self) -> Iterator[str]:

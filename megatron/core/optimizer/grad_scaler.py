@@ -21,13 +21,11 @@ GROWTH, BACKOFF = 2.0, 0.5  # powers of two, so that scaling rounds nothing
 class LossScaleConfig(FlagConfig):
     """Loss scaling."""
 
-    loss_scale: NotNegative | None = knob(
-        None, "a fixed loss scale; with --fp16 it adapts itself when this is unset or 0"
-    )
-    initial_loss_scale: float = knob(2.0**32, "the adapting scale at the start")
-    min_loss_scale: Positive = knob(1.0, "the adapting scale never falls below this")
-    loss_scale_window: Count = knob(1000, "steps in a row without overflow after which the scale doubles")
-    hysteresis: Count = knob(2, "overflows since the last growth after which the scale is halved")
+    loss_scale: NotNegative | None = knob(None, "static loss scale; 0 or unset: dynamic with --fp16")
+    initial_loss_scale: float = knob(2.0**32, "initial dynamic loss scale")
+    min_loss_scale: Positive = knob(1.0, "smallest dynamic loss scale")
+    loss_scale_window: Count = knob(1000, "iterations without overflow before the scale doubles")
+    hysteresis: Count = knob(2, "overflows before the scale is halved")
 
     def problems(self) -> Iterator[str]:
         for name in ("initial_loss_scale", "min_loss_scale"):

@@ -36,33 +36,29 @@ class LearningRateConfig(FlagConfig):
     """Learning rate."""
 
     lr: Positive | None = knob(None, "peak learning rate", required=True)
-    min_lr: float = knob(0.0, "lowest learning rate, reached at the end of the decay")
-    decoupled_lr: Positive | None = knob(None, "highest rate of the word table and the output layer; --lr when unset")
-    decoupled_min_lr: float | None = knob(
-        None, "lowest rate of the word table and the output layer; --min-lr when unset"
-    )
+    min_lr: float = knob(0.0, "learning rate at the end of the decay")
+    decoupled_lr: Positive | None = knob(None, "peak learning rate of embedding and output layer; default: --lr")
+    decoupled_min_lr: float | None = knob(None, "final learning rate of embedding and output layer; default: --min-lr")
     lr_decay_style: DecayStyle = knob(
-        "linear",
-        "how the rate falls after the warm-up; WSD: it stays, and falls at the end, as --lr-wsd-decay-style says",
+        "linear", "decay after the warm-up; WSD: constant, then --lr-wsd-decay-style at the end"
     )
-    lr_decay_iters: Count | None = knob(None, "iterations until --min-lr; all training iterations when unset")
-    lr_decay_samples: Count | None = knob(None, "samples until --min-lr, with --train-samples; all of them when unset")
-    lr_wsd_decay_style: WsdStyle = knob("exponential", "how the rate falls at the end of WSD")
-    lr_wsd_decay_iters: Count | None = knob(None, "the last iterations of the decay, in which the rate of WSD falls")
-    lr_wsd_decay_samples: Count | None = knob(None, "the same in samples, with --train-samples")
-    lr_warmup_iters: WholeNumber = knob(0, "iterations over which the rate rises linearly")
-    lr_warmup_samples: WholeNumber = knob(0, "samples over which the rate rises linearly, with --train-samples")
-    lr_warmup_fraction: Share | None = knob(None, "the same as a share of the decay iterations or samples")
-    lr_warmup_init: NotNegative = knob(0.0, "rate at the start of the warm-up")
+    lr_decay_iters: Count | None = knob(None, "iterations until --min-lr; default: all")
+    lr_decay_samples: Count | None = knob(None, "samples until --min-lr, with --train-samples; default: all")
+    lr_wsd_decay_style: WsdStyle = knob("exponential", "decay at the end of WSD")
+    lr_wsd_decay_iters: Count | None = knob(None, "iterations of the decay of WSD")
+    lr_wsd_decay_samples: Count | None = knob(None, "samples of the decay of WSD, with --train-samples")
+    lr_warmup_iters: WholeNumber = knob(0, "iterations of linear warm-up")
+    lr_warmup_samples: WholeNumber = knob(0, "samples of linear warm-up, with --train-samples")
+    lr_warmup_fraction: Share | None = knob(None, "warm-up as a share of the decay iterations or samples")
+    lr_warmup_init: NotNegative = knob(0.0, "learning rate at the start of the warm-up")
     override_opt_param_scheduler: bool = knob(
         False,
-        "a resumed run follows the learning rate and weight decay schedules of its own settings, whatever the "
-        "checkpoint's were",
+        "resume with this run's learning rate and weight decay schedules instead of the checkpoint's",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler", "--override-lr-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = knob(
         False,
-        "a resumed run follows the checkpoint's learning rate and weight decay schedules, whatever its own settings are",
+        "resume with the checkpoint's learning rate and weight decay schedules",
         flags=(
             "--use-checkpoint-opt_param-scheduler",
             "--use-checkpoint-opt-param-scheduler",

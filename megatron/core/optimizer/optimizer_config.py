@@ -52,27 +52,20 @@ class OptimizerConfig(FlagConfig):
 
     optimizer: str = knob("adam", "AdamW, or gradient descent with momentum", names=OPTIMIZERS)
     weight_decay: NotNegative = knob(
-        0.01,
-        "adam: the share of a weight taken off per unit of rate; sgd: the share added to its gradient; biases and "
-        "norms have none",
+        0.01, "weight decay: decoupled (adam) or added to the gradient (sgd); none for biases and norms"
     )
-    start_weight_decay: float | None = knob(
-        None, "weight decay at the start, with --weight-decay-incr-style linear or cosine"
-    )
-    end_weight_decay: float | None = knob(None, "weight decay after all training samples, instead of --weight-decay")
-    weight_decay_incr_style: IncreaseStyle = knob(
-        "constant", "how the weight decay grows from start to end over the run"
-    )
-    adam_beta1: BelowOne = knob(0.9, "decay of the first moment")
-    adam_beta2: BelowOne = knob(0.999, "decay of the second moment")
-    adam_eps: Positive = knob(1e-8, "added to the root of the second moment")
-    sgd_momentum: BelowOne = knob(0.9, "share of the last update that sgd repeats")
-    clip_grad: NotNegative = knob(1.0, "largest norm of the gradient; a longer one is scaled down; 0 for no limit")
+    start_weight_decay: float | None = knob(None, "initial weight decay, with --weight-decay-incr-style")
+    end_weight_decay: float | None = knob(None, "final weight decay, instead of --weight-decay")
+    weight_decay_incr_style: IncreaseStyle = knob("constant", "increase of the weight decay over the run")
+    adam_beta1: BelowOne = knob(0.9, "decay rate of the first moment")
+    adam_beta2: BelowOne = knob(0.999, "decay rate of the second moment")
+    adam_eps: Positive = knob(1e-8, "Adam's epsilon, added to the root of the second moment")
+    sgd_momentum: BelowOne = knob(0.9, "momentum of sgd")
+    clip_grad: NotNegative = knob(1.0, "clip the global gradient norm to this; 0: no clipping")
     reuse_fp32_param: bool = knob(
         False,
-        "with --bf16: hold a master as the model's weight and the 16 bits that it lacks, two bytes a parameter less; weights "
-        "are the masters rounded to nearest even, as without it; one master in 131,072 is kept one unit in the last place "
-        "nearer to zero",
+        "with --bf16: store an fp32 master as the bf16 weight and its 16 missing bits, 2 bytes less per parameter; ties (1 in "
+        "131,072) lose one unit in the last place",
     )
 
     def problems(self) -> Iterator[str]:

@@ -14,23 +14,17 @@ from megatron.core.tiers.tier import FileTier, HostTier, Tier
 class OffloadConfig(FlagConfig):
     """Offload."""
 
-    optimizer_cpu_offload: bool = knob(
-        False, "keep masters and moments in host memory, and update them there, slice by slice"
-    )
+    optimizer_cpu_offload: bool = knob(False, "keep optimizer state in host memory and update it there, slice by slice")
     optimizer_offload_fraction: Share = knob(
-        1.0,
-        "share of masters and moments that --optimizer-cpu-offload or --offload-dir keeps away from the device, rounded up to "
-        "whole parameters",
+        1.0, "share of the optimizer state to offload, rounded up to whole parameters"
     )
     offload_dir: str | None = knob(
         None,
-        "folder on a fast local disk: masters and moments live in files below it instead, one folder a rank, while the run "
-        "lasts",
+        "keep optimizer state in files under this folder (a fast local disk), one folder per rank, deleted at exit",
         metavar="DIR",
     )
     offload_params: bool = knob(
-        False,
-        "with --zero-stage 3 and one of these two, keep the shards of the parameters there too; each is read before it is used",
+        False, "with --zero-stage 3 and --optimizer-cpu-offload or --offload-dir: offload parameter shards too"
     )
 
     def problems(self) -> Iterator[str]:

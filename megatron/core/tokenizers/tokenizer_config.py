@@ -29,21 +29,21 @@ class TokenizerConfig(FlagConfig):
     merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     tokenizer_model: str | None = knob(
         None,
-        "tokenizer.json of HuggingFaceTokenizer or its folder, tokenizer.model of SentencePiece and Llama2, vocabulary "
-        "of TikTokenizer",
+        "tokenizer.json (HuggingFaceTokenizer, file or folder), tokenizer.model (SentencePiece, Llama2), or vocabulary "
+        "(TikTokenizer)",
         metavar="FILE",
     )
     vocab_size: Count | None = knob(
         None,
-        "NullTokenizer: number of ids, to which end-of-document is added; TikTokenizer: number of ids, special tokens included; "
-        "without a tokenizer: number of words of the model",
+        "ids of NullTokenizer (end-of-document is added) or TikTokenizer (special tokens included), or of a model without "
+        "tokenizer",
     )
     vocab_extra_ids: int = knob(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
-    null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; unset: the vocabulary size")
-    tiktoken_pattern: Literal["v2", "v1"] = knob("v2", "how TikTokenizer cuts text into words")
-    tiktoken_num_special_tokens: int = knob(1000, "first ids of TikTokenizer, which no text gives")
+    null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; default: --vocab-size")
+    tiktoken_pattern: Literal["v2", "v1"] = knob("v2", "word pattern of TikTokenizer")
+    tiktoken_num_special_tokens: int = knob(1000, "special tokens of TikTokenizer, which take the first ids")
     tiktoken_special_tokens: list[str] | None = knob(
-        None, "names of the first special tokens of TikTokenizer; unset: <unk> <s> </s> <mask> <pad> <cls> <sep>"
+        None, "names of the first special tokens of TikTokenizer; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
 
     @property

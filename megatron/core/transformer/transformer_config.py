@@ -24,41 +24,33 @@ from megatron.core.transformer.kernels import KERNELS
 class ShapeConfig(FlagConfig):
     """Layers, widths, and the functions that a layer is made of."""
 
-    num_layers: Count = knob(
-        12, "transformer layers in the whole model", flags=("--num-layers", "--encoder-num-layers")
-    )
-    hidden_size: Count = knob(768, "width of the residual stream")
-    num_attention_heads: Count = knob(12, "query heads of each layer")
-    ffn_hidden_size: Count | None = knob(
-        None, "width inside the MLP; 4 x hidden, or 8/3 x hidden with --swiglu, when unset"
-    )
-    kv_channels: Count | None = knob(None, "width of one head; hidden size / heads when unset")
-    group_query_attention: bool = knob(False, "let several query heads share one key and value head")
+    num_layers: Count = knob(12, "transformer layers", flags=("--num-layers", "--encoder-num-layers"))
+    hidden_size: Count = knob(768, "hidden size")
+    num_attention_heads: Count = knob(12, "attention (query) heads")
+    ffn_hidden_size: Count | None = knob(None, "MLP hidden size; default: 4 x hidden, or 8/3 x hidden with --swiglu")
+    kv_channels: Count | None = knob(None, "head size; default: hidden size / heads")
+    group_query_attention: bool = knob(False, "share each key/value head among several query heads")
     num_query_groups: Count = knob(1, "key/value heads, with --group-query-attention")
-    max_position_embeddings: Count | None = knob(
-        None, "rows of the learned position table; the sequence length when unset"
-    )
+    max_position_embeddings: Count | None = knob(None, "rows of the learned position table; default: --seq-length")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = knob(
-        "learned_absolute", "how positions enter"
+        "learned_absolute", "position embedding"
     )
-    rotary_base: Positive = knob(10000.0, "base of the rotary wavelengths")
+    rotary_base: Positive = knob(10000.0, "base of the rotary frequencies")
     rotary_percent: Annotated[float, "(0, 1]"] = knob(1.0, "share of each head that is rotated")
-    normalization: Literal["LayerNorm", "RMSNorm"] = knob("LayerNorm", "normalization before each block")
-    norm_epsilon: NotNegative = knob(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
-    swiglu: bool = knob(False, "gated MLP with SiLU instead of GELU")
-    add_bias_linear: bool = knob(True, "leave out the biases of linear layers", flags=("--disable-bias-linear",))
-    add_qkv_bias: bool = knob(False, "keep the bias of the query/key/value layer, even with --disable-bias-linear")
-    qk_layernorm: bool = knob(False, "normalize each query and key head over its width, as --normalization does")
-    untie_embeddings_and_output_weights: bool = knob(False, "give the output layer its own weight")
-    make_vocab_size_divisible_by: Count = knob(
-        128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
-    )
-    hidden_dropout: BelowOne = knob(0.1, "dropout after the embedding and after each block")
+    normalization: Literal["LayerNorm", "RMSNorm"] = knob("LayerNorm", "pre-normalization layer")
+    norm_epsilon: NotNegative = knob(1e-5, "epsilon of the norms", flags=("--norm-epsilon", "--layernorm-epsilon"))
+    swiglu: bool = knob(False, "SwiGLU MLP instead of GELU")
+    add_bias_linear: bool = knob(True, "no biases in linear layers", flags=("--disable-bias-linear",))
+    add_qkv_bias: bool = knob(False, "bias in the QKV layer, even with --disable-bias-linear")
+    qk_layernorm: bool = knob(False, "normalize query and key heads, as --normalization says")
+    untie_embeddings_and_output_weights: bool = knob(False, "separate weight for the output layer")
+    make_vocab_size_divisible_by: Count = knob(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
+    hidden_dropout: BelowOne = knob(0.1, "dropout after the embedding and each block")
     attention_dropout: BelowOne = knob(0.1, "dropout of attention probabilities")
     init_method_std: NotNegative = knob(0.02, "standard deviation of initial weights")
     attention_backend: str = knob(
         "auto",
-        "auto, fused or flash: torch's fused kernel wherever it can do the work; unfused or local: the plain one",
+        "auto, fused, flash: torch's fused kernel where it applies; unfused, local: plain torch operations",
         names=KERNELS,
     )
 
@@ -128,39 +120,35 @@ class RecomputeConfig(FlagConfig):
     """Activations: kept for the backward, where, or computed again."""
 
     recompute_granularity: Literal["full", "selective"] | None = knob(
-        None,
-        "what the backward computes again instead of keeping: whole layers, or the parts that --recompute-modules names",
+        None, "activation recomputation in the backward: full: whole layers; selective: --recompute-modules"
     )
     recompute_modules: list[str] = knob(
         ["core_attn"],
-        "selective: core_attn (attention's scores), mlp, layernorm (the outputs of a layer's norms)",
+        "selective: core_attn (attention scores and softmax), mlp, layernorm (outputs of the norms)",
         metavar="NAME",
     )
     recompute_method: Literal["uniform", "block"] | None = knob(
-        None, "full: keep the input of every group of layers, or compute the first layers of each stage again"
+        None, "full: uniform: keep the input of each group of layers; block: recompute the first layers of each stage"
     )
     recompute_num_layers: Count | None = knob(
         None,
-        "layers in a group (uniform), or first layers of a stage (block)",
+        "layers per group (uniform), or recomputed layers per stage (block)",
         flags=("--recompute-num-layers", "--checkpoint-num-layers"),
     )
     distribute_saved_activations: bool = knob(
-        False,
-        "full: keep the inputs of recomputed layers in parts over the tensor-parallel ranks, and gather them in the backward",
+        False, "full: shard the saved inputs of recomputed layers over tensor-parallel ranks"
     )
     contiguous_checkpointing: bool = knob(
         False,
-        "full: keep the inputs of recomputed layers in one buffer for each stage, asked for once, instead of wherever there is room",
+        "full: save the inputs of recomputed layers in one preallocated buffer per stage",
         flags=("--contiguous-checkpointing", "--contigious-checkpointing"),
     )
     cpu_offloading_num_layers: WholeNumber = knob(
         0,
-        "first layers of each stage whose activations wait for the backward in memory of the host, or with --offload-dir in a "
-        "file: the inputs of recomputed layers, of others what autograd saves",
+        "first layers of each stage whose saved activations are offloaded to host memory, or with --offload-dir to files",
     )
     min_offloaded_tensor_size: WholeNumber = knob(
-        2**20,
-        "elements of the smallest tensor that --cpu-offloading-num-layers moves, of a layer that is not recomputed",
+        2**20, "elements of the smallest tensor offloaded, in layers that are not recomputed"
     )
 
     def problems(self) -> Iterator[str]:
@@ -194,10 +182,8 @@ class RecomputeConfig(FlagConfig):
 class LossConfig(FlagConfig):
     """The loss of a token."""
 
-    label_smoothing: BelowOne = knob(
-        0.0, "share of a token's probability that its loss gives to the other words, in equal parts"
-    )
-    z_loss_coeff: NotNegative = knob(0.0, "times the squared log-sum-exp of a token's scores is added to its loss")
+    label_smoothing: BelowOne = knob(0.0, "label smoothing: share of the probability spread over the other words")
+    z_loss_coeff: NotNegative = knob(0.0, "coefficient of the z-loss: squared log-sum-exp of the logits")
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -207,16 +193,15 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 class PrecisionConfig(FlagConfig):
     """The dtypes of weights, activations and products."""
 
-    fp32_residual_connection: bool = knob(False, "keep the residual stream in float32, with --bf16 or --fp16")
-    bf16: bool = knob(False, "weights and activations in bfloat16, with fp32 master weights and gradients")
-    fp16: bool = knob(False, "weights and activations in float16, with fp32 master weights and loss scaling")
+    fp32_residual_connection: bool = knob(False, "keep the residual stream in fp32, with --bf16 or --fp16")
+    bf16: bool = knob(False, "train in bfloat16, with fp32 master weights and gradients")
+    fp16: bool = knob(False, "train in float16, with fp32 master weights and loss scaling")
     cpu_half_products: Literal["auto", "measure", "native", "widened"] = knob(
         "auto",
-        "how a CPU multiplies matrices in the precision of --bf16 or --fp16: native, by its own instructions; widened, in float32, "
-        "each result rounded once; measure: of each kind of product whichever it does faster; auto: what the run that it goes on from did, "
-        "else measured",
+        "matrix products of --bf16 or --fp16 on a CPU: native; widened: in fp32, rounded once; measure: the faster per kind; "
+        "auto: the resumed run's choice, else measure",
     )
-    fp64: bool = knob(False, "everything in float64: slow, for comparing layouts without rounding in the way")
+    fp64: bool = knob(False, "train in float64: slow; for comparing layouts without rounding")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

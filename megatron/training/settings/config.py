@@ -39,43 +39,36 @@ from megatron.training.watch.watch_config import LogConfig, ProfileConfig, Tenso
 class TrainingConfig(FlagConfig):
     """Training."""
 
-    micro_batch_size: Count | None = knob(None, "samples in one forward of one rank", required=True)
+    micro_batch_size: Count | None = knob(None, "samples per forward on each data-parallel rank", required=True)
     global_batch_size: Count | None = knob(
-        None, "samples in one step of all ranks; micro batch x data-parallel size when unset"
+        None, "samples per iteration over all ranks; default: --micro-batch-size x data-parallel size"
     )
     rampup_batch_size: list[int] | None = knob(
         None,
-        "START INCREMENT SAMPLES: begin with steps of START samples and go to --global-batch-size by INCREMENT, in stages of "
-        "equally many samples, SAMPLES in all; with --train-samples",
+        "START INCREMENT SAMPLES: grow the global batch size from START to --global-batch-size in steps of INCREMENT over "
+        "SAMPLES samples; needs --train-samples",
         metavar="N",
     )
     step_batch_size_schedule: str | None = knob(
         None,
-        "sizes of the steps by the tokens consumed, such as '0:768 250B:1536 500B:3072' (suffixes K, M, B, T); with "
-        "--train-samples, instead of --global-batch-size",
+        "global batch size by tokens consumed, e.g. '0:768 250B:1536 500B:3072' (K, M, B, T); needs --train-samples",
         metavar="TABLE",
     )
     decrease_batch_size_if_needed: bool = knob(
-        False, "round step sizes down to a multiple of micro batch x data-parallel size instead of refusing them"
+        False, "round global batch sizes down to a multiple of micro batch x data-parallel size"
     )
-    train_iters: Count | None = knob(None, "steps in the whole run; this or --train-samples is required")
+    train_iters: Count | None = knob(None, "training iterations; this or --train-samples is required")
     train_samples: Count | None = knob(
-        None, "samples in the whole run, instead of --train-iters; an incomplete last step is left out"
+        None, "training samples, instead of --train-iters; an incomplete last batch is dropped"
     )
-    eval_interval: WholeNumber = knob(1000, "steps between validations; 0 for one at the end only")
-    eval_iters: WholeNumber = knob(
-        100, "global batches in one validation, or all of a smaller set; 0 for no validation and no test"
-    )
-    skip_train: bool = knob(False, "do not train: validate and test the loaded weights")
-    exit_interval: Count | None = knob(None, "save and stop after the first step that is a multiple of this")
-    exit_duration_in_mins: NotNegative | None = knob(
-        None, "save and stop after the first step that ends so many minutes after the start"
-    )
-    exit_signal_handler: bool = knob(
-        False, "on SIGTERM finish the step on all ranks, save, and end with exit code 0, as a cluster's time limit asks"
-    )
-    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "of the initial weights, the data order and the dropout")
-    check_for_nan_in_loss_and_grad: bool = knob(True, "go on when a loss or a gradient is not a finite number")
+    eval_interval: WholeNumber = knob(1000, "iterations between validations; 0: only after training")
+    eval_iters: WholeNumber = knob(100, "global batches per validation; 0: no validation or test")
+    skip_train: bool = knob(False, "only validate and test the loaded weights")
+    exit_interval: Count | None = knob(None, "save and exit after an iteration divisible by this")
+    exit_duration_in_mins: NotNegative | None = knob(None, "save and exit after this many minutes")
+    exit_signal_handler: bool = knob(False, "on SIGTERM finish the iteration on all ranks, save, and exit with code 0")
+    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "seed of initial weights, data order and dropout")
+    check_for_nan_in_loss_and_grad: bool = knob(True, "continue when a loss or gradient norm is NaN or infinite")
 
     def problems(self) -> Iterator[str]:
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
@@ -87,33 +80,29 @@ class TrainingConfig(FlagConfig):
 class CheckpointConfig(FlagConfig):
     """Checkpoints."""
 
-    save: str | None = knob(None, "folder to write checkpoints to", metavar="DIR")
+    save: str | None = knob(None, "checkpoint folder to write", metavar="DIR")
     load: str | None = knob(
         None,
-        "folder to go on from; the run starts anew if it is empty, or if it is that of --save and has no checkpoint yet",
+        "checkpoint folder to resume from; an empty folder, or a --save folder without a checkpoint, starts a new run",
         metavar="DIR",
     )
     save_interval: Count | None = knob(
         None,
-        "steps between checkpoints; the last step is always saved",
+        "iterations between checkpoints; the last iteration is always saved",
         flags=("--save-interval", "--persistent-save-interval"),
     )
-    save_optim: bool = knob(
-        True, "leave the optimizer's state out of checkpoints; --no-load-optim goes on from such a one"
-    )
+    save_optim: bool = knob(True, "save no optimizer state; such a checkpoint is resumed with --no-load-optim")
     pretrained_checkpoint: str | None = knob(
-        None,
-        "folder whose weights a run starts from, as with --finetune, while --load holds no checkpoint",
-        metavar="DIR",
+        None, "checkpoint folder for initial weights while --load has no checkpoint; implies --finetune", metavar="DIR"
     )
-    finetune: bool = knob(False, "load the weights only and start at step 0")
-    load_optim: bool = knob(True, "start the optimizer anew instead of loading its state")
-    exit_on_missing_checkpoint: bool = knob(False, "stop if --load holds no checkpoint")
+    finetune: bool = knob(False, "load weights only and start at iteration 0")
+    load_optim: bool = knob(True, "do not load optimizer state")
+    exit_on_missing_checkpoint: bool = knob(False, "fail if --load has no checkpoint")
     allow_precision_change: bool = knob(
-        False, "go on from a checkpoint in another precision (--bf16, --fp16, --fp64, float32) than it was trained in"
+        False, "resume from a checkpoint trained in another precision (--bf16, --fp16, --fp64, fp32)"
     )
     allow_tokenizer_change: bool = knob(
-        False, "take the weights of a checkpoint although its tokenizer, of the same size, was another one"
+        False, "load weights trained with another tokenizer of the same vocabulary size"
     )
 
     @property

@@ -16,45 +16,39 @@ class LogConfig(FlagConfig):
 
     log_interval: Count | None = knob(
         None,
-        "steps between log lines; when unset 100, and a run whose lines are further apart than a few seconds prints progress "
-        "lines between them",
+        "iterations between log lines; default 100, with progress lines in between when iterations are slow",
         metavar="STEPS",
     )
     log_throughput: bool = knob(
-        False,
-        "put TFLOP/s per device into the log line, and print a line with the time left, tokens/s and, where the device's "
-        "peak is known, the share of it (MFU)",
+        False, "log TFLOP/s per device, and a line with time left, tokens/s and, if the device's peak is known, MFU"
     )
-    log_params_norm: bool = knob(False, "put the L2 norm of all parameters into the log line")
-    log_num_zeros_in_grad: bool = knob(False, "put the number of zeros in the whole gradient into the log line")
-    log_progress: bool = knob(False, "note starts and checkpoints of the run in progress.txt in the --save folder")
+    log_params_norm: bool = knob(False, "log the L2 norm of all parameters")
+    log_num_zeros_in_grad: bool = knob(False, "log the number of zeros in the gradient")
+    log_progress: bool = knob(False, "append starts and checkpoints to progress.txt in the --save folder")
     metrics_file: str | None = knob(
         None,
-        "JSONL file for what the log says, one object per logged step and validation; a resumed run appends, and what it "
-        "does again is cut first",
+        "JSONL file with one record per log interval and validation; a resumed run truncates to its start, then appends",
         metavar="FILE",
     )
     inspect: Count | None = knob(
         None,
-        "steps between statistics (mean, standard deviation, largest, zeros, not finite) of each parameter, its gradient "
-        "and each layer's output, for --metrics-file, --tensorboard-dir or --wandb-project",
+        "iterations between statistics (mean, std, max, zeros, non-finite) of parameters, gradients and layer outputs",
         metavar="STEPS",
     )
     log_memory_interval: Count | None = knob(
         None,
-        "steps between lines on the memory that was taken beside what was predicted; an accelerator says so after the second "
-        "step in any case, on a CPU every tensor of such a step is counted, which takes long",
+        "iterations between lines with measured and predicted memory; slow on a CPU, which counts every tensor",
         metavar="STEPS",
     )
     timing_log_level: Literal[0, 1, 2] = knob(
-        0, "what is timed: nothing, the parts of a step, or also each forward, backward and transfer"
+        0, "0: no timers; 1: parts of an iteration; 2: also each forward, backward and transfer"
     )
     timing_log_option: Literal["max", "minmax", "all"] = knob(
-        "minmax", "times of several ranks, as printed: the longest, also the shortest, or each rank's"
+        "minmax", "printed times over ranks: the longest, shortest and longest, or of each rank"
     )
     barrier_with_L1_time: bool = knob(
         False,
-        "wait for all ranks before each part of a step that is timed: times are exact, and the run is slower",
+        "synchronize all ranks around level-1 timers: exact times, slower training",
         flags=("--barrier-with-level-1-timing",),
     )
 
@@ -67,26 +61,24 @@ class LogConfig(FlagConfig):
 class TensorBoardConfig(FlagConfig):
     """TensorBoard and wandb."""
 
-    tensorboard_dir: str | None = knob(None, "folder for TensorBoard's files", metavar="DIR")
-    tensorboard_log_interval: Count = knob(1, "steps between the points of a curve")
-    tensorboard_queue_size: Count = knob(1000, "points that are held back before they are written to disk")
-    log_timers_to_tensorboard: bool = knob(False, "also the timers, with --timing-log-level 1 or 2")
-    log_batch_size_to_tensorboard: bool = knob(False, "also the global batch size")
+    tensorboard_dir: str | None = knob(None, "folder for TensorBoard event files", metavar="DIR")
+    tensorboard_log_interval: Count = knob(1, "iterations between points of a curve")
+    tensorboard_queue_size: Count = knob(1000, "points buffered before a write")
+    log_timers_to_tensorboard: bool = knob(False, "log timers (needs --timing-log-level 1 or 2)")
+    log_batch_size_to_tensorboard: bool = knob(False, "log the global batch size")
     log_learning_rate_to_tensorboard: bool = knob(
         True,
-        "leave out the learning rate",
+        "do not log the learning rate",
         flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
-    log_loss_scale_to_tensorboard: bool = knob(True, "leave out the loss scale")
-    log_validation_ppl_to_tensorboard: bool = knob(False, "also the perplexity of each validation")
-    log_memory_to_tensorboard: bool = knob(False, "also the memory that tensors take on the device")
-    log_world_size_to_tensorboard: bool = knob(False, "also the number of ranks")
-    wandb_project: str | None = knob(None, "project at Weights & Biases to send the same curves to", metavar="NAME")
-    wandb_exp_name: str | None = knob(None, "name of this run there", metavar="NAME")
-    wandb_entity: str | None = knob(None, "user or team there", metavar="NAME")
-    wandb_save_dir: str | None = knob(
-        None, "folder for wandb's own files; the working folder when unset", metavar="DIR"
-    )
+    log_loss_scale_to_tensorboard: bool = knob(True, "do not log the loss scale")
+    log_validation_ppl_to_tensorboard: bool = knob(False, "log validation perplexity")
+    log_memory_to_tensorboard: bool = knob(False, "log device memory")
+    log_world_size_to_tensorboard: bool = knob(False, "log the world size")
+    wandb_project: str | None = knob(None, "Weights & Biases project for the same curves", metavar="NAME")
+    wandb_exp_name: str | None = knob(None, "run name at Weights & Biases", metavar="NAME")
+    wandb_entity: str | None = knob(None, "user or team at Weights & Biases", metavar="NAME")
+    wandb_save_dir: str | None = knob(None, "folder for wandb's files; default: the working folder", metavar="DIR")
 
     def problems(self) -> Iterator[str]:
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
@@ -103,18 +95,16 @@ class TensorBoardConfig(FlagConfig):
 class ProfileConfig(FlagConfig):
     """Profiling."""
 
-    profile: bool = knob(False, "write a Chrome trace of some steps, under --tensorboard-dir or --save")
-    profile_step_start: int = knob(10, "the step after which the profile begins")
-    profile_step_end: int = knob(12, "the last step in the profile")
-    profile_ranks: list[int] = knob([0], "the ranks that write one")
-    use_pytorch_profiler: bool = knob(False, "changes nothing: the profiler of --profile is always PyTorch's")
+    profile: bool = knob(False, "write a Chrome trace of some iterations, under --tensorboard-dir or --save")
+    profile_step_start: int = knob(10, "profile after this iteration")
+    profile_step_end: int = knob(12, "last profiled iteration")
+    profile_ranks: list[int] = knob([0], "ranks that write a trace")
+    use_pytorch_profiler: bool = knob(False, "accepted: --profile always uses the PyTorch profiler")
     record_memory_history: bool = knob(
-        False, "keep a record of every allocation, and write it at each log line and at the end; on accelerators"
+        False, "record device allocations; a snapshot is written at each log line and at exit"
     )
     memory_snapshot_path: str = knob(
-        "snapshot.pickle",
-        "file for that record, for pytorch.org/memory_viz; ranks other than 0 add their number",
-        metavar="FILE",
+        "snapshot.pickle", "snapshot file for pytorch.org/memory_viz; ranks above 0 append their number", metavar="FILE"
     )
 
     def problems(self) -> Iterator[str]:
