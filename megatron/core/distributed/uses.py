@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from typing import Literal
 
-Bucket = Hashable
+_Bucket = Hashable
 _Part = Literal["forward", "backward", "first half", "second half"]  # of a microbatch; halves of a split backward
 
 
@@ -23,19 +23,19 @@ class Uses:
     """Counts of one model chunk. said: the gradients of one backward, by bucket; guessed: the buckets whose number
     holds for units that are entered once."""
 
-    def __init__(self, said: Mapping[Bucket, int], guessed: Collection[Bucket]):
+    def __init__(self, said: Mapping[_Bucket, int], guessed: Collection[_Bucket]):
         self._said, self._guessed = dict(said), set(guessed)
-        self._known: dict[tuple[Bucket, int], int] = {}  # by bucket and times entered
+        self._known: dict[tuple[_Bucket, int], int] = {}  # by bucket and times entered
         self.forget()
 
     def forget(self) -> None:
         """Nothing is under way: before a step, also one after an error."""
-        self._entered: dict[int, Counter[Bucket]] = {}  # by microbatch, until its backward
-        self._put_off: dict[int, Counter[Bucket]] = {}  # gradients, by microbatch, until they are written
+        self._entered: dict[int, Counter[_Bucket]] = {}  # by microbatch, until its backward
+        self._put_off: dict[int, Counter[_Bucket]] = {}  # gradients, by microbatch, until they are written
         self._microbatch: int | None = None
         self._part: _Part = "forward"
-        self._passed: Counter[Bucket] = Counter()
-        self._written: Counter[Bucket] = Counter()
+        self._passed: Counter[_Bucket] = Counter()
+        self._written: Counter[_Bucket] = Counter()
 
     def begin(self, microbatch: int, *, backward: bool, puts_off: bool = False) -> None:
         """A part of this microbatch's work follows. `puts_off`: a backward that leaves weight gradients to a part of
@@ -63,18 +63,18 @@ class Uses:
         self._passed, self._written = Counter(), Counter()
         self._part = "forward"
 
-    def enter(self, bucket: Bucket) -> None:
+    def enter(self, bucket: _Bucket) -> None:
         """A forward enters a unit that needs the bucket."""
         if self._microbatch is not None and self._part == "forward":
             self._entered[self._microbatch][bucket] += 1
 
-    def passes(self, bucket: Bucket) -> bool:
+    def passes(self, bucket: _Bucket) -> bool:
         """The backward has come past a parameter, whose gradient is written or put off. True if it is through with them
         all."""
         self._passed[bucket] += 1
         return self._part != "second half" and self._passed[bucket] == self._expected(bucket)
 
-    def writes(self, bucket: Bucket) -> bool:
+    def writes(self, bucket: _Bucket) -> bool:
         """A gradient was written. True if all of this microbatch are."""
         self._written[bucket] += 1
         if self._part == "second half":
@@ -84,7 +84,7 @@ class Uses:
             del self._written[bucket], self._passed[bucket]
         return is_complete
 
-    def _expected(self, bucket: Bucket) -> int | None:
+    def _expected(self, bucket: _Bucket) -> int | None:
         entries = self._entered.get(self._microbatch, {}).get(bucket, 0)
         known = self._known.get((bucket, entries))
         if known is None and entries > 1 and bucket in self._guessed:
