@@ -5,20 +5,12 @@ from functools import cache, partial
 
 import pytest
 import torch
+from layouts import Layout
 from local_ranks import run_ranks
-from tiny_run import (
-    TINY_GPT2,
-    TINY_LLAMA,
-    DataParallelConfig,
-    Layout,
-    TinyTrainer,
-    assert_equal,
-    my_pieces,
-    put_together,
-    run,
-)
+from tiny_run import TINY_GPT2, TINY_LLAMA, TinyTrainer, assert_equal, my_pieces, put_together, run
 
 from megatron.core.config import ConfigError
+from megatron.core.distributed import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import OPTIMIZERS, OptimizerConfig, ParamGroup, UpdateRule
 from megatron.core.optimizer.param_groups import default_group
