@@ -27,11 +27,12 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pure")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "pure")]
 
 from test_preprocess_pieces import check_mutations, expected, numbered  # noqa: E402
+from token_files import write as write_documents  # noqa: E402
 
-from megatron.core.datasets import DataConfig, IndexedDataset, IndexedDatasetWriter, build_gpt_datasets  # noqa: E402
+from megatron.core.datasets import DataConfig, IndexedDataset, build_gpt_datasets  # noqa: E402
 from megatron.core.datasets.gpt import GPTDataset  # noqa: E402
 from megatron.core.datasets.index_map import IndexRequest, build_indices  # noqa: E402
 from tools import merge_datasets, preprocess_data  # noqa: E402
@@ -57,10 +58,7 @@ def random_documents(rng: random.Random) -> Documents:
 
 
 def write(prefix: Path, documents: Documents, dtype: type = np.uint16) -> Path:
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document([token for part in document for token in part], [len(part) for part in document])
-    return prefix
+    return Path(write_documents(prefix, documents, dtype))
 
 
 def sequences(documents: Documents) -> list[list[int]]:

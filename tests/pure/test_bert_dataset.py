@@ -4,28 +4,21 @@ import types
 
 import numpy as np
 import pytest
+from token_files import WORD_PIECES as TOKENIZER
+from token_files import write_sentences
 
 from megatron.core.config import ConfigError
-from megatron.core.datasets import DataConfig, IndexedDatasetWriter
+from megatron.core.datasets import DataConfig
 from megatron.core.datasets.bert import MockBertDataset, build_bert_datasets
 from megatron.core.datasets.masking import MaskedDataConfig
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]
-TOKENIZER = types.SimpleNamespace(
-    name="BertWordPieceLowerCase", vocab_size=100, eod=3, pad=0, cls=2, sep=3, mask=4, inv_vocab=dict(enumerate(WORDS))
-)
 S = 16
 MASKING = MaskedDataConfig()
 
 
 def write(prefix, documents=60, sentences=(2, 9), word=None):
     """Documents of random sentences, or of one `word` throughout."""
-    rng = np.random.RandomState(0)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(documents):
-            lengths = rng.randint(1, 8, rng.randint(*sentences)).tolist()
-            writer.add_document(rng.randint(5, 100, sum(lengths)) if word is None else [word] * sum(lengths), lengths)
-    return str(prefix)
+    return write_sentences(prefix, documents, sentences, word=word)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import types
 import numpy as np
 import pytest
 from said import tells
+from token_files import write as write_documents
 
 from megatron.core.config import ConfigError
-from megatron.core.datasets import DataConfig, IndexedDatasetWriter, blend, build_gpt_datasets
+from megatron.core.datasets import DataConfig, blend, build_gpt_datasets
 from megatron.core.datasets.blend import (
     Blend,
     BlendedDataset,
@@ -111,10 +112,7 @@ def test_samples_of_each_are_rounded_up_twice():
 
 
 def write(prefix, token, documents=30, length=20):
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(documents):
-            writer.add_document([token] * length)
-    return str(prefix)
+    return write_documents(prefix, [[[token] * length]] * documents)
 
 
 @pytest.fixture

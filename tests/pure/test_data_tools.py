@@ -3,7 +3,6 @@
 import gzip
 import importlib
 import io
-import itertools
 import json
 import re
 import shlex
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from said import tells
+from token_files import NULL, contents, write
 
 from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets import data_plan as data_readings
@@ -23,21 +23,6 @@ from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from tools import data_plan, inspect_dataset, merge_datasets, prepare_cache, stdlib_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
-
-
-def write(prefix, documents, dtype=np.uint16):
-    """documents: [document][sequence][token]."""
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document([t for part in document for t in part], [len(part) for part in document])
-    return str(prefix)
-
-
-def contents(prefix):
-    dataset = IndexedDataset(prefix)
-    ends = dataset.document_indices.tolist()
-    return [[part.tolist() for part in dataset[first:past]] for first, past in itertools.pairwise(ends)]
 
 
 DOCUMENTS = [[[1, 2], [3]], [], [[4, 5, 6]], [[7]], [[], [8, 9]]]

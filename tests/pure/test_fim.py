@@ -5,9 +5,10 @@ import types
 
 import numpy as np
 import pytest
+from token_files import write as write_documents
 
 from megatron.core.config import ConfigError
-from megatron.core.datasets import DataConfig, IndexedDatasetWriter, build_gpt_datasets
+from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets.batches import batches
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig, token_id
 from megatron.core.tokenizers.tokenizers import NullTokenizer
@@ -126,10 +127,7 @@ def test_what_begins_every_text_is_not_repeated():
 
 
 def write(prefix, documents):
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for text in documents:
-            writer.add_document([*map(ord, text), EOD])
-    return str(prefix)
+    return write_documents(prefix, [[[*map(ord, text), EOD]] for text in documents])
 
 
 def test_samples_are_rearranged_alike_by_any_number_of_readers(tmp_path):

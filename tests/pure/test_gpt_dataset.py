@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 import torch
 from said import tells
+from token_files import write
 
 from megatron.core.config import ConfigError
-from megatron.core.datasets import (
-    DataConfig,
-    GPTDataset,
-    IndexedDataset,
-    IndexedDatasetWriter,
-    MockGPTDataset,
-    build_gpt_datasets,
-)
+from megatron.core.datasets import DataConfig, GPTDataset, IndexedDataset, MockGPTDataset, build_gpt_datasets
 from megatron.core.datasets.batches import batches, micro_batch_ids
 from megatron.core.datasets.gpt import TokenRules, training_item
 from megatron.core.datasets.index_cache import content_fingerprint
@@ -35,9 +29,7 @@ def write_documents(prefix, count=60, seed=0, ids=range(98)):
     documents = [
         [] if d % 10 == 9 else [dice.choice(ids) for _ in range(dice.randrange(40))] + [EOD] for d in range(count)
     ]
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for document in documents:
-            writer.add_document(document)
+    write(prefix, [[document] for document in documents])
     return documents
 
 
@@ -439,10 +431,7 @@ def test_impossible_batches_are_refused(arguments):
 )
 def test_an_id_that_no_vocabulary_has_is_refused_by_its_place(token: int, message: str, tmp_path):
     """-1 too, which stands for padding within a sample."""
-    with IndexedDatasetWriter(tmp_path / "text", np.int32) as writer:
-        for _ in range(6):
-            writer.add_document(list(range(40)))
-        writer.add_document([1] * 25 + [token] + [1] * 14)
+    write(tmp_path / "text", [[list(range(40))]] * 6 + [[[1] * 25 + [token] + [1] * 14]], np.int32)
     config = DataConfig(data_path=[str(tmp_path / "text")], seq_length=S, split="1", data_cache_path=str(tmp_path))
     tokenizer = types.SimpleNamespace(**vars(TOKENIZER), name="Forks", path="forks.json")
     train, _, _ = build_gpt_datasets(config, tokenizer, [None, 0, 0], 1)

@@ -2,31 +2,23 @@
 
 import os
 import random
-import types
 
 import numpy as np
 import pytest
+from token_files import WORD_PIECES as TOKENIZER
+from token_files import write_sentences
 
-from megatron.core.datasets import DataConfig, IndexedDatasetWriter, build_gpt_datasets
+from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets import index_cache as cache_module
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.masking import MaskedDataConfig
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]
-TOKENIZER = types.SimpleNamespace(
-    name="BertWordPieceLowerCase", vocab_size=100, eod=3, pad=0, cls=2, sep=3, mask=4, inv_vocab=dict(enumerate(WORDS))
-)
 S, FLIPS = 16, 40
 
 
 def write(prefix):
-    rng = np.random.RandomState(len(str(prefix)))
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(12):
-            lengths = rng.randint(1, 8, rng.randint(3, 9)).tolist()
-            writer.add_document(rng.randint(5, 100, sum(lengths)), lengths)
-    return str(prefix)
+    return write_sentences(prefix, 12, (3, 9), seed=len(prefix.name))
 
 
 def gpt(config, say):

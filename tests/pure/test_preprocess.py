@@ -1,6 +1,5 @@
 """The data tools, run as a user runs them: text in, token files and one-line messages out."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -10,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from said import tells
+from token_files import NULL, contents
 
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools import preprocess_data, train_tokenizer
 
 TOOLS = Path(preprocess_data.__file__).parent
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 
 
 def write_lines(path, *lines):
@@ -26,13 +25,6 @@ def write_lines(path, *lines):
 
 def preprocess(*arguments):
     return preprocess_data.main([*map(str, arguments)])
-
-
-def contents(prefix):
-    """[document][sequence][token] of a file."""
-    dataset = IndexedDataset(prefix)
-    ends = dataset.document_indices.tolist()
-    return [[part.tolist() for part in dataset[first:past]] for first, past in itertools.pairwise(ends)]
 
 
 def test_lines_become_documents_of_each_key(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from said import tells
+from token_files import NULL, contents
 
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
@@ -25,18 +26,10 @@ from tools.preprocessing.encode import Encoder
 from tools.preprocessing.sources import Chunk, read_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 
 
 def preprocess(*arguments):
     return preprocess_data.main([*map(str, arguments), *NULL])
-
-
-def contents(prefix):
-    """[document][sequence][token] of a file."""
-    dataset = IndexedDataset(prefix)
-    ends = dataset.document_indices.tolist()
-    return [[part.tolist() for part in dataset[first:past]] for first, past in itertools.pairwise(ends)]
 
 
 def numbered(count):
@@ -133,13 +126,6 @@ def test_sentences_become_sequences(tmp_path, capsys):
     assert contents(tmp_path / "o_text_sentence") == [[[1, 2], [3, 100]], [[4], [5, 6], [7, 100]], []]
     assert preprocess(*arguments, "--lang", "german") == 2
     assert tells(capsys.readouterr().err, "--lang --sentence-splitter")
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    for name, count in (("a.jsonl", 2), ("b.jsonl", 1)):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + b'{"text": "1"}\n' * count)
-    assert preprocess("--input", tmp_path, "--output-prefix", tmp_path / "o") == 0
-    assert contents(tmp_path / "o_text_document") == [[[1]]] * 3
 
 
 def test_pieces_hold_every_line_once(tmp_path, small_pieces, monkeypatch):
