@@ -55,8 +55,9 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
         return []
     name, stages = next(iter(twice.items()))
     return [
-        f"{len(twice)} parameter name(s) exist in several pipeline stages, for example {name} in stages {', '.join(map(str, stages))}; "
-        "name what belongs to a layer by the layer's number over the whole model: nn.ModuleDict({str(first_layer + i): layer ...})"
+        f"{len(twice)} parameter name(s) exist in several pipeline stages, for example {name} in stages "
+        f"{', '.join(map(str, stages))}; name what belongs to a layer by the layer's number over the whole model: "
+        "nn.ModuleDict({str(first_layer + i): layer ...})"
     ]
 
 

@@ -1,4 +1,7 @@
-"""The parts that a rank trains with, from a script's `model_provider`: model chunks, optimizer, pipeline. No rank waits for another here."""
+"""The parts that a rank trains with, from a script's `model_provider`: model chunks, optimizer, pipeline.
+
+No rank waits for another here.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -55,8 +58,8 @@ def share_tables(made: Mapping[int, nn.Module]) -> list[str]:
     for chunk in made.values():
         for name, table in list(chunk.named_parameters()):
             if getattr(table, "shared_embedding", False) and tables.setdefault(name, table) is not table:
-                path, _, attribute = name.rpartition(".")
-                owner = chunk.get_submodule(path)
+                *path, attribute = name.split(".")
+                owner = chunk.get_submodule(".".join(path))
                 delattr(owner, attribute)
                 owner.__dict__[attribute] = tables[name]  # not registered: it is trained with the chunk that holds it
                 shared.append(name)
@@ -77,7 +80,8 @@ def in_buffers(
     made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group
 ) -> dict[int, DistributedDataParallel]:
     """Model chunks filled with their initial weights, in contiguous buffers."""
-    chunks, mesh, config = {}, runtime.mesh, runtime.config
+    mesh, config = runtime.mesh, runtime.config
+    chunks: dict[int, DistributedDataParallel] = {}
     params_tier = runtime.tier if config.offload.offload_params else None
     for stage, chunk in made.items():
         initialize_parameters(chunk, config.training.seed, mesh)
@@ -89,8 +93,8 @@ def in_buffers(
 
 
 def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
-    """Whether to tell a provider which of a rank's chunks it makes: by name, or among `**options` where there are several, as Megatron
-    tells all."""
+    """Whether to tell a provider which of a rank's chunks it makes: if it names `vp_stage`, or takes any option and there are
+    several chunks, as Megatron tells all."""
     parameters = inspect.signature(model_provider).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return "vp_stage" in parameters or (takes_any and chunks > 1)
@@ -121,11 +125,11 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
     problems = []
     if lost := [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]:
         problems.append(
-            f"parameters without a placement: {', '.join(lost)}. Nothing says which ranks hold what of them: build the model from "
-            "megatron.core.tensor_parallel's layers, or set parameter.placement = Placement(shape, init, "
-            'replicated_over=("tp",)) where each is created. Of torch\'s own layers those without random values, such as LayerNorm, may '
-            "stay as they are; under --sequence-parallel they need parameter.sequence_parallel = True, or False where every rank has "
-            "the whole sequence"
+            f"parameters without a placement: {', '.join(lost)}. Nothing says which ranks hold what of them: build the model "
+            "from megatron.core.tensor_parallel's layers, or set parameter.placement = Placement(shape, init, "
+            'replicated_over=("tp",)) where each is created. Of torch\'s own layers those without random values, such as '
+            "LayerNorm, may stay as they are; under --sequence-parallel they need parameter.sequence_parallel = True, or False "
+            "where every rank has the whole sequence"
         )
     if in_pipeline and not hasattr(chunk, "set_input_tensor"):
         problems.append(
@@ -173,8 +177,8 @@ def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime,
 def boundary_of(models: Iterable[nn.Module], runtime: Runtime) -> tuple[TensorSpec, ...]:
     """The tensors that a stage hands to the next: those that the model declares, or else its hidden states.
 
-    A declaration is a method boundary(micro_batch_size, seq_length). All tensor-parallel ranks hold the same values of these tensors,
-    or, under sequence parallelism, each its own part.
+    A declaration is a method boundary(micro_batch_size, seq_length). All tensor-parallel ranks hold the same values of these
+    tensors, or, under sequence parallelism, each its own part.
     """
     config = runtime.config
     shape = config.training.micro_batch_size, config.data.seq_length

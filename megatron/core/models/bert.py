@@ -73,10 +73,10 @@ class BertHead(nn.Module):
 class BertModel(LanguageModelStage):
     """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(tokens [b, s], padding_mask [b, s], token types [b, s], labels [b, s]) -> on the last stage (loss of each token [b, s],
-    or without labels the scores [b, s, padded vocabulary / t]; scores of the two orders of sentences [b, 2], or None without
-    `add_binary_head`); on other stages hidden states [s, b, h]. padding_mask: 1 for a token, 0 for padding, which nobody looks
-    at; every stage needs it.
+    forward(tokens, padding_mask, token types, labels, all [b, s]) -> on the last stage a pair: the loss of each token [b, s], or
+    without labels the scores [b, s, padded vocabulary / t]; and the scores of the two orders of sentences [b, 2], or None without
+    `add_binary_head`. On other stages hidden states [s, b, h]. padding_mask: 1 for a token, 0 for padding, which no query sees;
+    every stage needs it.
     """
 
     rules = BERT_RULES
@@ -92,7 +92,8 @@ class BertModel(LanguageModelStage):
         **parts: Any,
     ):
         super().__init__(config, vocab_size=vocab_size, context=context, num_tokentypes=num_tokentypes, **parts)
-        self.lm_head = self.word_bias = self.pooler = self.binary_head = None
+        self.lm_head = self.word_bias = None
+        self.pooler = self.binary_head = None
         if self.language_model.post_process:
             self.lm_head, self.word_bias = BertHead(config, context), WordBias(config, vocab_size, context)
             if add_binary_head:

@@ -23,7 +23,7 @@ class WholeEmbedding(nn.Module):
 class Embedding(nn.Module):
     """word table + position table + table of token types in the dtype of the residual stream, then dropout.
 
-    forward(tokens [b, s], position_ids [b, s], token_types [b, s]) -> [s, b, h], or my part [s/t, b, h] under sequence parallelism.
+    forward(tokens, position_ids, token_types, all [b, s]) -> [s, b, h], or my part [s/t, b, h] under sequence parallelism.
     Without `num_tokentypes` there are no types. The last pipeline stage of a model with tied weights builds it with `words_only`,
     for its output layer.
     """

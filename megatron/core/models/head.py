@@ -11,7 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class LanguageModelHead(nn.Module):
     """x -> x W^T for this rank's rows of W: its own weight, or (tied) the word table handed to forward.
 
-    `shares_table`: this stage's embedding holds the same tensor. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
+    `shares_table`: this stage's embedding holds the same tensor.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
     """
 
     def __init__(

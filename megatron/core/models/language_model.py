@@ -95,7 +95,8 @@ class LanguageModelStage(nn.Module):
     def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
         """parts: of `TransformerLanguageModel`."""
         super().__init__()
-        self.config, self.context, self.vocab_size, self.axis = config, context, vocab_size, context.tp.axis
+        self.config, self.context = config, context
+        self.vocab_size, self.axis = vocab_size, context.tp.axis
         self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, context=context, **parts)
 
     def set_input_tensor(self, x: Tensor | None) -> None:

@@ -19,8 +19,11 @@ from megatron.core.tokenizers.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class ModelRules:
-    """unread: field -> why giving it has no effect. problems: (all settings, the tokenizer if it could be built) -> what cannot work.
-    reads_text: whether --data-path names token files, which are looked for before the ranks meet."""
+    """unread: field -> why giving it has no effect.
+
+    problems: (all settings, the tokenizer if it could be built) -> messages, each about settings that cannot work.
+    reads_text: --data-path names token files, which are looked for before the ranks meet.
+    """
 
     unread: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Any, Tokenizer | None], list[str]] = lambda config, tokenizer: []

@@ -1,6 +1,7 @@
 """Self-attention with its heads divided over the tensor-parallel ranks, around a kernel of the table."""
 
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, quer
 
 
 class CoreAttention(nn.Module):
-    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n * d] of this rank's heads, causal when the mask is None."""
+    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n d] of this rank's heads; a mask of None is causal."""
 
     def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
         super().__init__()
@@ -32,11 +33,12 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         dtype = q.dtype
-        if self.way == "widened":  # computed in float32, and rounded once
-            q, k, v = q.float(), k.float(), v.float()
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
-        case = AttentionCase(q, k, mask, self.dropout.probability if self.training else 0.0)
-        out = kernel_for(self.backend, case).compute(q, k, v, mask, self.dropout)
+        heads = (
+            [x.float() for x in (q, k, v)] if self.way == "widened" else [q, k, v]
+        )  # widened: rounded once, at the end
+        heads = [x.permute(1, 2, 0, 3) for x in heads]  # [b, n, s, d]
+        case = AttentionCase(*heads[:2], mask, self.dropout.probability if self.training else 0.0)
+        out = kernel_for(self.backend, case).compute(*heads, mask, self.dropout)
         return out.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, n * d]
 
 
@@ -65,7 +67,8 @@ class ParallelAttention(nn.Module):
     ):
         super().__init__()
         tp = context.tp
-        n, groups, d = config.num_attention_heads, config.query_groups, config.head_width
+        n, d = config.num_attention_heads, config.head_width
+        groups = config.query_groups
         heads = size_per_rank("--num-attention-heads", n, tp.axis)
         if problem := query_group_problem(groups, tp.axis.size):
             raise ValueError(problem)
@@ -94,24 +97,29 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        q, k, v = self.project(x)
+        heads = self.project(x)
+        q, k = heads.q, heads.k
         if self.q_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if angles is not None:
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
+        k, v = (k, heads.v) if cache is None else cache.append(self.layer, k, heads.v)
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
         out, _ = self.linear_proj(attend(q, k, v, mask))
         return out
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries [s, b, n/t, d], keys and values [s, b, groups/t, d] of this rank."""
+    def project(self, x: Tensor) -> "Heads":
         fused, _ = self.linear_qkv(x)
-        s, b, _ = fused.shape
-        fused = fused.view(s, b, self.groups, self.heads_per_group + 2, self.head_width)
-        q, k, v = fused.split([self.heads_per_group, 1, 1], dim=3)
-        return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+        fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
+        return Heads(*(part.flatten(2, 3) for part in fused.split([self.heads_per_group, 1, 1], dim=3)))
+
+
+class Heads(NamedTuple):
+    """The heads of this rank."""
+
+    q: Tensor  # [s, b, n/t, d]
+    k: Tensor  # [s, b, groups/t, d]
+    v: Tensor  # as k
 
 
 def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[Rows, ...]:

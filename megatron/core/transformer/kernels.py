@@ -73,8 +73,8 @@ _WIDEST_FLASH = 256  # of a head
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
     """torch's scaled_dot_product_attention; it never holds the s x s scores. Cannot do our dropout.
 
-    Of its kernels on an accelerator only flash attention takes fewer key/value heads than query heads. Where that cannot run, they are
-    repeated: torch would silently take the kernel that holds the scores (PyTorch pull request 191085).
+    On an accelerator only its flash kernel takes fewer key/value heads than query heads. Where that kernel cannot run, the heads
+    are repeated: torch would silently take the kernel that holds the scores (PyTorch pull request 191085).
     """
     if isinstance(mask, Documents):
         return attention_by_document(q, k, v, mask, dropout)

@@ -20,8 +20,10 @@ def recomputed(
     parts_over: Axis | None = None,
     keep: Keep | None = None,
 ) -> Tensor:
-    """run(*inputs), of which only the inputs are kept for the backward. parts_over: ranks with equal copies of the first input, each of
-    which keeps a part of it; the backward gathers them. keep: what keeps the first input, or the part.
+    """run(*inputs), of which only the inputs are kept for the backward.
+
+    parts_over: ranks with equal copies of the first input; each keeps a shard, and the backward gathers them. keep: stores the
+    first input, or the shard.
 
     Dropout masks follow from their keys, so that no generator's state is saved: the second run names the samples of the first.
     It stops once it has what the backward asks for, and so leaves out the last reduction of the last layer.

@@ -21,5 +21,6 @@ def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     """
     half = angles.shape[-1]
     cos, sin = (f(angles).unsqueeze(2).to(x.dtype) for f in (torch.cos, torch.sin))  # [s, b or 1, 1, width / 2]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

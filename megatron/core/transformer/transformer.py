@@ -21,9 +21,10 @@ from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 class ParallelTransformer(nn.Module):
     """The layers numbered `layers` (from 0, over the whole model) and, behind the last layer of all, the final norm.
 
-    Layers are kept under their global number, so that a parameter's name is the same in every layout. `make_layer(config, i, context)`
-    builds layer i; a fork passes its own. forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache) -> the same shape.
-    With a cache, x are the tokens that follow those in it; it says their positions and what they see.
+    Layers are kept under their global number, so that a parameter's name is the same in every layout.
+    `make_layer(config, i, context)` builds layer i; a fork passes its own.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache) -> the same shape.
+    With a cache, x holds the tokens that follow those in it; the cache gives their positions and their mask.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class ParallelTransformer(nn.Module):
         self.final_layernorm = make_norm(config, context) if post_process else None
 
     def forward(self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
-        config, angles, length = self.config, None, x.shape[0] * self.sequence_ranks
+        config, length = self.config, x.shape[0] * self.sequence_ranks
+        angles = None
         if cache is not None:
             if self.sequence_ranks > 1:
                 raise ValueError(
@@ -71,7 +73,8 @@ class ParallelTransformer(nn.Module):
     def _run_group(
         self, group: "LayerGroup", x: Tensor, mask: Mask, angles: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
-        run, kept, first = partial(_run_layers, group.layers, cache), self.activations, group.first
+        run = partial(_run_layers, group.layers, cache)
+        kept, first = self.activations, group.first
         if torch.is_grad_enabled() and group.recompute:
             return recomputed(run, self.keys, x, mask, angles, parts_over=self.parts_over, keep=kept.keeper(first))
         if not torch.is_grad_enabled() or first >= kept.offloaded:

@@ -65,8 +65,8 @@ class ShapeConfig(FlagConfig):
             )
         if self.ffn_size < 1:
             yield (
-                f"--swiglu and --hidden-size {self.hidden_size} make an MLP of width 0, the multiple of 64 below two thirds of 4 x "
-                f"{self.hidden_size}; give --ffn-hidden-size, or a --hidden-size of at least 24"
+                f"--swiglu and --hidden-size {self.hidden_size} make an MLP of width 0, the multiple of 64 below two thirds "
+                f"of 4 x {self.hidden_size}; give --ffn-hidden-size, or a --hidden-size of at least 24"
             )
         if heads % groups:
             yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one"
