@@ -21,7 +21,7 @@ from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
-from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensor
+from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import ALONE, Axis
 from megatron.core.storage.stored import Stored, StoredTensor
 
@@ -71,7 +71,7 @@ class Checkpoint:
 
     def _check(self, tensors: dict[str, LocalTensor], convert: bool) -> None:
         """All that is missing or does not fit, in one error, before anything is read."""
-        problems = [problem for name, local in tensors.items() for problem in problems_of_tensor(name, local)]
+        problems = problems_of_tensors(tensors)
         for name, local in tensors.items():
             record = self.manifest.tensors.get(name)
             if record is None:

@@ -40,8 +40,12 @@ class LocalTensor:
         return view.view(size_of(global_box))
 
 
-def problems_of_tensor(name: str, local: LocalTensor) -> list[str]:
-    """Why this tensor can be neither saved nor loaded; the names of dtypes and all boxes are checked."""
+def problems_of_tensors(tensors: dict[str, LocalTensor]) -> list[str]:
+    """Why some of these can be neither saved nor loaded; the names of dtypes and all boxes are checked."""
+    return [problem for name, local in tensors.items() for problem in _problems_of(name, local)]
+
+
+def _problems_of(name: str, local: LocalTensor) -> list[str]:
     if local.dtype not in ITEM_BYTES:
         return [f"tensor {name!r} has dtype {local.dtype}; a checkpoint holds {', '.join(ITEM_BYTES)}"]
     if local.tensor.layout != torch.strided:

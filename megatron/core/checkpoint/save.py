@@ -26,7 +26,7 @@ from megatron.core import comm
 from megatron.core.boxes import Box
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
-from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensor
+from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import Axis
 from megatron.core.storage.atomic import sync_file, sync_folder, write_synced
 from megatron.core.storage.stored import Stored, StoredTensor
@@ -62,7 +62,7 @@ def save_checkpoint(
                 _start(root, partial, warn)
         with _together(root, world, device):
             part_bytes = _write_part(partial, iteration, world.rank, tensors)
-        all_part_bytes = _gather_numbers(part_bytes, world, device)
+        all_part_bytes = comm.all_gather(torch.tensor([part_bytes], device=device), world).tolist()
         summary = None
         with _together(root, world, device):
             if world.is_first:
@@ -105,7 +105,7 @@ def _left(root: Path) -> str:
 
 
 def _check(root: Path, iteration: int, tensors: dict[str, LocalTensor], state: dict[str, Any]) -> None:
-    problems = [problem for name, local in tensors.items() for problem in problems_of_tensor(name, local)]
+    problems = problems_of_tensors(tensors)
     problems += [f"a tensor is named {name!r}; names are text" for name in tensors if not isinstance(name, str)]
     problems += format.state_problems(state)
     if not isinstance(state, dict):
@@ -193,13 +193,6 @@ def _chunks(x: Stored) -> Iterator[Tensor]:
         yield from x.split(rows)
 
 
-def _gather_numbers(mine: int, world: Axis, device: torch.device | str) -> list[int]:
-    """Every rank's number. All must call."""
-    numbers = torch.zeros(world.size, dtype=torch.int64, device=device)
-    numbers[world.rank] = mine
-    return comm.all_reduce(numbers, world).tolist()
-
-
 # ---------------------------------------------------------------- rank 0: the manifest
 
 
@@ -208,7 +201,8 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     merged = Manifest(iteration, state, {}, {})
     names = [format.file_name(rank, ".json") for rank, nbytes in enumerate(part_bytes) if nbytes]
     for name, nbytes in zip(names, filter(None, part_bytes)):
-        part = format.parse_manifest(_read_part(partial / name, nbytes), partial / name)
+        _check_size(partial / name, nbytes)
+        part = format.parse_manifest((partial / name).read_text(), partial / name)
         for file, size in part.files.items():
             _check_size(partial / file, size)
         merged.files.update(part.files)
@@ -222,11 +216,6 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
             (partial / name).unlink()
         sync_folder(partial)
     return merged
-
-
-def _read_part(path: Path, nbytes: int) -> str:
-    _check_size(path, nbytes)
-    return path.read_text()
 
 
 def _check_size(path: Path, expected: int) -> None:
