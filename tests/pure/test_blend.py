@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 import pytest
-from said import tells
+from said import tells, tells_each
 from token_files import write as write_documents
 
 from megatron.core.config import ConfigError
@@ -158,14 +158,14 @@ def test_lists_of_data_may_lie_in_files(files, tmp_path):
     assert own.blends() == (Blend((a, b)), Blend((c,)), None)
     assert own.source_problems() == own.missing_files() == []
     (tmp_path / "lists").write_text('{"training": []}')
-    assert "not an object with lists under train, valid and test" in own.source_problems()[0]
-    assert "cannot be read" in DataConfig(data_args_path=str(tmp_path / "none")).source_problems()[0]
+    assert tells(own.source_problems()[0], "train valid test")
+    assert tells(DataConfig(data_args_path=str(tmp_path / "none")).source_problems()[0], f"{tmp_path}/none")
 
 
 def test_a_list_without_weights_gives_each_data_set_once(files, tmp_path):
     train, _, _ = build(tmp_path, (None, 0, 0), data_path=files, split="1")
     assert len(train) == sum(len(dataset) for dataset in train.datasets) == 3 * ((30 * 20 - 1) // 8)
-    with pytest.raises(ValueError, match="blend with weights has no end"):
+    with pytest.raises(ValueError, match="weights"):
         build(tmp_path, (None, 0, 0), data_path=["1", files[0]], split="1")
 
 
@@ -210,4 +210,4 @@ def test_data_come_from_one_place():
 
 
 def test_validation_data_alone_are_not_enough():
-    assert DataConfig(valid_data_path=["a"]).source_problems() == ["no training data: give --train-data-path"]
+    assert tells_each(DataConfig(valid_data_path=["a"]).source_problems(), "--train-data-path")

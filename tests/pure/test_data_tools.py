@@ -52,7 +52,7 @@ def test_trained_on_files_are_merged_and_inspected(tmp_path, capsys):
         assert merge_datasets.main(["--input", *map(str, given), "--output-prefix", str(tmp_path / "out" / "c")]) == 0
         assert contents(tmp_path / "out" / "c") == DOCUMENTS * 2
         assert inspect_dataset.main(["--input", *map(str, given), "--verify"]) == 0
-    assert capsys.readouterr().out.count("documents: 5, of which 1 empty") == 4
+    assert capsys.readouterr().out.count("documents: 5") == 4
 
 
 def test_merging_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
@@ -115,7 +115,7 @@ def test_verifying_reads_every_token(tmp_path, monkeypatch, capsys):
         inspect_dataset.main(["--input", prefix, "--verify", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"])
         == 0
     )
-    assert "below 10; 3 of 4 documents do not end in" in capsys.readouterr().out
+    assert tells(capsys.readouterr().out, "10 3 4")
     for token in (10, -1):
         tokens = np.fromfile(f"{prefix}.bin", "<i4")
         tokens[6] = token  # the only one of document 3, which is sequence 3
@@ -129,7 +129,7 @@ def test_verifying_reads_every_token(tmp_path, monkeypatch, capsys):
         assert tells(capsys.readouterr().err, f"0 3 {token}")
     (tmp_path / "a.bin").write_bytes(b"12")
     assert inspect_dataset.main(["--input", prefix]) == 1
-    assert "has 2 bytes, but" in capsys.readouterr().err
+    assert "2 bytes" in capsys.readouterr().err
     assert inspect_dataset.main([]) == 2
 
 

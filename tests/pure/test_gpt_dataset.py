@@ -200,7 +200,7 @@ def test_a_damaged_cache_is_built_again_with_a_warning(data, kind):
     part, damage = CACHE_DAMAGE[kind]
     before = [build(data)[0][i] for i in range(40)]
     damage(next(data.cache.glob(f"*train-{part}")))
-    with pytest.warns(UserWarning, match=r"index cache .*train.* is damaged and is built again"):
+    with pytest.warns(UserWarning, match=r"train.*damaged"):
         train = build(data)[0]
     assert all(np.array_equal(train[i]["tokens"], before[i]["tokens"]) for i in range(40))
 
@@ -453,7 +453,7 @@ def test_what_is_strange_is_said_once_to_who_asks(data, recwarn):
     build_gpt_datasets(config, large, [4, 4, 0], 1, say=said.append)
     assert len(said) == 2 and not recwarn.list
     assert tells(said[0], "65535 uint16 70000")
-    assert "leaves no document of 60 to the valid split: it is left out" in said[1]
+    assert tells(said[1], "60 valid")
 
 
 @pytest.mark.parametrize(

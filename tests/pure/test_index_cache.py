@@ -52,7 +52,7 @@ def test_a_bit_that_flips_changes_no_sample(tmp_path, samples_of):
     for number in range(FLIPS):
         flip_a_bit(files[number % len(files)], dice)
         assert samples_of(config, said.append) == right, files[number % len(files)]
-        assert len(said) == number + 1 and "is damaged and is built again" in said[-1]
+        assert len(said) == number + 1 and "damaged" in said[-1]
     assert samples_of(config, said.append) == right and len(said) == FLIPS
 
 

@@ -250,7 +250,7 @@ def test_requested_samples(arguments, samples):
 
 
 def test_impossible_requests_say_what_to_change():
-    with pytest.raises(ValueError, match="0 samples requested; ask for at least 1"):
+    with pytest.raises(ValueError, match=r"0 samples.*1"):
         request(0)
     with pytest.raises(ValueError, match=r"(?s)seq_length.*0.*1"):
         request(1, s=0)

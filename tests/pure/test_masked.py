@@ -169,7 +169,7 @@ def test_a_corpus_that_gives_no_sample_is_refused(tmp_path):
         sample_map(indexed, n=10)
     assert len(sample_map(indexed, n=10, sentences=1)) == 10
     empty = write(tmp_path / "b", [[]])
-    with pytest.raises(ValueError, match="none of 1 documents"):
+    with pytest.raises(ValueError, match="1 document"):
         sample_map(empty, sentences=0)
 
 

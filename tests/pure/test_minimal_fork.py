@@ -41,7 +41,7 @@ def test_the_drawing_is_what_runs(rounds):
 
 
 def test_rounds_have_one_chunk(rounds):
-    with pytest.raises(ValueError, match="rounds: it has one chunk per rank, not 2"):
+    with pytest.raises(ValueError, match=r"rounds.*2"):
         rounds(2, 4, 2)
 
 

@@ -216,7 +216,7 @@ ACCESSORS = [
 @pytest.mark.parametrize("name", [name for name in ACCESSORS if name not in parallel_state._NOT_BUILT])
 def test_no_accessor_answers_before_initialisation(name):
     assert not mpu.model_parallel_is_initialized()
-    with pytest.raises(RuntimeError, match="model parallelism is not initialised"):
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
         getattr(mpu, name)()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from said import tells
+from said import tells, tells_each
 
 from megatron.core.config import ConfigError, add_flags, knob
 from megatron.training.arguments import parse_args
@@ -29,7 +29,7 @@ def test_a_script_brings_flags_of_its_own():
     config, args, _ = parse_args(["--my-rate", "0.5", "--num-layers", "2"], extra_args_provider=extra)
     assert (args.my_rate, args.my_name, args.my_switch) == (0.5, None, False)
     assert config.transformer.num_layers == args.num_layers == 2
-    assert problems_of("--my-ratte 1") == ["unknown flag --my-ratte; did you mean --my-rate?"]
+    assert tells_each(problems_of("--my-ratte 1"), "--my-ratte --my-rate")
     assert problems_of("--my-rate x") == ["--my-rate: invalid float value: 'x'"]
 
 

@@ -134,7 +134,7 @@ def test_all_ranks_together_hold_every_element_once(first: int):
 
 def test_blocks_that_do_not_fill_the_local_tensor_are_our_mistake():
     placement = Placement((8,), None, shard={"tp": 0}, blocks=(4, 2))
-    with pytest.raises(AssertionError, match=r"blocks \(4, 2\) in 2 parts do not fill a local extent of 4"):
+    with pytest.raises(AssertionError, match=r"\(4, 2\).*2.*4"):
         held(placement, (4,), tp=(0, 2))
 
 

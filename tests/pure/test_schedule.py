@@ -279,7 +279,7 @@ def test_sizes_below_one_are_refused_together():
         refusal(interleaved, 0, 0, 0),
         "0 1 --pipeline-model-parallel-size num_microbatches --global-batch-size --num-layers-per-virtual-pipeline-stage num_layers",
     )
-    assert refusal(gpipe, 0, 1).startswith("gpipe: the pipeline size (0)")
+    assert tells(refusal(gpipe, 0, 1), "gpipe 0 --pipeline-model-parallel-size")
     assert refusal(one_f_one_b, 1, 0).startswith("1f1b: num_microbatches (0)")
     assert refusal(forward_only, 1, 0).startswith("forward_only: num_microbatches (0)")
 

@@ -7,6 +7,7 @@ A test whose oracle or vocabulary is not there is skipped.
 import base64
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -255,10 +256,10 @@ def test_plain_sentencepiece_adds_special_tokens_after_its_pieces(tmp_path):
 def test_unusable_sentencepiece_models_are_named(tmp_path, monkeypatch):
     path = tmp_path / "m"
     train_pieces(path, eos_id=-1)
-    with pytest.raises(ValueError, match="no end-of-text piece"):
+    with pytest.raises(ValueError, match=re.escape(str(path))):
         build_tokenizer(TokenizerConfig("GPTSentencePieceTokenizer", tokenizer_model=str(path)))
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="is no sentencepiece model"):
+    with pytest.raises(ValueError, match="sentencepiece"):
         build_tokenizer(TokenizerConfig("Llama2Tokenizer", tokenizer_model=str(path)))
     with pytest.raises(FileNotFoundError, match="--tokenizer-model"):
         build_tokenizer(TokenizerConfig("Llama2Tokenizer", tokenizer_model=str(tmp_path / "none")))

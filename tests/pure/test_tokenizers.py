@@ -83,7 +83,7 @@ def test_null_tokenizer_reads_numbers():
     assert tokenizer.tokenize("") == []
     assert tokenizer.detokenize([5, 0, 10]) == "5 0 10"
     assert build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=10, null_tokenizer_eod_id=0)).eod == 0
-    with pytest.raises(ValueError, match=r"whole numbers separated by spaces: .*'x'"):
+    with pytest.raises(ValueError, match="'x'"):
         tokenizer.tokenize("1 x")
     with pytest.raises(ValueError, match=r"(?s)-1.*3.*0.*10"):
         tokenizer.tokenize("3 -1")

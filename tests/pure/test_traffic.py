@@ -45,4 +45,4 @@ def test_the_line_marks_the_chosen_stage():
     stages = re.findall(r"(\d): ([\d.]+) MiB( \(chosen\))?", line)
     assert stages == [("0", "6.0", ""), ("1", "6.0", " (chosen)"), ("2", "9.0", ""), ("3", "18.0", "")]
     line = traffic_line([ONE], 3, outer=2, divides_outer=True, **sizes)
-    assert "over 2 groups of 2 ranks" in line and tells(line, "--outer-dp-sharding-strategy 10.5 MiB")
+    assert "2 groups of 2 ranks" in line and tells(line, "--outer-dp-sharding-strategy 10.5 MiB")

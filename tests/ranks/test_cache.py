@@ -116,7 +116,7 @@ def test_what_fails_on_the_last_stage_is_heard_on_every_rank(layout):
     def work(mesh: Mesh) -> str:
         model = build(mesh, GPT2, sp=False)[0].module
         steps = generate_batch(model, [[1]], max_new_tokens=2, max_length=SEQ, stop_id=None, choose=[broken], mesh=mesh)
-        with pytest.raises((ValueError, RuntimeError), match="the weights are broken") as caught:
+        with pytest.raises((ValueError, RuntimeError), match="weights") as caught:
             next(steps)
         return type(caught.value).__name__
 
@@ -142,7 +142,7 @@ def test_a_cache_under_sequence_parallelism_is_refused():
     def work(mesh: Mesh) -> None:
         model = build(mesh, GPT2, sp=True)[0].module
         steps = generate_batch(model, [[1, 2]], max_new_tokens=1, max_length=SEQ, stop_id=None, choose=[len], mesh=mesh)
-        with pytest.raises(ValueError, match="build the model without sequence parallelism"):
+        with pytest.raises(ValueError, match="sequence parallel"):
             next(steps)
 
     run_ranks({"tp": 2}, work)

@@ -46,7 +46,7 @@ def test_every_setting_that_changes_the_course_of_a_resumed_run_is_said(said, ch
     expected = {name: f"{change[0]} before, {change[1]} now" for name, change in COURSE.items() if change is not None}
     assert told == expected | {"train_iters": "4 before, 5 now", "global_batch_size": "1 before, 2 now"}
     rate = re.search(r"the learning rate follows this run's settings.*", text)
-    assert rate is not None and "decay 4 before, 5 now" in rate[0]
+    assert rate is not None and tells(rate[0], "decay 4 5")
 
 
 def test_the_weights_alone_are_taken_by_another_course_without_a_line(said, checkpoints):
@@ -114,7 +114,7 @@ def test_a_setting_of_the_model_that_this_code_does_not_know_is_refused(checkpoi
     newer = edited(checkpoints, tmp_path / "newer", squared)
     assert tells(refused(f"--train-iters 5 --load {newer}"), "squared_relu")
     course = edited(checkpoints, tmp_path / "course", lambda state: state["config"]["training"].update(curriculum=3))
-    assert "resumed with another curriculum: 3 before, unknown now" in said(f"--train-iters 4 --load {course}")
+    assert tells(said(f"--train-iters 4 --load {course}"), "curriculum 3")
 
 
 FORGED = {

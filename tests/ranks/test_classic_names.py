@@ -416,7 +416,7 @@ def test_a_fork_draws_from_a_state_of_its_own_and_leaves_the_other_alone():
             inside_again = torch.rand(2)
         with pytest.raises(ValueError, match="tracked already"):
             tracker.add("model-parallel-rng", 1)
-        with pytest.raises(ValueError, match="no random state 'mine' is tracked"), tracker.fork("mine"):
+        with pytest.raises(ValueError, match="'mine'"), tracker.fork("mine"):
             pass
         return outside, after, inside, inside_again
 
@@ -491,7 +491,7 @@ def test_vocabulary_ranges_and_splits():
     assert VocabUtility.vocab_range_from_per_partition_vocab_size(5, 2, 4) == (10, 15)
     a, b = mt.split_tensor_along_last_dim(torch.arange(8).view(2, 4), 2, contiguous_split_chunks=True)
     assert a.tolist() == [[0, 1], [4, 5]] and b.tolist() == [[2, 3], [6, 7]] and a.is_contiguous()
-    with pytest.raises(ValueError, match="7 is not divisible by 2"):
+    with pytest.raises(ValueError, match=r"7 .* 2"):
         mt.divide(7, 2)
 
 

@@ -551,5 +551,5 @@ def test_a_model_that_forgets_sequence_parallelism_is_told_of_it(agreed: int, wh
 
 
 def test_a_schedule_that_leaves_work_behind_is_our_mistake():
-    with pytest.raises(RuntimeError, match=r"the schedule is not complete, it leaves \{'roots': \[\(0, 0\)\]\}"):
+    with pytest.raises(RuntimeError, match=r"\{'roots': \[\(0, 0\)\]\}"):
         run_ranks({}, lambda mesh: execute(mesh, [[Action(Op.F, 0, 0)]], {0: Stage(0)}))

@@ -471,7 +471,7 @@ def test_a_batch_of_another_shape_is_an_error():
 
     with pytest.raises(RuntimeError) as error:
         run_ranks({"tp": 2}, work)
-    assert str(error.value) == "rank 0 failed: the batch holds {'tokens': (2, 5)}, but the settings say (2, 3)"
+    assert "{'tokens': (2, 5)}" in str(error.value) and "(2, 3)" in str(error.value)
 
 
 LAYERS = {
@@ -573,7 +573,7 @@ def test_the_ledger_notes_local_bytes():
 def test_a_dimension_that_the_ranks_do_not_divide_is_an_error():
     with pytest.raises(RuntimeError) as error:
         run_ranks({"tp": 4}, lambda mesh: comm.reduce_scatter(torch.zeros(6), mesh["tp"]))
-    assert str(error.value.__cause__) == "a dimension of 6 cannot be divided evenly over the 4 ranks of axis tp"
+    assert tells(error.value.__cause__, "6 4 tp")
 
 
 # failing ranks -> whose message the others hear

@@ -41,7 +41,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.resume.checks import check_same_optimizer
 from megatron.training.resume.state import TrainState
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
-from megatron.training.watch.log import TrainingLog
+from megatron.training.watch.log import StepNumbers, TrainingLog
 
 TOLERANCE = 1e-10
 BATCH = 24
@@ -244,7 +244,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(victim: int):
 
 def test_a_fixed_scale_skips_and_stays_or_raises():
     run = Run(FP16, loss_scale=LossScaleConfig(loss_scale=256.0), overflows=frozenset({(0, 1)}))
-    with pytest.raises(RuntimeError, match="the gradient's norm is"):
+    with pytest.raises(RuntimeError, match="norm"):
         ranks_of(run)
 
     def unchecked(mesh: Mesh) -> list[StepResult]:
@@ -377,14 +377,14 @@ def test_another_optimizers_state_is_refused(tmp_path):
 
 
 def test_the_log_counts_skipped_steps_and_leaves_out_their_losses():
-    log = TrainingLog(train_iters=10, global_batch_size=4, log_interval=3)
+    log = TrainingLog(train_iters=10, log_interval=3)
     log.add({"lm loss": 2.0})
     log.add({"lm loss": 7.0}, skipped=True)
-    resumed = TrainingLog(10, 4, 3)
+    resumed = TrainingLog(10, 3)
     resumed.load_state(json.loads(json.dumps(log.state())))
     resumed.add({"lm loss": 4.0})
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        resumed.line_if_due(3, 12, 0.5, None, decoupled_lr=0.25, loss_scale=512.0)
+        resumed.line_if_due(StepNumbers(3, 12, 4, 0.5, decoupled_lr=0.25, loss_scale=512.0))
     expected = (
         "learning rate: 5.000000E-01 | decoupled learning rate: 2.500000E-01 | global batch size:     4 | "
         "lm loss: 3.000000E+00 | loss scale: 512.0 | number of skipped iterations:   1 | number of nan iterations:   0 |"

@@ -304,7 +304,7 @@ def test_no_dropout_in_evaluation_or_at_probability_zero():
 
 
 def test_a_row_without_a_named_sample_is_our_mistake():
-    with pytest.raises(AssertionError, match="dropout for row 1, but only 1 samples named"):
+    with pytest.raises(AssertionError, match=r"row 1.* 1 sample"):
         hidden_kept((5,), shape=(8, 2, 32))
 
 

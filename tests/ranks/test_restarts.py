@@ -85,7 +85,7 @@ def test_a_smaller_batch_goes_on_after_the_last_sample_read(said, tmp_path):
     text = said(f"{both} --global-batch-size 10", datasets=provide)
     assert data.read == list(range(3 * 4 + 2 + 2 * 10))
     assert asked == [24, 24, 34], "no fewer than before, so that a shuffled data set keeps its order"
-    assert "asking for 34 training samples, and before for 24: their order may not be the same" in text
+    assert any(tells(line, "34 24") for line in text.splitlines())
 
 
 def test_a_finished_run_says_so_and_evaluates(said, tmp_path):
@@ -128,7 +128,7 @@ def test_what_is_consumed_counts_among_what_is_needed(said, refused, tmp_path):
     provide = lambda counts: (Numbers(12), None, None)  # noqa: E731
     said(f"{both} --exit-interval 3 --global-batch-size 2", datasets=provide)
     message = refused(f"{both} --global-batch-size 3", datasets=provide)
-    assert "12 samples, but 3 iterations of 9 samples together after the 6 already consumed need 15" in message
+    assert tells(message, "12 3 9 6 15")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit):
             run(f"{flags} {more} --load {tmp_path / saved}", script=other)
         assert said in (text := capsys.readouterr().err) and text.startswith("cannot start, 1 problem(s):")
-        assert not more or "holds parameters that this run's model lacks: " in text
+        assert not more or "parameters" in text
 
 
 @pytest.mark.full

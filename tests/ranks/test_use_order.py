@@ -93,4 +93,4 @@ def test_a_step_compares_as_often_as_the_pages_say(stage: int, at_once: bool, ti
 
 def test_ranks_that_are_together_are_named_together():
     message = difference([["x", "end"], ["x", "y", "end"], ["x", "end"]], ranks=(1, 3, 5))
-    assert ": rank 1, 5 end; rank 3 y. In" in message
+    assert "rank 1, 5 end; rank 3 y" in message

@@ -175,7 +175,7 @@ def test_what_needs_no_values_can_be_asked_of_a_released_parameter():
             with pytest.raises(RuntimeError, match=r"(?s)layers\.[01]\.\w+.*ZeRO.*3"):
                 use()
 
-        with pytest.raises(ValueError, match="tensors of its own where parameters are views of contiguous buffers"):
+        with pytest.raises(ValueError, match="contiguous buffers"):
             model.load_state_dict({"layers.0.weight": torch.zeros(8, 8)}, strict=False, assign=True)
 
     run_ranks({"dp": 2}, work)
