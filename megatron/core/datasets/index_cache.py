@@ -8,19 +8,18 @@ A run reads every file whole against its hash before it uses it. One process doe
 files are shared, so that a thousand readers would see the same bytes, and ask the file system for each a thousand times.
 """
 
-import contextlib
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDataset, unmapped
+from megatron.core.datasets.indexed import IndexedDataset, mapping
 from megatron.core.storage.atomic import atomic_file
 
 _FORMAT = 3  # of the cache; raise it whenever the same fields give other arrays
@@ -74,7 +73,7 @@ class IndexCache:
 
     def write(self, arrays: tuple[np.ndarray, ...]) -> None:
         """Write the arrays, one for each part. Raises ValueError if that fails."""
-        with self._named_when_unwritable():
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path("description.txt").unlink(missing_ok=True)
             for part, array in zip(self.parts, arrays, strict=True):
@@ -82,6 +81,11 @@ class IndexCache:
                     np.save(file, array, allow_pickle=False)
             with atomic_file(self.path("description.txt")) as file:
                 file.write(json.dumps(self._description(), indent=4).encode())
+        except OSError as error:
+            raise ValueError(
+                f"cannot write the index cache in {self.folder}: {error.strerror}; set --data-cache-path to a folder "
+                "that can be written"
+            ) from error
 
     def is_complete(self, say: Callable[[str], None]) -> bool:
         """Whether every file is there as it was written, read and hashed whole; `say` hears of damaged ones.
@@ -101,46 +105,26 @@ class IndexCache:
 
     def load(self) -> tuple[np.ndarray, ...]:
         """The arrays, memory-mapped. Raises ValueError for files that cannot be read or are no arrays."""
-        arrays = []
-        for part in self.parts:
-            path = self.path(f"{part}.npy")
-            try:
-                arrays.append(open_array(path))
-            except OSError as error:
-                if error.errno == errno.ENOMEM:
-                    raise unmapped(path) from None
-                raise ValueError(
-                    f"{path} cannot be read ({error.strerror}): the process that builds the index cache failed (see "
-                    "its message), or its folder is not shared by all hosts; set --data-cache-path to a folder that "
-                    "they share"
-                ) from None
-            except ValueError as error:
-                raise ValueError(f"{path} is damaged ({error}); delete it") from None
-        return tuple(arrays)
+        return tuple(_open_array(self.path(f"{part}.npy")) for part in self.parts)
 
     def _description(self) -> dict[str, Any]:
-        """What the description says of the files as they are."""
+        """The description of the files as they are."""
         return {**self.fields, "sha256": {part: _hash_of_blocks(self.path(f"{part}.npy")) for part in self.parts}}
 
-    @contextlib.contextmanager
-    def _named_when_unwritable(self) -> Iterator[None]:
+
+def _open_array(path: Path) -> np.ndarray:
+    with mapping(path):
         try:
-            yield
+            return np.lib.format.open_memmap(path, mode="r")  # not np.load, which opens archives and pickles too
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise
             raise ValueError(
-                f"cannot write the index cache in {self.folder}: {error.strerror}; set --data-cache-path to a folder "
-                "that can be written"
-            ) from error
-
-
-def open_array(path: Path | str) -> np.ndarray:
-    """The array of a .npy file, memory-mapped. Raises ValueError for a file that is not one, OSError as `open` does."""
-    try:
-        return np.lib.format.open_memmap(path, mode="r")  # not np.load, which opens archives and pickles too
-    except OSError:
-        raise
-    except Exception as error:  # of many types: numpy reads the header as if it were a line of Python
-        raise ValueError(str(error)) from None
+                f"{path} cannot be read ({error.strerror}): the process that builds the index cache failed (see its "
+                "message), or its folder is not shared by all hosts; set --data-cache-path to a folder that they share"
+            ) from None
+        except Exception as error:  # of many types: numpy reads the header as if it were a line of Python
+            raise ValueError(f"{path} is damaged ({error}); delete it") from None
 
 
 def _hash_of_blocks(path: Path) -> str:

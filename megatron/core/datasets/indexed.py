@@ -16,11 +16,13 @@ PREFIX.idx, little-endian, N sequences, D = documents + 1:
 Plain text has one sequence a document; text split into sentences has many.
 """
 
+import contextlib
 import errno
 import glob
 import operator
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,26 +137,22 @@ def _map(path: str, dtype: np.dtype) -> np.ndarray:
     """The whole file as a read-only array."""
     if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    try:
+    with mapping(path):
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+@contextlib.contextmanager
+def mapping(path: str | Path) -> Iterator[None]:
+    """A file that the system does not map is a ValueError: a blend of ten thousand data sets takes ten maps for each or so."""
+    try:
+        yield
     except OSError as error:
-        raise (unmapped(path) if error.errno == errno.ENOMEM else error) from None
-
-
-def unmapped(path: str | Path) -> ValueError:
-    """What to say of a file that the system would not map, as of one data set of ten thousand: each takes ten maps or so."""
-    return ValueError(
-        f"{path} cannot be mapped into memory: this process has as many maps or as much address space as the system "
-        "allows; merge data sets (tools/merge_datasets.py), or raise the limit (sysctl vm.max_map_count, ulimit -v)"
-    )
-
-
-class _Header(NamedTuple):
-    magic: bytes
-    version: int
-    code: int
-    sequences: int
-    documents: int
+        if error.errno != errno.ENOMEM:
+            raise
+        raise ValueError(
+            f"{path} cannot be mapped into memory: this process has as many maps or as much address space as the system "
+            "allows; merge data sets (tools/merge_datasets.py), or raise the limit (sysctl vm.max_map_count, ulimit -v)"
+        ) from None
 
 
 class _Index(NamedTuple):
@@ -173,14 +171,14 @@ def _read_index(path: str, multimodal: bool) -> _Index:
             f"{path} does not begin as an index of tokens does: it is another kind of file, or damaged; preprocess "
             "again"
         )
-    header = _Header(*HEADER.unpack(content[: HEADER.size].tobytes()))
-    if header.version != VERSION:
-        raise ValueError(f"{path} has version {header.version}; this reader knows version {VERSION}; preprocess again")
-    if header.code not in DTYPES:
-        known = f"known are 1 to {len(DTYPES)}"
-        raise ValueError(f"{path} has the unknown dtype code {header.code}, {known}; preprocess again")
-    sequences = header.sequences
-    without_modes = HEADER.size + 12 * sequences + 8 * header.documents
+    header = HEADER.unpack(content[: HEADER.size].tobytes())
+    version, code = header[1:3]
+    sequences, documents = header[3:]
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version}; this reader knows version {VERSION}; preprocess again")
+    if code not in DTYPES:
+        raise ValueError(f"{path} has the unknown dtype code {code}, known are 1 to {len(DTYPES)}; preprocess again")
+    without_modes = HEADER.size + 12 * sequences + 8 * documents
     expected = without_modes + sequences * multimodal
     if sequences and {len(content), expected} == {without_modes, without_modes + sequences}:
         carries = "no mode for each sequence: it is" if multimodal else "a mode for each sequence: it seems"
@@ -194,7 +192,7 @@ def _read_index(path: str, multimodal: bool) -> _Index:
         )
     parts = np.split(content[HEADER.size :], [4 * sequences, 12 * sequences, without_modes - HEADER.size])
     kinds = ("<i4", "<i8", "<i8", "i1")
-    return _Index(np.dtype(DTYPES[header.code]), *(part.view(kind) for part, kind in zip(parts, kinds)))
+    return _Index(np.dtype(DTYPES[code]), *(part.view(kind) for part, kind in zip(parts, kinds)))
 
 
 def _check_sequences(path: str, index: _Index) -> None:

@@ -123,11 +123,6 @@ class SplitPlan:
     blend: Blend | None
     order_folder: Path  # of the blend's cache
 
-    @property
-    def folders(self) -> list[Path]:
-        """Those of its caches."""
-        return [*(part.cache.folder for part in self.parts), *([self.order_folder] if self.blend else [])]
-
     def readings(self) -> list[Reading]:
         """What the run reads of each part; empty for a kind that does not say."""
         if any(part.known_samples is None for part in self.parts):
@@ -196,7 +191,7 @@ def build_datasets(config: DataConfig, kind: SampleKind, num_samples: list[int |
 def _build(plans: list[SplitPlan], kind: SampleKind, building: Building) -> None:
     files = {part.indexed.prefix: part.indexed for plan in plans for part in plan.parts}
     kind.look_at_all(list(files.values()), building)
-    for folder in {folder for plan in plans for folder in plan.folders}:
+    for folder in {folder for plan in plans for folder in (plan.order_folder, *(p.cache.folder for p in plan.parts))}:
         remove_abandoned(folder)
     for plan in plans:
         plan.build(building)
