@@ -11,7 +11,8 @@ __getattr__, __dir__ = lazy_names(
     {
         "megatron.core.stage_map": "StageMap loop",
         ".stage": "split_layers",
-        ".schedule": "stage_map stages_in forwards_over Op Action Schedule gpipe one_f_one_b interleaved zb_h1 defer_weight_grads forward_only SCHEDULES",
+        ".schedule": "SCHEDULES stage_map stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 "
+        "defer_weight_grads forward_only forwards_over",
         ".lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
         ".simulate": "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show",
         ".plot": "plot_text plot_svg chrome_trace",

@@ -46,9 +46,11 @@ class Executor:
         nominal_tokens: float = 1.0,
         around: Callable[[Action], AbstractContextManager] | None = None,
     ):
-        self.chunks, self.stages, self.transport = chunks, stages, transport
-        self.forward_step, self.data_iterators, self.nominal_tokens = forward_step, data_iterators, nominal_tokens
-        self.begin, self.reduce, self.weight_grads = begin, reduce, weight_grads or WeightGradStore()
+        self.chunks, self.stages = chunks, stages
+        self.transport, self.nominal_tokens = transport, nominal_tokens
+        self.forward_step, self.data_iterators = forward_step, data_iterators
+        self.begin, self.reduce = begin, reduce
+        self.weight_grads = weight_grads or WeightGradStore()
         self.around = around
         self.inputs: dict[Key, tuple[_Input, ...]] = {}
         self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until they are sent
@@ -65,7 +67,8 @@ class Executor:
         Every pipeline rank must call with the same schedule. `loss_scale` multiplies what is differentiated, not what is
         reported. An error carries the action and the grid around it.
         """
-        self.training, self.loss_scale, self.totals = training, loss_scale, LossTotals()
+        self.training, self.loss_scale = training, loss_scale
+        self.totals = LossTotals()
         with torch.set_grad_enabled(training):
             for index, action in enumerate(schedule[rank]):
                 try:
@@ -88,7 +91,7 @@ class Executor:
     # ---------------------------------------------------------------- compute
 
     def forward(self, action: Action) -> None:
-        _, stage, microbatch = action
+        stage, microbatch = action[1:]
         key, chunk = (stage, microbatch), self.chunks[stage]
         self.begin(action)
         inputs = tuple(x.enter() for x in self.inputs.get(key, ()))
@@ -114,7 +117,7 @@ class Executor:
 
     def backward(self, action: Action) -> None:
         """Gradients of the stage's input and weights. A stage of which nothing is trained has neither."""
-        _, stage, microbatch = action
+        stage, microbatch = action[1:]
         key = (stage, microbatch)
         self.begin(action)
         roots, inputs = self.roots.pop(key), self.inputs.pop(key, ())

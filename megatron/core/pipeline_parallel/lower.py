@@ -66,7 +66,8 @@ def add_transfers(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST) -
         direction = DIRECTION_OF[producer.op]
         consumer = producer._replace(stage=producer.stage + _STEP_OF[direction])
         if 0 <= consumer.stage < len(ranks) and ranks[consumer.stage] != ranks[producer.stage]:
-            (rank, produced), (peer, consumed) = home[producer], home[consumer]
+            rank, produced = home[producer]
+            peer, consumed = home[consumer]
             rows[rank].send(producer, direction, produced)
             rows[peer].receive(consumer, direction, consumed, time.start[producer])
     return [row.merged() for row in rows]
@@ -85,14 +86,14 @@ class _Row:
 
     def send(self, producer: Action, direction: str, index: int) -> None:
         """Add the SEND of compute `index`, and the SENT of the send before it."""
-        send, sent, _, _ = _OPS_OF[direction]
+        send, sent = _OPS_OF[direction][:2]
         self._begin(producer.with_op(send), direction, index + 1)
         self._place_sent(direction, index + 1)
         self.leaving[direction] = producer.with_op(sent)
 
     def receive(self, consumer: Action, direction: str, index: int, moment: float) -> None:
         """Add the RECV of compute `index`, and its POST before what the rank computes at `moment`."""
-        _, _, post, recv = _OPS_OF[direction]
+        post, recv = _OPS_OF[direction][2:]
         self._begin(consumer.with_op(post), direction, bisect_right(self.ends, moment))
         self.waits[index].append(consumer.with_op(recv))
 

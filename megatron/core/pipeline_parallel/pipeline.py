@@ -75,11 +75,12 @@ class Pipeline:
         device: torch.device | str = "cpu",
         poison: bool = False,
     ):
-        self.chunks, self.mesh, self.batch = chunks, mesh, batch
+        self.chunks, self.mesh = chunks, mesh
+        self.batch, self.device = batch, device
         self.keys = _keys_in(chunks) if keys is None else {keys}
         self.stages = stage_map(schedule_name, mesh["pp"].size, len(chunks))
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
-        self.forward_step, self.weight_grads, self.device = forward_step, weight_grads, device
+        self.forward_step, self.weight_grads = forward_step, weight_grads
         self.schedule_name = schedule_name
         self.around: Callable[[Action], AbstractContextManager] | None = None  # entered for each action
         self._schedules: dict[bool, tuple[int, Schedule]] = {}  # by whether it trains

@@ -10,7 +10,10 @@ from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, bubble, locat
 _FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
 _LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
 # In SVG units, which a browser shows as pixels. A letter is as wide as any of a sans-serif face at its size: 12, in titles 15.
-_ROW, _MARGIN, _DIGIT, _MAX_WIDTH, _SQUARE, _LETTER, _TITLE_LETTER = 26, 60, 7, 6000, 36, 7, 9
+_ROW, _MARGIN = 26, 60
+_SQUARE, _MAX_WIDTH = 36, 6000
+_DIGIT = _LETTER = 7
+_TITLE_LETTER = 9
 
 
 def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:

@@ -85,7 +85,8 @@ def simulate(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transf
     """
     _check_cost(schedule, cost)
     home, num_stages = locate(schedule), count_stages(schedule)
-    start, end, clock = {}, {}, [0.0] * len(schedule)
+    start, end = {}, {}
+    clock = [0.0] * len(schedule)
 
     def attempt(rank: int, heads: list[int]) -> list[Action]:
         action = schedule[rank][heads[rank]]
@@ -120,7 +121,8 @@ def bubble_in_theory(
         return None
     if name != "zb-h1":
         return (p - 1) / (v * m)
-    forward, input_grad, weight_grad = (cost[op] for op in (Op.F, Op.I, Op.W))
+    forward, input_grad = cost[Op.F], cost[Op.I]
+    weight_grad = cost[Op.W]
     idle = (p - 1) * (forward + input_grad) - (min(p, m) - 1) * min(forward, input_grad, weight_grad)
     return idle / (m * (forward + input_grad + weight_grad))
 

@@ -45,7 +45,8 @@ class Transport:
         poison: bool = False,
     ):
         self.axes = {"forward": mesh["pp_forward"], "backward": mesh["pp_backward"]}
-        self.boundary, self.device, self._poison = boundary, device, poison
+        self.boundary, self.device = boundary, device
+        self._poison = poison
         divides = copies_over is not None and all(prod(spec.shape) % copies_over.size == 0 for spec in boundary)
         self._copies_over = copies_over if divides and copies_over.size > 1 else None
 
