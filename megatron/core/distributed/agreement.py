@@ -4,10 +4,10 @@ Each of them has a part of everyone's parameters and sums. So a rank whose forwa
 others', as a branch on data may, would gather another layer than they do: a wait for ever, or, of layers of one size,
 wrong numbers without a word.
 
-    always                        the calls of a step are compared once, before its update: two integers travel
-    --poison-released-buffers     each call is compared before it is made, so that ranks do not wait for one another first where layers
-                                  differ in size or number; ranks then run in step, 0.1 to 0.2 ms a call between
-                                  processes on a CPU
+    always                       the calls of a step are compared once, before its update: two integers travel
+    --poison-released-buffers    each call is compared before it is made, so that ranks do not wait for one another first
+                                 where layers differ in size or number; ranks then run in step, 0.1 to 0.2 ms a call
+                                 between processes on a CPU
 """
 
 from dataclasses import replace

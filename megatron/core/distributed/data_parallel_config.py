@@ -70,7 +70,7 @@ class DataParallelConfig(FlagConfig):
             yield f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
         elif self.use_distributed_optimizer and 0 in asked.values():
             yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
-        if self.stage > 1 and self.fixed_order_grad_reduce:
+        if self.zero.passes_grads and self.fixed_order_grad_reduce:
             yield (
                 f"--fixed-order-grad-reduce keeps the gradients of every microbatch, but ZeRO stage {self.stage} none of "
                 "them; use stage 0 or 1"
@@ -80,21 +80,21 @@ class DataParallelConfig(FlagConfig):
             (f"--num-distributed-optimizer-instances {instances}", instances > 1),
             ("--overlap-param-gather", self.overlap_param_gather),
         ):
-            if given and self.stage == 0:
+            if given and not self.zero.shards_state:
                 yield f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too"
         bf16 = "--main-grads-dtype bf16" if self.main_grads_dtype == "bf16" else None
         sent = bf16 or ("--grad-reduce-in-bf16" if self.grad_reduce_in_bf16 else None)
-        if self.reduce_scatter_with_fp32_accumulation and (sent is None or self.stage == 0):
+        if self.reduce_scatter_with_fp32_accumulation and (sent is None or not self.zero.shards_state):
             yield (
                 "--reduce-scatter-with-fp32-accumulation sums what travels in bfloat16 to shards of a gradient; give "
                 "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
-        if bf16 and (self.stage == 0 or self.fixed_order_grad_reduce):
+        if bf16 and (not self.zero.shards_state or self.fixed_order_grad_reduce):
             yield (
                 f"{bf16} keeps float32 sums of a rank's shard only; give --use-distributed-optimizer (or --zero-stage 1 to "
                 "3), and leave out --fixed-order-grad-reduce, or leave it out"
             )
-        if self.outer_dp_sharding_strategy == "optim" and (self.stage < 3 or instances < 2):
+        if self.outer_dp_sharding_strategy == "optim" and (not self.zero.passes_params or instances < 2):
             yield (
                 "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in "
                 "shards; give --zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
@@ -130,10 +130,11 @@ class DataParallelConfig(FlagConfig):
 
     def bucket_numel(self, ranks: int) -> int | None:
         """Elements in a bucket; None for one bucket, where nothing overlaps."""
-        divides = self.cuts_by_size or self.stage == 3
+        divides = self.cuts_by_size or self.zero.passes_params
         return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if divides else None
 
     @property
     def cuts_by_size(self) -> bool:
         """Whether buckets are made by their size: there are several, and they are no layers."""
-        return self.stage < 3 and (self.overlap_grad_reduce or self.overlap_param_gather or self.stage == 2)
+        overlaps = self.overlap_grad_reduce or self.overlap_param_gather
+        return not self.zero.passes_params and (overlaps or self.zero.passes_grads)

@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config or DataParallelConfig()
         self._weight_grads = weight_grads or WeightGradStore()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
-        trained = self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if not hasattr(parameter, "placement"):
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
@@ -107,8 +107,8 @@ class DistributedDataParallel(nn.Module):
         self._choose_strategies()
         self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
         # Parameters that pass have no memory to be at; their class sees to it that nobody gives them another.
-        lasting = {} if self.config.zero.passes_params else trained
-        self._addresses = {name: p.data_ptr() for name, p in lasting.items()}
+        lasting = () if self.config.zero.passes_params else trained.values()
+        self._addresses = {p.slot: p.data_ptr() for p in lasting}
         self.zero_grad_buffer()
 
     def _choose_strategies(self) -> None:
@@ -185,7 +185,7 @@ class DistributedDataParallel(nn.Module):
                 "after, where training begins later"
             )
         with torch._C.DisableTorchFunctionSubclass():  # which would wait for parameters that are on their way
-            moved = [name for name, at in self._addresses.items() if self._trained[name].data_ptr() != at]
+            moved = [slot.name for slot, at in self._addresses.items() if slot.parameter.data_ptr() != at]
         if moved:
             raise RuntimeError(
                 f"{', '.join(moved[:5])}: no longer in the buffer that is trained, since something has set `.data`, as "

@@ -36,44 +36,56 @@ _FACTS = set(
 )
 
 
-class ReleasedParameter(nn.Parameter):
+class _Away:
+    """A tensor without its values: whatever needs them is said to `asked` first."""
+
+    __slots__ = ()  # so that a tensor can become one, and be itself again
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not _needs_no_values(func):
+            held = [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, cls)]
+            if (instead := cls.asked(getattr(func, "__name__", ""), held)) is not None:
+                return instead
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def asked(function: str, held: list[Any]) -> str | None:
+        """`function` is about to use these. What to answer in its place; None to let it."""
+        raise NotImplementedError
+
+
+class ReleasedParameter(_Away, nn.Parameter):
     """A parameter without its values. What is known without them can be asked for; everything else is an error with its
     name."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if _needs_no_values(func):
-            return _as_plain(func, args, kwargs)
-        held = _of_class(cls, args, kwargs)
-        name = _name_of(held)
-        if getattr(func, "__name__", "") == "__repr__":
-            return f"ReleasedParameter({name}, {tuple(held[0].shape)})"
+    @staticmethod
+    def asked(function: str, held: list[Any]) -> str | None:
+        if function == "__repr__":
+            return f"ReleasedParameter({_name_of(held)}, {tuple(held[0].shape)})"
         raise RuntimeError(
-            f"{name} is used while ZeRO stage 3 has released it: a rank has its values only while the module that holds it "
-            "runs. Compute with it inside that module's forward, or pass the parameter to a module without children as an "
-            "argument of its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
+            f"{_name_of(held)} is used while ZeRO stage 3 has released it: a rank has its values only while the module that "
+            "holds it runs. Compute with it inside that module's forward, or pass the parameter to a module without "
+            "children as an argument of its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
         )
 
 
-class ArrivingParameter(nn.Parameter):
+class ArrivingParameter(_Away, nn.Parameter):
     """A parameter whose updated values are on their way, in stages 1 and 2: who asks for them waits, be it outside the
     forward of the module that holds it, for which a hook waits."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for x in [] if _needs_no_values(func) else _of_class(cls, args, kwargs):
-            x.slot.arrive()
-        return _as_plain(func, args, kwargs)
+    @staticmethod
+    def asked(function: str, held: list[Any]) -> None:
+        for parameter in held:
+            parameter.slot.arrive()
 
 
-class ReleasedGradient(Tensor):
+class ReleasedGradient(_Away, Tensor):
     """A `main_grad` without its values, likewise."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if _needs_no_values(func):
-            return _as_plain(func, args, kwargs)
-        held = _of_class(cls, args, kwargs)
+    @staticmethod
+    def asked(function: str, held: list[Any]) -> str | None:
         raise RuntimeError(
             f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: a rank has it only from its "
             "first gradient of a microbatch until it is summed over the ranks. To add to it, call "
@@ -91,16 +103,6 @@ def become(kind: type, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if type(tensor) in family:
             tensor.__class__ = kind
-
-
-def _as_plain(func: Any, args: tuple, kwargs: dict | None) -> Any:
-    """What torch does for tensors of no class of their own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
-
-
-def _of_class(kind: type, args: tuple, kwargs: dict | None) -> list[Any]:
-    return [x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, kind)]
 
 
 def _name_of(held: list[Any]) -> str:

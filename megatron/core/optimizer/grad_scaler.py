@@ -31,8 +31,8 @@ class LossScaleConfig(FlagConfig):
         for name in ("initial_loss_scale", "min_loss_scale"):
             if not is_power_of_two(value := getattr(self, name)):
                 yield f"{flag_of(name)} is {value}; it must be a power of two, so that scaling rounds nothing, such as 65536"
-        if self.min_loss_scale > self.initial_loss_scale:
-            yield f"--min-loss-scale is {self.min_loss_scale}; it must be at most --initial-loss-scale ({self.initial_loss_scale})"
+        if self.min_loss_scale > (initial := self.initial_loss_scale):
+            yield f"--min-loss-scale is {self.min_loss_scale}; it must be at most --initial-loss-scale ({initial})"
 
 
 def is_power_of_two(number: float) -> bool:

@@ -73,7 +73,7 @@ class FlatOptimizer:
             kind: [one.zeros(among=lambda name, kind=kind: self._keeps(name, kind)) for one in kept] for kind in kinds
         }
         self.step_count = 0  # updates that the moments have seen
-        self._counted = [_counted_runs(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
+        self._weighted = [_weighted_gradients(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
         self._frozen = set[int]()
         self._divide()
 
@@ -168,10 +168,10 @@ class FlatOptimizer:
     def _sum_of_squares(self, model: Axis) -> Tensor:
         """Of the gradients of the parameters whose copies are spread over `model`, all of whose ranks must call."""
         total, shard_axes = torch.zeros((), dtype=torch.float64, device=self.device), ()
-        for buffer, counted in zip(self.buffers, self._counted):
+        for buffer, weighted in zip(self.buffers, self._weighted):
             if buffer.axes.model.ranks == model.ranks:
                 shard_axes = (buffer.axes.shard, buffer.axes.outer)
-                for weight, part in _weighted_gradients(buffer, counted):
+                for weight, part in weighted:
                     total += weight * _sum_of_squares(part)  # 0 x infinity is NaN
         for axis in shard_axes:
             comm.all_reduce(total, axis)
@@ -180,11 +180,7 @@ class FlatOptimizer:
     def _squares_of_all_parameters(self) -> list[float]:
         """The sum of squares of each piece of a parameter, from all ranks of mp, with some zeros; in no certain order,
         so add them up exactly. Each is summed as a tensor of its own, for a sum's bits depend on where it begins."""
-        mine = [
-            weight * part.double().square().sum()
-            for buffer, counted in zip(self.buffers, self._counted)
-            for weight, part in _weighted_gradients(buffer, counted)
-        ]
+        mine = [weight * part.double().square().sum() for weighted in self._weighted for weight, part in weighted]
         length = comm.all_reduce(torch.tensor([len(mine)], device=self.device), self.mesh["mp"], "max").item()
         padded = torch.zeros(int(length), dtype=torch.float64, device=self.device)
         if mine:
@@ -338,33 +334,23 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return torch.stack(sums).sum() if sums else x.new_zeros((), dtype=torch.float64)
 
 
-def _counted_runs(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list[tuple[int, int]]:
-    """The parts of the buffer that this rank speaks for in sums over the model; `join`: neighbours as one part."""
-    slots, counted = buffer.plan.slots, []
+def _weighted_gradients(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list[tuple[float, Tensor]]:
+    """All sums of gradients that this rank has of the buffer, in parts: weight 1 where it speaks for them in sums over
+    the model, else 0. `join`: neighbours as one part."""
+    slots, end = buffer.plan.slots, 0
+    parts: list[tuple[float, int, int]] = []
     for slot, next_start in zip(slots, [slot.start for slot in slots[1:]] + [buffer.plan.numel]):
         shape = tuple(buffer.parameters[slot.name].shape)
         for _, local in owned_pieces(buffer.parameters[slot.name].placement, shape, mesh):
             start, stop = (slot.start + at for at in flat_run(local, shape))
-            if join:
-                stop = next_start if stop == slot.stop else stop  # the gap that alignment leaves is zero
-                if counted and counted[-1][1] == start:
-                    start = counted.pop()[0]
-            counted.append((start, stop))
-    return counted
-
-
-def _weighted_gradients(buffer: ParamAndGradBuffer, counted: list[tuple[int, int]]) -> Iterator[tuple[float, Tensor]]:
-    """All sums of gradients that this rank has of the buffer, in parts: weight 1 where it speaks for them, else 0."""
-    for weight, first, last in _weighted(counted, buffer.plan.numel):
-        for start, stop in overlaps(buffer.sums.held, first, last):
-            yield weight, buffer.sums.at(start, stop)
-
-
-def _weighted(counted: list[tuple[int, int]], numel: int) -> list[tuple[float, int, int]]:
-    """The whole buffer in runs (weight, start, stop): weight 1 for those counted, 0 for the rest."""
-    result, end = [], 0
-    for start, stop in counted:
-        result += [(0.0, end, start)] if end < start else []
-        result.append((1.0, start, stop))
-        end = stop
-    return result + ([(0.0, end, numel)] if end < numel else [])
+            if join and stop == slot.stop:
+                stop = next_start  # the gap that alignment leaves is zero
+            if end < start:
+                parts.append((0.0, end, start))
+            elif join and parts:
+                start = parts.pop()[1]
+            parts.append((1.0, start, stop))
+            end = stop
+    parts.append((0.0, end, buffer.plan.numel))
+    held = buffer.sums.held
+    return [(weight, buffer.sums.at(*run)) for weight, *span in parts for run in overlaps(held, *span)]

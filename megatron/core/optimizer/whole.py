@@ -57,23 +57,19 @@ def whole_tensors(
 ) -> dict[str, WholeTensor]:
     """Of each parameter. The ranks of tp tell one another what they hold: every one of them must call, with its parts
     of the same ones."""
-    tp = mesh["tp"]
-    found, divided = {}, {}
+    tp, divided = mesh["tp"], {}
     for name, parameter in parameters.items():
-        placement, local = parameter.placement, tuple(parameter.shape)
+        placement = parameter.placement
         if others := set(placement.shard) - {"tp"}:
             raise ConfigError(
                 f"{name} is divided over {', '.join(others)}; an optimizer of whole tensors gathers over tp only"
             )
         if placement.shard or placement.rows:
-            divided[name] = pieces(placement, local, mesh)
-        else:
-            found[name] = WholeTensor(local, local, ALONE, [])
-    if not divided:
-        return found
-    held = [json.loads(text) for text in comm.all_gather_texts(json.dumps(divided), tp, device)]
-    for name in divided:
-        parameter = parameters[name]
-        of_rank = [theirs[name] for theirs in held]
-        found[name] = WholeTensor(parameter.placement.shape, tuple(parameter.shape), tp, of_rank)
-    return found
+            divided[name] = pieces(placement, tuple(parameter.shape), mesh)
+    held = [json.loads(text) for text in comm.all_gather_texts(json.dumps(divided), tp, device)] if divided else []
+    return {
+        name: WholeTensor(p.placement.shape, tuple(p.shape), tp, [theirs[name] for theirs in held])
+        if name in divided
+        else WholeTensor(tuple(p.shape), tuple(p.shape), ALONE, [])
+        for name, p in parameters.items()
+    }
