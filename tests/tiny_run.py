@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megatron.core.boxes import pieces_of_run, size_of, slices
 from megatron.core.device import Device
+from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel

@@ -368,7 +368,7 @@ WAITS = {
     "core/optimizer/optimizer.py grad_norm: number read",
 }
 OF_STATE_ON_HOST = {"core/device.py result: event", "core/storage/stored.py start_writing: copy npu to cpu"}
-OF_ORDER = {f"core/distributed/agreement.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
+OF_ORDER = {f"core/distributed/call_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from said import tells
 from torch import Tensor, nn
 
 from megatron.core import comm
-from megatron.core.distributed.agreement import difference
+from megatron.core.distributed.call_order import difference
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh

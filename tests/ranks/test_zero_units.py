@@ -15,8 +15,8 @@ from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, run
 from torch import Tensor, nn
 
+from megatron.core.distributed.buffer import Transient
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.distributed.memory_buffer import Transient
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.tensor_parallel.linear import linear

@@ -7,6 +7,6 @@ __getattr__, __dir__ = lazy_names(
     {
         ".data_parallel_config": "DataParallelConfig",
         ".distributed_data_parallel": "DistributedDataParallel finalize_model_grads",
-        ".memory_buffer": "MemoryBuffer ParamAndGradBuffer",
+        ".buffer": "MemoryBuffer ParamAndGradBuffer",
     },
 )

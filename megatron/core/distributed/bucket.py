@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.device import to_device
-from megatron.core.distributed.agreement import UseOrder
-from megatron.core.distributed.memory_buffer import ParamAndGradBuffer
+from megatron.core.distributed.buffer import ParamAndGradBuffer
+from megatron.core.distributed.call_order import UseOrder
 from megatron.core.distributed.released import ArrivingParameter, ReleasedGradient, ReleasedParameter, become
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.pending import Pending

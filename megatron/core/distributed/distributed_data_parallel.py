@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.current_mesh import current
-from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.buffer import ACROSS_STAGES, ParamAndGradBuffer
+from megatron.core.distributed.call_order import UseOrder
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fetch import ParamFetcher, units_of
 from megatron.core.distributed.fixed_order import ReduceInFixedOrder
-from megatron.core.distributed.memory_buffer import ACROSS_STAGES, ParamAndGradBuffer
 from megatron.core.distributed.plan import Cut, Item, lay_out, overlaps
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.traffic import Flat

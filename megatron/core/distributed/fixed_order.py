@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron.core import comm
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.memory_buffer import MemoryBuffer, ParamAndGradBuffer
+from megatron.core.distributed.buffer import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.zero import GradReduce
 from megatron.core.grid import Axis

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from megatron.core.distributed.agreement import UseOrder
 from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.call_order import UseOrder
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.uses import Uses
 from megatron.core.weight_grads import WeightGradStore

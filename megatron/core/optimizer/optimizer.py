@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError
-from megatron.core.distributed.memory_buffer import ParamAndGradBuffer, Shard
+from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh

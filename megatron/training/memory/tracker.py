@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.distributed.buffer import Transient
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.memory_buffer import Transient
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.storage.stored import Stored
@@ -31,7 +31,7 @@ _READS = "core/tiers/tier.py"  # where what is read from a file is a slice of th
 # By the file, or by file and function, that asks for memory; None: whoever called it says.
 _KIND_OF = {
     "core/comm.py": None,
-    "core/distributed/memory_buffer.py": None,
+    "core/distributed/buffer.py": None,
     _READS: None,
     "core/distributed/fixed_order.py": "gradients",
     "core/distributed": "communication",
