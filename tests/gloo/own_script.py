@@ -17,9 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core import mpu, tensor_parallel
 from megatron.core.classic.tensor_parallel import tensor_parallel_of
-from megatron.core.classic.utils import init_method_normal
 from megatron.core.enums import ModelType
 from megatron.core.models.head import LanguageModelHead
+from megatron.core.random import DropoutKeys
+from megatron.core.transformer.context import LayerContext
+from megatron.core.utils import init_method_normal
 from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids
@@ -70,7 +72,8 @@ class MixerModel(nn.Module):
         layers = range(rank * per_stage, (rank + 1) * per_stage)
         self.layers = nn.ModuleDict({str(i): Mixer(config, args.activation_power) for i in layers})
         if post_process:
-            self.head = LanguageModelHead(config, args.padded_vocab_size, tp=tensor_parallel_of(config))
+            context = LayerContext(tensor_parallel_of(config), DropoutKeys(args.seed))
+            self.head = LanguageModelHead(config, args.padded_vocab_size, context)
         self.input_tensor = None
 
     def set_input_tensor(self, input_tensor):
