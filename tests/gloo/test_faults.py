@@ -65,15 +65,15 @@ def test_a_rank_asked_to_end_ends_the_job_in_order(data, tmp_path):
     assert tells(ended.stdout[0], f"{saved} SIGTERM")
 
 
-@pytest.mark.parametrize(
-    "layout, rank, how, message",
-    [
-        (Layout(tp=2, pp=2), 1, "before", "KeyError: 'the disk is on fire'"),
-        (Layout(pp=2), 0, "after", "KeyError: 'the disk is on fire'"),
-        pytest.param(Layout(dp=2), 0, "nan", "the gradient's norm is nan", marks=pytest.mark.full),  # as under torchrun
-        (Layout(pp=2), 1, "memory", "were asked for at once in failing_forward_step"),
-    ],
-)
+LAYOUTS_AND_MESSAGES = [
+    (Layout(tp=2, pp=2), 1, "before", "KeyError: 'the disk is on fire'"),
+    (Layout(pp=2), 0, "after", "KeyError: 'the disk is on fire'"),
+    pytest.param(Layout(dp=2), 0, "nan", "the gradient's norm is nan", marks=pytest.mark.full),  # as under torchrun
+    (Layout(pp=2), 1, "memory", "were asked for at once in failing_forward_step"),
+]
+
+
+@pytest.mark.parametrize("layout, rank, how, message", LAYOUTS_AND_MESSAGES)
 def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, message):
     """With the rank that had it; a gradient that is not finite is an error of every rank, and one of them says it."""
     flags = [*DIES, str(rank), "--fails-how", how, *layout.flags]

@@ -23,15 +23,15 @@ def generate(saved: str, *flags: str, layout: Layout = ONE) -> Outcome:
 PROMPTS = ["--prompt", "def f(", "--prompt", "import os\nclass "]
 
 
-@pytest.mark.parametrize(
-    "drawing",
-    [
-        ["--greedy"],
-        pytest.param(
-            ["--temperature", "0.8", "--top-k", "40", "--seed", "3", "--num-samples", "2"], marks=pytest.mark.full
-        ),
-    ],
-)
+DRAWINGS = [
+    ["--greedy"],
+    pytest.param(
+        ["--temperature", "0.8", "--top-k", "40", "--seed", "3", "--num-samples", "2"], marks=pytest.mark.full
+    ),
+]
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS)
 def test_four_ranks_write_what_one_process_writes(saved, drawing):
     one = generate(saved, *PROMPTS, *drawing).succeeded()
     four = generate(saved, *PROMPTS, *drawing, "--batch-size", "2", layout=SIZES).succeeded()
@@ -54,14 +54,14 @@ def test_runs_under_torchrun(saved):
     assert outcome.stdout[0].startswith("def ")
 
 
-@pytest.mark.parametrize(
-    ("code", "flags", "said"),
-    [
-        (2, ["--prompt", "x", "--top-k", "0"], "--top-k is 0"),
-        pytest.param(1, ["--prompt-file", "absent.txt"], "absent.txt", marks=pytest.mark.full),
-        (1, ["--prompt", "x " * 100], "tokens, and the model sees 64 at once"),
-    ],
-)
+CODES_AND_SAID = [
+    (2, ["--prompt", "x", "--top-k", "0"], "--top-k is 0"),
+    pytest.param(1, ["--prompt-file", "absent.txt"], "absent.txt", marks=pytest.mark.full),
+    (1, ["--prompt", "x " * 100], "tokens, and the model sees 64 at once"),
+]
+
+
+@pytest.mark.parametrize(("code", "flags", "said"), CODES_AND_SAID)
 def test_a_mistake_is_said_by_one_rank(saved, code, flags, said):
     outcome = generate(saved, *flags, layout=SIZES)
     assert set(outcome.codes) == {code}, outcome

@@ -51,16 +51,16 @@ def test_bad_settings_are_refused_on_all_ranks_at_once(ranks, flags, said):
     assert_refused(outcome, said)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--lr 2e-2",
-        "--seed 7",
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--global-batch-size 12",
-    ],
-)
+FLAGS = [
+    "--lr 2e-2",
+    "--seed 7",
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--global-batch-size 12",
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
 def test_ranks_with_different_settings_stop(flags):
     """The second of two ranks has a setting of its own, perhaps one that decides which groups there are."""
     outcome = run([PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: flags.split()}, timeout=20)

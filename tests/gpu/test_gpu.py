@@ -255,18 +255,18 @@ LARGE = (
 )
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--bf16",
-        "",
-        f"--bf16 {LLAMA} --num-query-groups 4",
-        "--bf16 --recompute-granularity full --recompute-method uniform",
-        "--bf16 --reuse-fp32-param --recompute-activations",
-        "--bf16 --optimizer-cpu-offload",
-        "--bf16 --zero-stage 3",
-    ],
-)
+FLAGS = [
+    "--bf16",
+    "",
+    f"--bf16 {LLAMA} --num-query-groups 4",
+    "--bf16 --recompute-granularity full --recompute-method uniform",
+    "--bf16 --reuse-fp32-param --recompute-activations",
+    "--bf16 --optimizer-cpu-offload",
+    "--bf16 --zero-stage 3",
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
 def test_memory_is_what_was_predicted(flags: str):
     """State within 3 % and the peak of a step within 10 %, by the allocator's count."""
     text = train(f"{flags} {'--log-memory-interval 2' if IS_CPU else ''}", base=TINY if IS_CPU else LARGE)
@@ -341,16 +341,16 @@ def test_settings_that_cannot_work_are_said_once():
     assert done.stderr.count("cannot start, 1 problem(s)") == 1, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks"),
-    [
-        ("pretrain_gpt.sh", 1),
-        ("pretrain_bert.sh", 1),
-        ("pretrain_gpt_distributed.sh", 2),
-        ("pretrain_llama.sh", 2),
-        ("pretrain_gpt_distributed_with_mp.sh", 4),
-    ],
-)
+SCRIPTS_AND_RANKS = [
+    ("pretrain_gpt.sh", 1),
+    ("pretrain_bert.sh", 1),
+    ("pretrain_gpt_distributed.sh", 2),
+    ("pretrain_llama.sh", 2),
+    ("pretrain_gpt_distributed_with_mp.sh", 4),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks"), SCRIPTS_AND_RANKS)
 def test_examples_train_in_bfloat16(script: str, ranks: int, tmp_path):
     if ranks > COUNT:
         pytest.skip(f"needs {ranks} devices, and there are {COUNT}")

@@ -147,18 +147,18 @@ def test_what_was_changed_is_listed_with_its_default():
 # ---------------------------------------------------------------- other spellings
 
 
-@pytest.mark.parametrize(
-    ("line", "kind"),
-    [
-        ("", "learned_absolute"),
-        ("--use-rotary-position-embeddings", "rope"),
-        ("--use-rotary-position-embeddings --no-position-embedding", "rope"),
-        ("--no-position-embedding --use-rotary-position-embeddings", "rope"),
-        ("--no-position-embedding", "none"),
-        ("--position-embedding-type rope --no-position-embedding", "rope"),
-        ("--position-embedding-type none", "none"),
-    ],
-)
+LINES_AND_KINDS = [
+    ("", "learned_absolute"),
+    ("--use-rotary-position-embeddings", "rope"),
+    ("--use-rotary-position-embeddings --no-position-embedding", "rope"),
+    ("--no-position-embedding --use-rotary-position-embeddings", "rope"),
+    ("--no-position-embedding", "none"),
+    ("--position-embedding-type rope --no-position-embedding", "rope"),
+    ("--position-embedding-type none", "none"),
+]
+
+
+@pytest.mark.parametrize(("line", "kind"), LINES_AND_KINDS)
 def test_position_embeddings_have_several_spellings(line: str, kind: str):
     assert config_of(line).transformer.position_embedding_type == kind
 
@@ -392,15 +392,15 @@ def test_all_problems_between_components_come_at_once(line: str, world_size: int
     assert tells_each(error.value.problems + text_problems(config_of(line)), named)
 
 
-@pytest.mark.parametrize(
-    ("line", "world_size"),
-    [
-        (SMALL, 1),
-        (SMALL + "--global-batch-size 32", 8),
-        (SMALL + "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4", 16),
-        (SMALL + "--save x --save-interval 5 --max-position-embeddings 32", 1),
-    ],
-)
+LINES_AND_WORLD_SIZES = [
+    (SMALL, 1),
+    (SMALL + "--global-batch-size 32", 8),
+    (SMALL + "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4", 16),
+    (SMALL + "--save x --save-interval 5 --max-position-embeddings 32", 1),
+]
+
+
+@pytest.mark.parametrize(("line", "world_size"), LINES_AND_WORLD_SIZES)
 def test_settings_that_fit_pass(line: str, world_size: int):
     check(config_of(line), world_size)
 

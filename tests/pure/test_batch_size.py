@@ -35,18 +35,18 @@ def test_a_ramp_has_the_hand_counted_sizes(given, size, steps):
     assert run_of(ramp(*given, size), len(steps)) == steps
 
 
-@pytest.mark.parametrize(
-    ("start", "increment", "samples", "size"),
-    [
-        (4, 4, 60, 16),
-        (1, 1, 7, 64),
-        (3, 1, 100, 52),
-        (16, 16, 5000, 768),
-        (2, 2, 999, 98),
-        (1, 1, 49, 50),
-        (32, 32, 977, 1504),
-    ],
-)
+STARTS_AND_SIZES = [
+    (4, 4, 60, 16),
+    (1, 1, 7, 64),
+    (3, 1, 100, 52),
+    (16, 16, 5000, 768),
+    (2, 2, 999, 98),
+    (1, 1, 49, 50),
+    (32, 32, 977, 1504),
+]
+
+
+@pytest.mark.parametrize(("start", "increment", "samples", "size"), STARTS_AND_SIZES)
 def test_a_ramp_is_megatrons_to_the_rounding_of_its_division(start, increment, samples, size):
     """The size that a step has after c samples: the last one if c > SAMPLES, else START + int(c / (SAMPLES / stages)) INCREMENT."""
     per_stage = samples / ((size - start) // increment)
@@ -103,19 +103,19 @@ def test_sizes_are_rounded_down_where_asked():
     assert replace(constant_size(10), multiple=4).last == 8
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (lambda: ramp(4, 0, 9, 8), "--rampup-batch-size 4 0 9 START INCREMENT SAMPLES 1"),
-        (lambda: ramp(8, 4, 9, 8), "--rampup-batch-size 8 4 9 START --global-batch-size"),
-        (lambda: ramp(4, 3, 9, 8), "--rampup-batch-size 4 3 9 --global-batch-size 8 START INCREMENT"),
-        (lambda: size_table("0:4 1X:8", 4), "--step-batch-size-schedule 0:4 1X:8 TOKENS:SIZE 250B:1536"),
-        (lambda: size_table("8:4", 4), "--step-batch-size-schedule 8:4 0 0:SIZE"),
-        (lambda: size_table("0:4 3:8", 4), "--step-batch-size-schedule 0:4 3:8 --seq-length 4"),
-        (lambda: size_table("0:0", 4), "--step-batch-size-schedule 0:0 1"),
-        (lambda: size_table("", 4), "--step-batch-size-schedule 0 0:SIZE"),
-    ],
-)
+MAKERS_AND_PROBLEMS = [
+    (lambda: ramp(4, 0, 9, 8), "--rampup-batch-size 4 0 9 START INCREMENT SAMPLES 1"),
+    (lambda: ramp(8, 4, 9, 8), "--rampup-batch-size 8 4 9 START --global-batch-size"),
+    (lambda: ramp(4, 3, 9, 8), "--rampup-batch-size 4 3 9 --global-batch-size 8 START INCREMENT"),
+    (lambda: size_table("0:4 1X:8", 4), "--step-batch-size-schedule 0:4 1X:8 TOKENS:SIZE 250B:1536"),
+    (lambda: size_table("8:4", 4), "--step-batch-size-schedule 8:4 0 0:SIZE"),
+    (lambda: size_table("0:4 3:8", 4), "--step-batch-size-schedule 0:4 3:8 --seq-length 4"),
+    (lambda: size_table("0:0", 4), "--step-batch-size-schedule 0:0 1"),
+    (lambda: size_table("", 4), "--step-batch-size-schedule 0 0:SIZE"),
+]
+
+
+@pytest.mark.parametrize(("make", "problem"), MAKERS_AND_PROBLEMS)
 def test_what_cannot_be_is_explained(make, problem: str):
     with pytest.raises(ConfigError) as error:
         make()

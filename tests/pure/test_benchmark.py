@@ -58,15 +58,15 @@ def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys
     assert len(row.split("|")) == 10 and "| operator of our step" in printed
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--micro-batch-size", "3", "--global-batch-size", "4"], "--micro-batch-size 3"),
-        (["--hidden-size", "70", "--num-attention-heads", "4"], "--num-attention-heads 4"),
-        (["--peers", "jax"], "--peers fp32 bf16"),
-        (["--layers", "3"], "--layers"),
-    ],
-)
+FLAGS_AND_SAID = [
+    (["--micro-batch-size", "3", "--global-batch-size", "4"], "--micro-batch-size 3"),
+    (["--hidden-size", "70", "--num-attention-heads", "4"], "--num-attention-heads 4"),
+    (["--peers", "jax"], "--peers fp32 bf16"),
+    (["--layers", "3"], "--layers"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), FLAGS_AND_SAID)
 def test_mistakes_are_said_in_a_line(flags: list[str], says: str, capsys):
     assert benchmark.main(["--model", "tiny", *flags]) == 2
     assert tells(capsys.readouterr().err, says)

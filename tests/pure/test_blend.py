@@ -72,18 +72,18 @@ def test_an_exhaustive_blend_takes_every_sample_once():
         assert sorted(pairs) == [(d, k) for d, size in enumerate(sizes) for k in range(size)]
 
 
-@pytest.mark.parametrize(
-    ("words", "blend"),
-    [
-        ("a", Blend(("a",))),
-        ("1 a", Blend(("a",), (1.0,))),
-        ("a b", Blend(("a", "b"))),
-        ("a b c", Blend(("a", "b", "c"))),
-        ("0.3 a 0.7 b", Blend(("a", "b"), (0.3, 0.7))),
-        ("1 2", Blend(("2",), (1.0,))),
-        ("1 a x b", Blend(("1", "a", "x", "b"))),
-    ],
-)
+WORDS_AND_BLENDS = [
+    ("a", Blend(("a",))),
+    ("1 a", Blend(("a",), (1.0,))),
+    ("a b", Blend(("a", "b"))),
+    ("a b c", Blend(("a", "b", "c"))),
+    ("0.3 a 0.7 b", Blend(("a", "b"), (0.3, 0.7))),
+    ("1 2", Blend(("2",), (1.0,))),
+    ("1 a x b", Blend(("1", "a", "x", "b"))),
+]
+
+
+@pytest.mark.parametrize(("words", "blend"), WORDS_AND_BLENDS)
 def test_words_are_weights_and_prefixes_or_prefixes_alone(words, blend):
     assert parse_blend(words.split()) == blend
 
@@ -191,13 +191,13 @@ def test_a_data_set_without_enough_samples_or_documents_is_named(files, tmp_path
         build(tmp_path, data_path=["1", files[0], "1", small], split="98,1,1")
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"train_data_path": ["a"], "split": "1"}, "--split 1 has no meaning with data of each split's own"),
-        ({"data_path": []}, "--data-path: nothing is given; name a prefix"),
-    ],
-)
+SETTINGS_AND_REASONS = [
+    ({"train_data_path": ["a"], "split": "1"}, "--split 1 has no meaning with data of each split's own"),
+    ({"data_path": []}, "--data-path: nothing is given; name a prefix"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), SETTINGS_AND_REASONS)
 def test_settings_that_contradict_each_other_are_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         DataConfig(**settings)

@@ -433,16 +433,16 @@ def test_format_is_read_without_torch():
         package.pickle  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--seq-length 4", "6 4 --seq-length --max-position-embeddings"),
-        ("--seq-length 4 --max-position-embeddings 5", "5 --max-position-embeddings 6"),
-        ("--seq-length 8", "--seq-length 6 8"),
-        ("--seq-length 6", None),
-        ("--seq-length 4 --max-position-embeddings 6", None),
-    ],
-)
+FLAGS_AND_SAID = [
+    ("--seq-length 4", "6 4 --seq-length --max-position-embeddings"),
+    ("--seq-length 4 --max-position-embeddings 5", "5 --max-position-embeddings 6"),
+    ("--seq-length 8", "--seq-length 6 8"),
+    ("--seq-length 6", None),
+    ("--seq-length 4 --max-position-embeddings 6", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), FLAGS_AND_SAID)
 def test_other_learned_positions_are_refused_by_their_flag(flags: str, said: str | None, tmp_path):
     config, _, _ = parse_args(flags.split())
     name, device, everything = "model/embedding.position_embeddings.weight", torch.device("cpu"), {}

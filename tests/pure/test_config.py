@@ -105,48 +105,48 @@ def test_a_flag_is_spelt_like_its_field_unless_it_says_otherwise():
     assert spelt == {name: (f"--{name}",) for name in plain} | own
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--loaves two", "--loaves two"),
-        ("--loaves 2.5", "--loaves 2.5"),
-        ("--loaves", "--loaves"),
-        ("--seeds", "--seeds"),
-        ("--fan=yes", "--fan yes"),
-        ("--old-yeast much", "--yeast/--old-yeast much"),
-        ("--hours inf", "--hours"),
-        ("--hours nan", "--hours"),
-        ("--flour=", "--flour"),
-        ("--heat left", "--heat left"),
-        ("--level 4", "--level 4 1 2 3"),
-        ("--loav 3", "--loav --loaves"),
-        ("--light", "--light --no-light"),
-        ("--derived 3", "--derived --help"),
-        ("-1", "-1"),
-        ("bread butter", "bread butter does not belong to any flag"),
-    ],
-)
+LINES_AND_MESSAGES = [
+    ("--loaves two", "--loaves two"),
+    ("--loaves 2.5", "--loaves 2.5"),
+    ("--loaves", "--loaves"),
+    ("--seeds", "--seeds"),
+    ("--fan=yes", "--fan yes"),
+    ("--old-yeast much", "--yeast/--old-yeast much"),
+    ("--hours inf", "--hours"),
+    ("--hours nan", "--hours"),
+    ("--flour=", "--flour"),
+    ("--heat left", "--heat left"),
+    ("--level 4", "--level 4 1 2 3"),
+    ("--loav 3", "--loav --loaves"),
+    ("--light", "--light --no-light"),
+    ("--derived 3", "--derived --help"),
+    ("-1", "-1"),
+    ("bread butter", "bread butter does not belong to any flag"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), LINES_AND_MESSAGES)
 def test_a_mistake_on_the_command_line_is_a_config_error(line: str, message: str):
     with pytest.raises(ConfigError) as error:
         read(line)
     assert tells(error.value, message)
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--loavs", "--loavs --loaves"),
-        ("--hour=3", "--hour=3 --hours"),
-        ("--no-fan", "unknown flag --no-fan; did you mean --fan?"),
-        ("-loaves", "unknown flag -loaves; did you mean --loaves?"),
-        ("--door_open", "unknown flag --door_open; --help lists the known ones"),
-        ("--shut_door", "unknown flag --shut_door; did you mean --shut-door?"),
-        ("--old", "unknown flag --old; did you mean --old-yeast?"),
-        ("--xyzzy", "unknown flag --xyzzy; --help lists the known ones"),
-        ("--hat", "unknown flag --hat; did you mean --heat?"),
-        ("--float", "unknown flag --float; --help lists the known ones"),
-    ],
-)
+FLAGS_AND_MESSAGES = [
+    ("--loavs", "--loavs --loaves"),
+    ("--hour=3", "--hour=3 --hours"),
+    ("--no-fan", "unknown flag --no-fan; did you mean --fan?"),
+    ("-loaves", "unknown flag -loaves; did you mean --loaves?"),
+    ("--door_open", "unknown flag --door_open; --help lists the known ones"),
+    ("--shut_door", "unknown flag --shut_door; did you mean --shut-door?"),
+    ("--old", "unknown flag --old; did you mean --old-yeast?"),
+    ("--xyzzy", "unknown flag --xyzzy; --help lists the known ones"),
+    ("--hat", "unknown flag --hat; did you mean --heat?"),
+    ("--float", "unknown flag --float; --help lists the known ones"),
+]
+
+
+@pytest.mark.parametrize(("flag", "message"), FLAGS_AND_MESSAGES)
 def test_an_unknown_flag_comes_with_the_nearest_known_one(flag: str, message: str):
     parser = FlagParser()
     add_flags(parser, Oven)
@@ -209,16 +209,16 @@ def test_help_gives_each_knob_with_its_default_under_the_first_line_of_the_docst
         assert words in text
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("", ""),
-        ("--loaves 3 --fan", ""),
-        ("--loaves 3 --loaves 4", "--loaves 2"),
-        ("--loaves=3 --fan --loaves=4 --fan", "--loaves 2|--fan 2"),
-        ("--yeast 1 --old-yeast 2 --yeast 3", "--yeast/--old-yeast 3"),
-    ],
-)
+LINES_AND_NAMED = [
+    ("", ""),
+    ("--loaves 3 --fan", ""),
+    ("--loaves 3 --loaves 4", "--loaves 2"),
+    ("--loaves=3 --fan --loaves=4 --fan", "--loaves 2|--fan 2"),
+    ("--yeast 1 --old-yeast 2 --yeast 3", "--yeast/--old-yeast 3"),
+]
+
+
+@pytest.mark.parametrize(("line", "named"), LINES_AND_NAMED)
 def test_flags_given_twice_are_noted(line: str, named: str):
     parser = FlagParser()
     add_flags(parser, Oven)
@@ -257,24 +257,24 @@ def test_every_knob_says_what_it_does():
 _OF_A_FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
 
 
-@pytest.mark.parametrize(
-    ("flags", "with_effect", "said"),
-    [
-        ("--ddp-bucket-size 9 --zero-stage 3", None, "--ddp-bucket-size ZeRO 3"),
-        ("--ddp-bucket-size 9", "--overlap-grad-reduce", "--ddp-bucket-size --overlap-grad-reduce"),
-        (
-            "--offload-dir x --optimizer-offload-fraction 0",
-            "--cpu-offloading-num-layers 1",
-            "--offload-dir: --optimizer-offload-fraction 0",
-        ),
-        (
-            "--optimizer-cpu-offload --optimizer-offload-fraction 0",
-            None,
-            "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves",
-        ),
-        (f"--vocab-size 9 {_OF_A_FILE}", None, "--vocab-size --tokenizer-type HuggingFaceTokenizer"),
-    ],
-)
+FLAGS_AND_SAID = [
+    ("--ddp-bucket-size 9 --zero-stage 3", None, "--ddp-bucket-size ZeRO 3"),
+    ("--ddp-bucket-size 9", "--overlap-grad-reduce", "--ddp-bucket-size --overlap-grad-reduce"),
+    (
+        "--offload-dir x --optimizer-offload-fraction 0",
+        "--cpu-offloading-num-layers 1",
+        "--offload-dir: --optimizer-offload-fraction 0",
+    ),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0",
+        None,
+        "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves",
+    ),
+    (f"--vocab-size 9 {_OF_A_FILE}", None, "--vocab-size --tokenizer-type HuggingFaceTokenizer"),
+]
+
+
+@pytest.mark.parametrize(("flags", "with_effect", "said"), FLAGS_AND_SAID)
 def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, with_effect: str | None, said: str):
     (note,) = parse_args(flags.split())[2]
     assert tells(note, said)

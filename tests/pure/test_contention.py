@@ -27,15 +27,15 @@ def steps(run: float, waited: float, count: int = 4) -> list[tuple[float, float]
     return [(run * i, waited * i) for i in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("samples", "said"),
-    [
-        (steps(6, 6), [1]),  # two threads of which one can run at a time; said once
-        (steps(12, 0.5), []),  # a quiet machine
-        (steps(0.5, 0.5), []),  # a rank that waits for others, not for a core
-        ([*steps(6, 0.1), (24, 12)], [4]),  # other work began later
-    ],
-)
+SAMPLES_AND_SAID = [
+    (steps(6, 6), [1]),  # two threads of which one can run at a time; said once
+    (steps(12, 0.5), []),  # a quiet machine
+    (steps(0.5, 0.5), []),  # a rank that waits for others, not for a core
+    ([*steps(6, 0.1), (24, 12)], [4]),  # other work began later
+]
+
+
+@pytest.mark.parametrize(("samples", "said"), SAMPLES_AND_SAID)
 def test_a_process_that_waits_for_cores_says_so_once(samples, said):
     assert notes_of(samples) == said
 

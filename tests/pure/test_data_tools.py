@@ -189,21 +189,21 @@ def test_a_plan_understands_every_way_to_name_data(tmp_path, capsys, kind):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "reason"),
-    [
-        ("", 2, "--train-iters"),
-        ("--train-samples 5", 2, "--data-path PREFIX"),
-        ("--mock-data --seq-length 8 --train-samples 5", 2, "there is nothing to plan"),
-        ("--data-path a --seq-length 0 --train-samples 5", 2, "--seq-length is 0"),
-        ("--data-path a --seq-length 8 --train-iters 5", 2, "need --global-batch-size"),
-        ("--data-path -1 a 2 b --seq-length 8 --train-samples 5", 2, "-1.0"),
-        ("--data-path none --seq-length 8 --train-samples 5", 1, "none.idx"),
-        ("--data-path e --seq-length 8 --train-samples 5", 1, "0"),
-        ("--data-path 1 z 1 a --seq-length 8 --train-samples 5 --split 1", 1, "0"),
-        ("--data-path a --seq-length 8 --train-samples 5 --split 0,1", 1, "leaves nothing to training"),
-    ],
-)
+ARGUMENTS_AND_REASONS = [
+    ("", 2, "--train-iters"),
+    ("--train-samples 5", 2, "--data-path PREFIX"),
+    ("--mock-data --seq-length 8 --train-samples 5", 2, "there is nothing to plan"),
+    ("--data-path a --seq-length 0 --train-samples 5", 2, "--seq-length is 0"),
+    ("--data-path a --seq-length 8 --train-iters 5", 2, "need --global-batch-size"),
+    ("--data-path -1 a 2 b --seq-length 8 --train-samples 5", 2, "-1.0"),
+    ("--data-path none --seq-length 8 --train-samples 5", 1, "none.idx"),
+    ("--data-path e --seq-length 8 --train-samples 5", 1, "0"),
+    ("--data-path 1 z 1 a --seq-length 8 --train-samples 5 --split 1", 1, "0"),
+    ("--data-path a --seq-length 8 --train-samples 5 --split 0,1", 1, "leaves nothing to training"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "reason"), ARGUMENTS_AND_REASONS)
 def test_planning_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, reason):
     monkeypatch.chdir(tmp_path)
     write("a", DOCUMENTS)

@@ -80,15 +80,15 @@ def test_a_last_partial_sample_is_padded_and_not_trained_on(data):
     assert item["loss_mask"].tolist() == [1.0] * fresh + [0.0] * (S - fresh)
 
 
-@pytest.mark.parametrize(
-    ("rules", "tokens", "labels", "mask"),
-    [
-        (TokenRules(9, eod_id=8), [3, 8, 4], [8, 4, 7], [1, 1, 1]),
-        (TokenRules(9, eod_id=8, eod_mask_loss=True), [3, 8, 4], [8, 4, 7], [1, 0, 1]),
-        (TokenRules(9, eod_id=8, pad_id=7), [3, 8, 4], [8, 4, 0], [1, 1, 0]),
-        (TokenRules(9, eod_id=8, pad_id=8), [3, 0, 4], [0, 4, 7], [0, 1, 1]),
-    ],
-)
+RULES_AND_MASKS = [
+    (TokenRules(9, eod_id=8), [3, 8, 4], [8, 4, 7], [1, 1, 1]),
+    (TokenRules(9, eod_id=8, eod_mask_loss=True), [3, 8, 4], [8, 4, 7], [1, 0, 1]),
+    (TokenRules(9, eod_id=8, pad_id=7), [3, 8, 4], [8, 4, 0], [1, 1, 0]),
+    (TokenRules(9, eod_id=8, pad_id=8), [3, 0, 4], [0, 4, 7], [0, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("rules", "tokens", "labels", "mask"), RULES_AND_MASKS)
 def test_loss_mask_follows_the_rules(rules, tokens, labels, mask):
     item = training_item(np.array([3, 8, 4, 7]), rules)
     assert [item[key].tolist() for key in ("tokens", "labels", "loss_mask")] == [tokens, labels, mask]
@@ -101,14 +101,14 @@ def test_eod_mask_loss_reaches_the_samples(data):
         assert (masked[i]["loss_mask"] == (masked[i]["tokens"] != EOD)).all()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "positions", "documents"),
-    [
-        ([1, 2, 8, 3, 4, 5], [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1]),
-        ([8, 8, 3, 8, 1, 8], [0, 0, 0, 1, 0, 1], [0, 1, 2, 2, 3, 3]),  # a document of its end alone
-        ([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]),
-    ],
-)
+TOKENS_AND_DOCUMENTS = [
+    ([1, 2, 8, 3, 4, 5], [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1]),
+    ([8, 8, 3, 8, 1, 8], [0, 0, 0, 1, 0, 1], [0, 1, 2, 2, 3, 3]),  # a document of its end alone
+    ([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "positions", "documents"), TOKENS_AND_DOCUMENTS)
 def test_a_document_ends_with_its_eod_token(tokens, positions, documents):
     text = np.array([*tokens, 7])
     plain = training_item(text, TokenRules(9, eod_id=8))
@@ -370,17 +370,17 @@ def test_mock_samples_are_noisy_progressions_over_the_vocabulary(vocab):
     assert (steps == usual).mean() > 0.85  # noise of 5% spoils about 10% of the steps
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ids"),
-    [
-        ((9, 1, 2, 1, 2), [[3, 4], [7, 8]]),
-        ((9, 1, 2, 0, 2), [[1, 2], [5, 6]]),
-        ((8, 0, 3, 0, 1), [[0, 1, 2], [3, 4, 5]]),  # the short tail is dropped
-        ((8, 0, 4, 1, 2), [[4, 5, 6, 7]]),
-        ((7, 0, 4, 1, 2), []),
-        ((8, 20, 1, 0, 1), []),
-    ],
-)
+ARGUMENTS_AND_IDS = [
+    ((9, 1, 2, 1, 2), [[3, 4], [7, 8]]),
+    ((9, 1, 2, 0, 2), [[1, 2], [5, 6]]),
+    ((8, 0, 3, 0, 1), [[0, 1, 2], [3, 4, 5]]),  # the short tail is dropped
+    ((8, 0, 4, 1, 2), [[4, 5, 6, 7]]),
+    ((7, 0, 4, 1, 2), []),
+    ((8, 20, 1, 0, 1), []),
+]
+
+
+@pytest.mark.parametrize(("arguments", "ids"), ARGUMENTS_AND_IDS)
 def test_micro_batch_ids(arguments, ids):
     assert [list(some) for some in micro_batch_ids(*arguments)] == ids
 

@@ -108,16 +108,16 @@ def test_a_state_without_a_scale_changes_nothing():
     assert it.state() == scaler().state()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"loss_scale": -1.0}, "--loss-scale is -1.0"),
-        ({"min_loss_scale": 0.0}, "--min-loss-scale is 0.0"),
-        ({"initial_loss_scale": 0.5}, "--min-loss-scale 1.0 --initial-loss-scale 0.5"),
-        ({"loss_scale_window": 0}, "--loss-scale-window 0 1"),
-        ({"hysteresis": 0}, "--hysteresis 0 1"),
-    ],
-)
+SETTINGS_AND_MESSAGES = [
+    ({"loss_scale": -1.0}, "--loss-scale is -1.0"),
+    ({"min_loss_scale": 0.0}, "--min-loss-scale is 0.0"),
+    ({"initial_loss_scale": 0.5}, "--min-loss-scale 1.0 --initial-loss-scale 0.5"),
+    ({"loss_scale_window": 0}, "--loss-scale-window 0 1"),
+    ({"hysteresis": 0}, "--hysteresis 0 1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), SETTINGS_AND_MESSAGES)
 def test_impossible_scales_are_refused(settings: dict, message: str):
     with pytest.raises(ConfigError) as error:
         LossScaleConfig(**settings)

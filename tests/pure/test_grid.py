@@ -102,17 +102,17 @@ def test_experts_lie_on_a_grid_of_their_own(sizes: dict, groups: dict):
         assert set(grid.groups(*axes)) == parse(expected), axes
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"tp": 2, "dp": 4, "ep": 3}, "8 6 expert-tensor-parallel-size (2) expert-model-parallel-size (3)"),
-        ({"tp": 2, "dp": 4, "ep": 2, "replicas": 4}, "8 16 expert-model-parallel-size (2) (4)"),
-        (
-            {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "order": PP_BEFORE_DP},
-            "expert-tensor-parallel-size (2) expert-model-parallel-size (2) --use-tp-pp-dp-mapping",
-        ),
-    ],
-)
+SIZES_AND_SAID = [
+    ({"tp": 2, "dp": 4, "ep": 3}, "8 6 expert-tensor-parallel-size (2) expert-model-parallel-size (3)"),
+    ({"tp": 2, "dp": 4, "ep": 2, "replicas": 4}, "8 16 expert-model-parallel-size (2) (4)"),
+    (
+        {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "order": PP_BEFORE_DP},
+        "expert-tensor-parallel-size (2) expert-model-parallel-size (2) --use-tp-pp-dp-mapping",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "said"), SIZES_AND_SAID)
 def test_experts_that_do_not_fit_a_stage_are_refused(sizes: dict, said: str):
     with pytest.raises(ConfigError) as error:
         AxisSizes(**sizes).expert()
@@ -237,19 +237,19 @@ def test_an_axis_above_one_may_not_be_left_out_of_the_order(order: str, sizes: d
     assert tells(error.value, f"{order!r} {missing}")
 
 
-@pytest.mark.parametrize(
-    ("settings", "problems"),
-    [
-        (
-            {"tensor_model_parallel_size": 0, "pipeline_model_parallel_size": -1},
-            "--tensor-model-parallel-size 0 1|--pipeline-model-parallel-size -1 1",
-        ),
-        (
-            {"context_parallel_size": 2, "expert_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 0},
-            "--num-layers-per-virtual-pipeline-stage 0 1|--context-parallel-size 2 1|--expert-model-parallel-size 4 1",
-        ),
-    ],
-)
+SETTINGS_AND_PROBLEMS = [
+    (
+        {"tensor_model_parallel_size": 0, "pipeline_model_parallel_size": -1},
+        "--tensor-model-parallel-size 0 1|--pipeline-model-parallel-size -1 1",
+    ),
+    (
+        {"context_parallel_size": 2, "expert_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 0},
+        "--num-layers-per-virtual-pipeline-stage 0 1|--context-parallel-size 2 1|--expert-model-parallel-size 4 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "problems"), SETTINGS_AND_PROBLEMS)
 def test_sizes_that_cannot_be_are_named_all_at_once(settings: dict, problems: str):
     with pytest.raises(ConfigError) as error:
         ParallelConfig(**settings)

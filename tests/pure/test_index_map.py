@@ -63,18 +63,18 @@ def test_sample_index_equals_the_walk(x, drop_last):
     assert compared > 1000
 
 
-@pytest.mark.parametrize(
-    ("lengths", "s", "x", "k", "rows"),
-    [
-        ([10], 3, 1, 3, [(0, 0), (0, 3), (0, 6), (0, 9)]),  # one document, nothing left over
-        ([10], 5, 0, 2, [(0, 0), (0, 5), (0, 10)]),  # zero remaining: the offset is the length
-        ([3, 0, 0, 4], 3, 1, 2, [(0, 0), (3, 0), (3, 3)]),  # empty documents are passed over
-        ([3, 0, 0, 4], 3, 0, 2, [(0, 0), (0, 3), (3, 3)]),
-        ([1, 1, 1, 1, 1], 2, 1, 2, [(0, 0), (2, 0), (4, 0)]),  # one-token documents
-        ([4, 4], 5, 1, 2, [(0, 0), (1, 1), (1, 3)]),  # the tokens run out in the last sample
-        ([4, 4, 0], 5, 1, 2, [(0, 0), (1, 1), (2, -1)]),  # ... and the last document is empty
-    ],
-)
+LENGTHS_AND_ROWS = [
+    ([10], 3, 1, 3, [(0, 0), (0, 3), (0, 6), (0, 9)]),  # one document, nothing left over
+    ([10], 5, 0, 2, [(0, 0), (0, 5), (0, 10)]),  # zero remaining: the offset is the length
+    ([3, 0, 0, 4], 3, 1, 2, [(0, 0), (3, 0), (3, 3)]),  # empty documents are passed over
+    ([3, 0, 0, 4], 3, 0, 2, [(0, 0), (0, 3), (3, 3)]),
+    ([1, 1, 1, 1, 1], 2, 1, 2, [(0, 0), (2, 0), (4, 0)]),  # one-token documents
+    ([4, 4], 5, 1, 2, [(0, 0), (1, 1), (1, 3)]),  # the tokens run out in the last sample
+    ([4, 4, 0], 5, 1, 2, [(0, 0), (1, 1), (2, -1)]),  # ... and the last document is empty
+]
+
+
+@pytest.mark.parametrize(("lengths", "s", "x", "k", "rows"), LENGTHS_AND_ROWS)
 def test_sample_index_of_small_cases(lengths, s, x, k, rows):
     index = build_sample_index(np.array(lengths, np.int32), np.arange(len(lengths)), k, s, x)
     assert [tuple(row) for row in index.tolist()] == rows
@@ -125,23 +125,23 @@ def test_a_little_used_final_epoch_is_shuffled_apart(tokens, n, epochs, separate
     assert separate_final_epoch(tokens, epochs, request(n, 10)) == separate
 
 
-@pytest.mark.parametrize(
-    ("tokens", "x", "drop_last", "count"),
-    [
-        (9, 1, True, 1),
-        (16, 1, True, 1),
-        (17, 1, True, 2),
-        (16, 0, True, 2),
-        (9, 1, False, 1),
-        (10, 1, False, 2),
-        (16, 0, False, 2),
-        (2**24 + 2, 1, False, 2**24 // 8),  # single precision: 2**24 + 1 reads as 2**24, a sample is lost
-        (2**24 + 4, 1, False, 2**24 // 8 + 1),  # 2**24 + 3 reads as 2**24 + 4
-        (2**26 + 1 + 5 * 8, 1, False, 2**23 + 5),
-        (8 * (2**24 + 1) + 1, 1, False, 2**24),
-        (8 * (2**24 + 3) + 1, 1, False, 2**24 + 3),  # would be rounded up past the end of the data
-    ],
-)
+TOKENS_AND_COUNTS = [
+    (9, 1, True, 1),
+    (16, 1, True, 1),
+    (17, 1, True, 2),
+    (16, 0, True, 2),
+    (9, 1, False, 1),
+    (10, 1, False, 2),
+    (16, 0, False, 2),
+    (2**24 + 2, 1, False, 2**24 // 8),  # single precision: 2**24 + 1 reads as 2**24, a sample is lost
+    (2**24 + 4, 1, False, 2**24 // 8 + 1),  # 2**24 + 3 reads as 2**24 + 4
+    (2**26 + 1 + 5 * 8, 1, False, 2**23 + 5),
+    (8 * (2**24 + 1) + 1, 1, False, 2**24),
+    (8 * (2**24 + 3) + 1, 1, False, 2**24 + 3),  # would be rounded up past the end of the data
+]
+
+
+@pytest.mark.parametrize(("tokens", "x", "drop_last", "count"), TOKENS_AND_COUNTS)
 def test_samples_in_rounds_down_or_up_in_single_precision(tokens, x, drop_last, count):
     assert samples_in(tokens, request(None, 8, x, drop_last)) == count
 
@@ -193,58 +193,58 @@ def test_indices_draw_documents_first_and_samples_second():
         assert n is None or total >= n
 
 
-@pytest.mark.parametrize(
-    ("text", "shares"),
-    [
-        ("1,1,2", [0.25, 0.25, 0.5]),
-        ("'98, 2'", [0.98, 0.02, 0.0]),
-        ("1", [1.0, 0.0, 0.0]),
-        ("0.5 .25 .25", [0.5, 0.25, 0.25]),
-    ],
-)
+TEXTS_AND_SHARES = [
+    ("1,1,2", [0.25, 0.25, 0.5]),
+    ("'98, 2'", [0.98, 0.02, 0.0]),
+    ("1", [1.0, 0.0, 0.0]),
+    ("0.5 .25 .25", [0.5, 0.25, 0.25]),
+]
+
+
+@pytest.mark.parametrize(("text", "shares"), TEXTS_AND_SHARES)
 def test_split_strings_become_shares(text, shares):
     assert parse_split(text) == shares
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "one to three shares"),
-        ("0,0,0", "one to three shares"),
-        ("1,2,3,4", "one to three shares"),
-        ("-1,2", "one to three shares"),
-        ("1.2.3,4", "not a number"),
-    ],
-)
+TEXTS_AND_REASONS = [
+    ("", "one to three shares"),
+    ("0,0,0", "one to three shares"),
+    ("1,2,3,4", "one to three shares"),
+    ("-1,2", "one to three shares"),
+    ("1.2.3,4", "not a number"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), TEXTS_AND_REASONS)
 def test_bad_split_strings_are_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         parse_split(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "count", "ranges"),
-    [
-        ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
-        ("969,30,1", 10, [(0, 10), (10, 10), (10, 10)]),
-        ("1,1", 5, [(0, 2), (2, 5), None]),  # 2.5 rounds to even: 2
-        ("1,1", 7, [(0, 4), (4, 7), None]),  # 3.5 rounds to even: 4
-        ("0,1,0", 3, [None, (0, 3), None]),
-    ],
-)
+TEXTS_AND_RANGES = [
+    ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
+    ("969,30,1", 10, [(0, 10), (10, 10), (10, 10)]),
+    ("1,1", 5, [(0, 2), (2, 5), None]),  # 2.5 rounds to even: 2
+    ("1,1", 7, [(0, 4), (4, 7), None]),  # 3.5 rounds to even: 4
+    ("0,1,0", 3, [None, (0, 3), None]),
+]
+
+
+@pytest.mark.parametrize(("text", "count", "ranges"), TEXTS_AND_RANGES)
 def test_split_ranges_round_half_to_even(text, count, ranges):
     assert split_ranges(parse_split(text), count) == ranges
 
 
-@pytest.mark.parametrize(
-    ("arguments", "samples"),
-    [
-        ((100, 10, 5, 8), [800, 440, 40]),
-        ((99, 10, 5, 8), [792, 400, 40]),
-        ((3, 1000, 1, 2), [6, 2, 2]),
-        ((10, 0, 0, 4), [40, 0, 0]),
-        ((10, 0, 5, 4), [40, 20, 20]),  # validated once, at the end
-    ],
-)
+ARGUMENTS_AND_SAMPLES = [
+    ((100, 10, 5, 8), [800, 440, 40]),
+    ((99, 10, 5, 8), [792, 400, 40]),
+    ((3, 1000, 1, 2), [6, 2, 2]),
+    ((10, 0, 0, 4), [40, 0, 0]),
+    ((10, 0, 5, 4), [40, 20, 20]),  # validated once, at the end
+]
+
+
+@pytest.mark.parametrize(("arguments", "samples"), ARGUMENTS_AND_SAMPLES)
 def test_requested_samples(arguments, samples):
     assert requested_samples(*arguments) == samples
 

@@ -109,16 +109,16 @@ def test_output_is_invisible_until_it_is_complete(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "reason"),
-    [
-        ([65536], None, "65536 uint16"),
-        ([-1, 5], None, "-1 5"),
-        ([1, 2], [1], "2 1"),
-        ([1, 2], [3, -1], "do not make"),
-        ([[1], [2]], None, "2 1"),
-    ],
-)
+TOKENS_AND_REASONS = [
+    ([65536], None, "65536 uint16"),
+    ([-1, 5], None, "-1 5"),
+    ([1, 2], [1], "2 1"),
+    ([1, 2], [3, -1], "do not make"),
+    ([[1], [2]], None, "2 1"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "lengths", "reason"), TOKENS_AND_REASONS)
 def test_documents_that_cannot_be_stored_are_refused(tmp_path, tokens, lengths, reason):
     with raises_telling(ValueError, reason), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_document(tokens, lengths)

@@ -167,15 +167,15 @@ def test_a_damaged_folder_is_saved_over_while_a_whole_one_is_set_aside(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", disk.LATEST}
 
 
-@pytest.mark.parametrize(
-    "pointer, loaded, said",
-    [
-        ("12", 12, ""),
-        (" 12\n\n", 12, ""),
-        ("3", 3, "names iteration 3, and iteration 12 is there"),
-        (None, 12, "iteration 12 is loaded"),
-    ],
-)
+POINTERS_AND_SAID = [
+    ("12", 12, ""),
+    (" 12\n\n", 12, ""),
+    ("3", 3, "names iteration 3, and iteration 12 is there"),
+    (None, 12, "iteration 12 is loaded"),
+]
+
+
+@pytest.mark.parametrize("pointer, loaded, said", POINTERS_AND_SAID)
 def test_an_iteration_that_is_not_the_newest_is_loaded_with_a_warning(tmp_path, pointer, loaded, said):
     save_one(tmp_path, 3)
     save_one(tmp_path, 12).rename(tmp_path / "iter_0000012.replaced")

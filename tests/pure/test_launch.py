@@ -118,16 +118,16 @@ def test_the_first_node_of_a_list(nodes, first):
     assert first_node(nodes) == first
 
 
-@pytest.mark.parametrize(
-    "environment, local_size, cores, bound, threads",
-    [
-        ({}, 4, 16, False, 4),
-        ({}, 3, 16, False, 5),
-        ({}, 8, 4, False, 1),
-        ({}, 1, 16, False, None),
-        ({}, 4, 4, True, None),
-        ({"OMP_NUM_THREADS": "2"}, 4, 16, False, None),
-    ],
-)
+ENVIRONMENTS_AND_THREADS = [
+    ({}, 4, 16, False, 4),
+    ({}, 3, 16, False, 5),
+    ({}, 8, 4, False, 1),
+    ({}, 1, 16, False, None),
+    ({}, 4, 4, True, None),
+    ({"OMP_NUM_THREADS": "2"}, 4, 16, False, None),
+]
+
+
+@pytest.mark.parametrize("environment, local_size, cores, bound, threads", ENVIRONMENTS_AND_THREADS)
 def test_ranks_divide_the_cores_that_they_share(environment, local_size, cores, bound, threads):
     assert threads_per_rank(environment, Launch(local_size=local_size), cores, bound=bound) == threads

@@ -47,15 +47,15 @@ def wait_for(is_so) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "ranks, words",
-    [
-        ([4], "rank 4"),
-        ([2, 1], "ranks 1, 2"),
-        ([1, 3, 4, 5], "ranks 1, 3 to 5"),
-        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22 and 8 more"),
-    ],
-)
+RANKS_AND_WORDS = [
+    ([4], "rank 4"),
+    ([2, 1], "ranks 1, 2"),
+    ([1, 3, 4, 5], "ranks 1, 3 to 5"),
+    (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22 and 8 more"),
+]
+
+
+@pytest.mark.parametrize("ranks, words", RANKS_AND_WORDS)
 def test_ranks_in_words(ranks, words):
     assert listed(ranks) == words
 

@@ -93,33 +93,33 @@ def test_throughput_is_flops_by_the_time_of_a_step(clock, capsys):
     assert "| throughput per GPU (TFLOP/s/GPU): 12.0 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("where", "losses", "line"),
-    [
-        (
-            "iteration 40",
-            {"lm loss": math.log(2.0)},
-            " validation loss at iteration 40 | lm loss value: 6.931472E-01 | lm loss PPL: 2.000000E+00 | ",
-        ),
-        (
-            "iteration 40 on test set",
-            {"lm loss": 25.0},
-            " validation loss at iteration 40 on test set | lm loss value: 2.500000E+01 | lm loss PPL: 4.851652E+08 | ",
-        ),
-        (
-            "iteration 1",
-            {"a": 0.0, "b": 1.0},
-            " validation loss at iteration 1 | a value: 0.000000E+00 | a PPL: 1.000000E+00 | "
-            "b value: 1.000000E+00 | b PPL: 2.718282E+00 | ",
-        ),
-        ("iteration 1", {}, " validation loss at iteration 1 | "),
-        (
-            "iteration 1",
-            {"a": math.nan, "b": math.inf},
-            " validation loss at iteration 1 | a value: NAN | a PPL: NAN | b value: INF | b PPL: INF | ",
-        ),
-    ],
-)
+PLACES_AND_LINES = [
+    (
+        "iteration 40",
+        {"lm loss": math.log(2.0)},
+        " validation loss at iteration 40 | lm loss value: 6.931472E-01 | lm loss PPL: 2.000000E+00 | ",
+    ),
+    (
+        "iteration 40 on test set",
+        {"lm loss": 25.0},
+        " validation loss at iteration 40 on test set | lm loss value: 2.500000E+01 | lm loss PPL: 4.851652E+08 | ",
+    ),
+    (
+        "iteration 1",
+        {"a": 0.0, "b": 1.0},
+        " validation loss at iteration 1 | a value: 0.000000E+00 | a PPL: 1.000000E+00 | "
+        "b value: 1.000000E+00 | b PPL: 2.718282E+00 | ",
+    ),
+    ("iteration 1", {}, " validation loss at iteration 1 | "),
+    (
+        "iteration 1",
+        {"a": math.nan, "b": math.inf},
+        " validation loss at iteration 1 | a value: NAN | a PPL: NAN | b value: INF | b PPL: INF | ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "losses", "line"), PLACES_AND_LINES)
 def test_a_validation_line_is_megatrons(where: str, losses: dict, line: str):
     assert validation_line(where, losses) == line
 

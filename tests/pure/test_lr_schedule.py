@@ -200,33 +200,33 @@ def test_the_batch_size_changes_the_unit_only():
     assert [one.at(i) for i in range(150)] == pytest.approx([four.at(4 * i) for i in range(150)], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("settings", "problems"),
-    [
-        ({"lr": 0.0}, "--lr 0.0"),
-        ({"lr": -1.0}, "--lr -1.0|--min-lr 0.0 0 --lr -1.0"),
-        ({"lr": 1e-3, "min_lr": -1e-3}, "--min-lr -0.001 0 --lr 0.001"),
-        ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01 0 --lr 0.001"),
-        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, "--lr-warmup-fraction --lr-warmup-iters"),
-        ({"lr_warmup_fraction": -0.1}, "--lr-warmup-fraction -0.1 0 1"),
-        ({"lr_warmup_iters": -1}, "--lr-warmup-iters -1"),
-        ({"lr_decay_iters": 0}, "--lr-decay-iters 0 1"),
-    ],
-)
+SETTINGS_AND_PROBLEMS = [
+    ({"lr": 0.0}, "--lr 0.0"),
+    ({"lr": -1.0}, "--lr -1.0|--min-lr 0.0 0 --lr -1.0"),
+    ({"lr": 1e-3, "min_lr": -1e-3}, "--min-lr -0.001 0 --lr 0.001"),
+    ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01 0 --lr 0.001"),
+    ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, "--lr-warmup-fraction --lr-warmup-iters"),
+    ({"lr_warmup_fraction": -0.1}, "--lr-warmup-fraction -0.1 0 1"),
+    ({"lr_warmup_iters": -1}, "--lr-warmup-iters -1"),
+    ({"lr_decay_iters": 0}, "--lr-decay-iters 0 1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "problems"), SETTINGS_AND_PROBLEMS)
 def test_settings_that_cannot_work_are_explained(settings: dict, problems: str):
     with pytest.raises(ConfigError) as error:
         LearningRateConfig(**settings)
     assert tells_each(error.value.problems, problems)
 
 
-@pytest.mark.parametrize(
-    ("settings", "warmup", "decay"),
-    [
-        ({"lr_warmup_iters": 100}, 100, 100),
-        ({"lr_warmup_iters": 50, "lr_decay_iters": 40}, 50, 40),
-        ({"lr_warmup_fraction": 1.0, "lr_decay_style": "cosine"}, 100, 100),
-    ],
-)
+SETTINGS_AND_DECAYS = [
+    ({"lr_warmup_iters": 100}, 100, 100),
+    ({"lr_warmup_iters": 50, "lr_decay_iters": 40}, 50, 40),
+    ({"lr_warmup_fraction": 1.0, "lr_decay_style": "cosine"}, 100, 100),
+]
+
+
+@pytest.mark.parametrize(("settings", "warmup", "decay"), SETTINGS_AND_DECAYS)
 def test_a_warm_up_must_end_before_the_decay(settings: dict, warmup: int, decay: int):
     with pytest.raises(ConfigError) as error:
         schedule(lr=1.0, **settings)

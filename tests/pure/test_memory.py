@@ -48,19 +48,19 @@ def test_zero_stages_take_what_the_paper_says(stage: int, gigabytes: float):
 
 
 # Bytes a parameter with d = 16: Megatron-LM's documentation of its distributed optimizer, and the same arithmetic for stages 2, 3.
-@pytest.mark.parametrize(
-    ("precision", "stage", "expected"),
-    [
-        ("--bf16", 0, 18),
-        ("--bf16", 1, 6 + 12 / 16),
-        ("--bf16", 2, 2 + 16 / 16),
-        ("--bf16", 3, 18 / 16),
-        ("", 0, 16),
-        ("", 1, 8 + 8 / 16),
-        ("", 2, 4 + 12 / 16),
-        ("", 3, 16 / 16),
-    ],
-)
+PRECISIONS_AND_EXPECTED = [
+    ("--bf16", 0, 18),
+    ("--bf16", 1, 6 + 12 / 16),
+    ("--bf16", 2, 2 + 16 / 16),
+    ("--bf16", 3, 18 / 16),
+    ("", 0, 16),
+    ("", 1, 8 + 8 / 16),
+    ("", 2, 4 + 12 / 16),
+    ("", 3, 16 / 16),
+]
+
+
+@pytest.mark.parametrize(("precision", "stage", "expected"), PRECISIONS_AND_EXPECTED)
 def test_state_follows_the_published_bytes_a_parameter(precision: str, stage: int, expected: float):
     run = sizes_of(f"{GPT3} --world-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8")
     if not precision:
@@ -89,18 +89,18 @@ def test_parameters_of_bert_base(more: str, expected: int):
 
 
 # arXiv:2205.05198, table 2, in units of s b h, without scores; ours has two numbers a row of each norm and one a row and head more.
-@pytest.mark.parametrize(
-    ("sizes", "units"),
-    [
-        (layer(), 34),
-        (layer(t=4, heads=1, kv_heads=1, f=32), 10 + 24 / 4),
-        (layer(t=4, heads=1, kv_heads=1, f=32, sequence_parallel=True), 34 / 4),
-        (layer(recompute="uniform"), 2),
-        (layer(recompute="block"), 2),
-        (layer(recompute="uniform", t=4, sequence_parallel=True), 2 / 4),
-        (layer(recompute="block", t=4, saves_parts=True), 2 / 4),
-    ],
-)
+SIZES_AND_UNITS = [
+    (layer(), 34),
+    (layer(t=4, heads=1, kv_heads=1, f=32), 10 + 24 / 4),
+    (layer(t=4, heads=1, kv_heads=1, f=32, sequence_parallel=True), 34 / 4),
+    (layer(recompute="uniform"), 2),
+    (layer(recompute="block"), 2),
+    (layer(recompute="uniform", t=4, sequence_parallel=True), 2 / 4),
+    (layer(recompute="block", t=4, saves_parts=True), 2 / 4),
+]
+
+
+@pytest.mark.parametrize(("sizes", "units"), SIZES_AND_UNITS)
 def test_activations_of_a_layer_are_the_published_ones(sizes: LayerSizes, units: float):
     sbh, rows = sizes.s * sizes.b * sizes.h, sizes.tokens
     small = 0 if sizes.recompute else 2 * rows * 2 * 4 + sizes.s * sizes.b * sizes.heads * 4
@@ -302,19 +302,16 @@ def test_json_says_what_the_table_says(capsys):
     assert [{kind: stage[kind] for kind in KINDS} for stage in said["stages"]] == [one.bytes for one in ranks]
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("--hiden-size 3", "unknown flag --hiden-size; did you mean --hidden-size?"),
-        ("--world-size 0", "--world-size is 0; it must be at least 1"),
-        ("--world-size 10 --tensor-model-parallel-size 4", "--world-size 10"),
-        ("--model bert --mask-prob 0.3 --reset-attention-mask", "--reset-attention-mask has no meaning for BERT"),
-        (
-            "--zero-stage 3 --fixed-order-grad-reduce",
-            "--fixed-order-grad-reduce keeps the gradients of every microbatch",
-        ),
-    ],
-)
+WORDS_AND_PROBLEMS = [
+    ("--hiden-size 3", "unknown flag --hiden-size; did you mean --hidden-size?"),
+    ("--world-size 0", "--world-size is 0; it must be at least 1"),
+    ("--world-size 10 --tensor-model-parallel-size 4", "--world-size 10"),
+    ("--model bert --mask-prob 0.3 --reset-attention-mask", "--reset-attention-mask has no meaning for BERT"),
+    ("--zero-stage 3 --fixed-order-grad-reduce", "--fixed-order-grad-reduce keeps the gradients of every microbatch"),
+]
+
+
+@pytest.mark.parametrize(("words", "problem"), WORDS_AND_PROBLEMS)
 def test_bad_input_is_refused_in_the_usual_words(words: str, problem: str, capsys):
     small = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1 --vocab-size 9"
     assert estimate_memory.main([*small.split(), *words.split()]) == 2

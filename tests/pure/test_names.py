@@ -228,15 +228,15 @@ def test_what_is_not_built_says_so_when_it_is_called(name):
         mpu.get_something_else  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2"),
-        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
-        ({"use_sharp": True}, "use_sharp=True"),
-    ],
-)
+ARGUMENTS_AND_SAID = [
+    ({"context_parallel_size": 2}, "--context-parallel-size 2"),
+    ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2"),
+    ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
+    ({"use_sharp": True}, "use_sharp=True"),
+]
+
+
+@pytest.mark.parametrize("arguments, said", ARGUMENTS_AND_SAID)
 def test_groups_that_are_not_built_are_refused(arguments, said):
     with raises_telling(ConfigError, said):
         mpu.initialize_model_parallel(**arguments)

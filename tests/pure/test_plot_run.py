@@ -137,15 +137,15 @@ def test_what_an_appended_log_trains_again_is_forgotten():
     assert curves.of["training"] == {10: 4.0, 20: 4.0, 40: 2.0, 50: 2.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "--log-interval"),
-        ("\n \n", "is empty"),
-        ("Traceback (most recent call last):\n", "pretrain_gpt.py"),
-        ('{"model": "gpt", "layers": 4}\n', "JSON --metrics-file iteration"),
-    ],
-)
+TEXTS_AND_SAID = [
+    ("", "--log-interval"),
+    ("\n \n", "is empty"),
+    ("Traceback (most recent call last):\n", "pretrain_gpt.py"),
+    ('{"model": "gpt", "layers": 4}\n', "JSON --metrics-file iteration"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), TEXTS_AND_SAID)
 def test_files_of_no_run_are_refused_in_a_line(tmp_path, capsys, text: str, says: str):
     (tmp_path / "odd").write_text(text)
     assert plot_run.main(["--log", str(tmp_path / "odd"), "--output", str(tmp_path / "x.png")]) == 1

@@ -81,15 +81,15 @@ no_function = 3
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("broken.py:short", ("short: rank 0 lacks B0.7",)),
-        ("broken.py:no_function", ("broken.py has no function no_function",)),
-        ("none.py:short", ("no file", "none.py")),
-        ("raises.py:short", ("raises.py", "ZeroDivisionError")),
-    ],
-)
+NAMES_AND_SAID = [
+    ("broken.py:short", ("short: rank 0 lacks B0.7",)),
+    ("broken.py:no_function", ("broken.py has no function no_function",)),
+    ("none.py:short", ("no file", "none.py")),
+    ("raises.py:short", ("raises.py", "ZeroDivisionError")),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), NAMES_AND_SAID)
 def test_a_schedule_of_a_fork_that_cannot_train_is_refused_in_one_line(capsys, tmp_path, name, says):
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "raises.py").write_text("1 / 0")

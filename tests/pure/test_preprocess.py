@@ -133,22 +133,22 @@ def test_skipped_lines_are_shown_up_to_a_number(tmp_path, capsys):
     assert "300 lines skipped" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "reason"),
-    [
-        ([], 2, "--input --output-prefix"),
-        (["--input", "a", "--output-prefix", "o", "--workers", "0"], 2, "--workers 0 1"),
-        (["--input", "a", "--output-prefix", "o", "--log-interval", "0"], 2, "--log-interval 0 1"),
-        (["--inputs", "a"], 2, "--inputs --input"),
-        (["stray"], 2, "stray does not belong to any flag"),
-        (["--workers", "x"], 2, "--workers x"),
-        (["--input", "none.jsonl", "--output-prefix", "o", *NULL], 1, "--input none.jsonl"),
-        (["--input", ".", "--output-prefix", "o", *NULL], 1, "empty.json"),
-        (["--input", "empty.json", "--output-prefix", "o"], 1, "set --tokenizer-type"),
-        (["--input", "empty.json", "--output-prefix", "empty.json/o", *NULL], 1, "empty.json"),
-        (["--input", "empty.json", "--tokenizer-type", "NullTokenizer"], 2, "--output-prefix"),
-    ],
-)
+ARGUMENTS_AND_REASONS = [
+    ([], 2, "--input --output-prefix"),
+    (["--input", "a", "--output-prefix", "o", "--workers", "0"], 2, "--workers 0 1"),
+    (["--input", "a", "--output-prefix", "o", "--log-interval", "0"], 2, "--log-interval 0 1"),
+    (["--inputs", "a"], 2, "--inputs --input"),
+    (["stray"], 2, "stray does not belong to any flag"),
+    (["--workers", "x"], 2, "--workers x"),
+    (["--input", "none.jsonl", "--output-prefix", "o", *NULL], 1, "--input none.jsonl"),
+    (["--input", ".", "--output-prefix", "o", *NULL], 1, "empty.json"),
+    (["--input", "empty.json", "--output-prefix", "o"], 1, "set --tokenizer-type"),
+    (["--input", "empty.json", "--output-prefix", "empty.json/o", *NULL], 1, "empty.json"),
+    (["--input", "empty.json", "--tokenizer-type", "NullTokenizer"], 2, "--output-prefix"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "reason"), ARGUMENTS_AND_REASONS)
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, reason):
     monkeypatch.chdir(tmp_path)
     Path("empty.json").write_text("\n")

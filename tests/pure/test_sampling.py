@@ -142,20 +142,20 @@ def test_scores_are_left_as_they_were():
 # ---------------------------------------------------------------- messages
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": 0.0}, "--temperature is 0.0"),
-        ({"temperature": -1.0}, "--temperature is -1.0"),
-        ({"temperature": math.inf}, "--temperature inf"),
-        ({"temperature": math.nan}, "--temperature nan"),
-        ({"top_k": 0}, "--top-k 0 1"),
-        ({"top_p": 0.0}, "--top-p is 0.0"),
-        ({"top_p": 1.1}, "--top-p is 1.1"),
-        ({"top_p": math.nan}, "--top-p nan"),
-        ({"greedy": True, "top_k": 3}, "--greedy --temperature --top-k --top-p"),
-    ],
-)
+SETTINGS_AND_MESSAGES = [
+    ({"temperature": 0.0}, "--temperature is 0.0"),
+    ({"temperature": -1.0}, "--temperature is -1.0"),
+    ({"temperature": math.inf}, "--temperature inf"),
+    ({"temperature": math.nan}, "--temperature nan"),
+    ({"top_k": 0}, "--top-k 0 1"),
+    ({"top_p": 0.0}, "--top-p is 0.0"),
+    ({"top_p": 1.1}, "--top-p is 1.1"),
+    ({"top_p": math.nan}, "--top-p nan"),
+    ({"greedy": True, "top_k": 3}, "--greedy --temperature --top-k --top-p"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), SETTINGS_AND_MESSAGES)
 def test_settings_that_cannot_work(settings, message):
     with raises_telling(ConfigError, message):
         SamplingConfig(**settings)
@@ -167,16 +167,16 @@ def test_all_problems_are_said_at_once():
     assert len(error.value.problems) == 3
 
 
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        (torch.tensor([0.0, math.nan]), "2 nan"),
-        (torch.tensor([0.0, math.inf]), "2 inf"),
-        (torch.tensor([-math.inf, -math.inf]), "2 -inf"),
-        (torch.zeros(2, 3), "2 3"),
-        (torch.zeros(0), "0"),
-    ],
-)
+SCORES_AND_MESSAGES = [
+    (torch.tensor([0.0, math.nan]), "2 nan"),
+    (torch.tensor([0.0, math.inf]), "2 inf"),
+    (torch.tensor([-math.inf, -math.inf]), "2 -inf"),
+    (torch.zeros(2, 3), "2 3"),
+    (torch.zeros(0), "0"),
+]
+
+
+@pytest.mark.parametrize(("scores", "message"), SCORES_AND_MESSAGES)
 def test_scores_that_no_token_can_be_chosen_by(scores, message):
     for choose in (greedy, lambda scores: distribution(scores, ALL)):
         with raises_telling(ValueError, message):

@@ -262,15 +262,15 @@ def test_what_can_be_watched_has_no_problem(monkeypatch):
     assert watch_problems(*made, save="y", world_size=1) == []
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: LogConfig(log_interval=0, inspect=0), "--log-interval is 0; it must be at least 1\n--inspect is 0"),
-        (lambda: TensorBoardConfig(tensorboard_log_interval=0), "--tensorboard-log-interval is 0"),
-        (lambda: TensorBoardConfig(wandb_entity="team"), "--wandb-entity needs --wandb-project"),
-        (lambda: ProfileConfig(profile_step_start=5, profile_step_end=5), "--profile-step-end 5"),
-    ],
-)
+MAKERS_AND_SAID = [
+    (lambda: LogConfig(log_interval=0, inspect=0), "--log-interval is 0; it must be at least 1\n--inspect is 0"),
+    (lambda: TensorBoardConfig(tensorboard_log_interval=0), "--tensorboard-log-interval is 0"),
+    (lambda: TensorBoardConfig(wandb_entity="team"), "--wandb-entity needs --wandb-project"),
+    (lambda: ProfileConfig(profile_step_start=5, profile_step_end=5), "--profile-step-end 5"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), MAKERS_AND_SAID)
 def test_settings_that_cannot_be_are_said(make, says: str):
     with pytest.raises(ConfigError) as error:
         make()

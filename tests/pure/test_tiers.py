@@ -283,16 +283,16 @@ def test_what_a_killed_run_of_more_ranks_left_is_removed(tmp_path):
     living.remove()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda folder: (folder.mkdir(), (folder / "thesis.tex").touch()),
-            r"holds thesis.tex, which no run of ours wrote there",
-        ),
-        (lambda folder: folder.touch(), "rank_00002 is a file; choose another folder"),
-    ],
-)
+MAKERS_AND_MESSAGES = [
+    (
+        lambda folder: (folder.mkdir(), (folder / "thesis.tex").touch()),
+        r"holds thesis.tex, which no run of ours wrote there",
+    ),
+    (lambda folder: folder.touch(), "rank_00002 is a file; choose another folder"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), MAKERS_AND_MESSAGES)
 def test_a_folder_with_something_else_is_refused(tmp_path, make, message):
     make(tmp_path / "rank_00002")
     with pytest.raises(ConfigError, match=message):
@@ -366,15 +366,15 @@ def test_bytes_by_tier_are_the_published_sums():
 # ---------------------------------------------------------------- settings and room
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction is 1.5"),
-        ({"optimizer_cpu_offload": True, "offload_dir": "x"}, "--optimizer-cpu-offload --offload-dir"),
-        ({"offload_params": True}, "--offload-params --offload-dir DIR --optimizer-cpu-offload"),
-        ({"offload_params": True, "offload_dir": "x", "optimizer_offload_fraction": 0.5}, "leave one of them out"),
-    ],
-)
+SETTINGS_AND_MESSAGES = [
+    ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction is 1.5"),
+    ({"optimizer_cpu_offload": True, "offload_dir": "x"}, "--optimizer-cpu-offload --offload-dir"),
+    ({"offload_params": True}, "--offload-params --offload-dir DIR --optimizer-cpu-offload"),
+    ({"offload_params": True, "offload_dir": "x", "optimizer_offload_fraction": 0.5}, "leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), SETTINGS_AND_MESSAGES)
 def test_settings_that_cannot_be_followed_are_refused(settings, message):
     with pytest.raises(ConfigError) as refused:
         OffloadConfig(**settings)
@@ -436,19 +436,13 @@ def test_free_memory_is_the_container_s_where_it_has_less(tmp_path):
     assert free_to_process(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("line", "folder", "limit", "used", "pages"),
-    [
-        ("0::/job/step", "job", "memory.max", "memory.current", "inactive_file"),
-        (
-            "4:cpu,memory:/job/step",
-            "memory/job",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ],
-)
+LINES_AND_PAGES = [
+    ("0::/job/step", "job", "memory.max", "memory.current", "inactive_file"),
+    ("4:cpu,memory:/job/step", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+]
+
+
+@pytest.mark.parametrize(("line", "folder", "limit", "used", "pages"), LINES_AND_PAGES)
 def test_a_limit_around_a_process_counts_in_either_version(tmp_path, line, folder, limit, used, pages):
     """As of a job of a cluster: the group of its step has no limit, that of the job does."""
     (tmp_path / "self").mkdir()

@@ -355,20 +355,17 @@ def test_tik_by_hand_and_what_is_refused(tmp_path):
         build_tokenizer(TokenizerConfig("TikTokenizer", tokenizer_model=write_tik(tmp_path / "d", [*bytes_, b"a"])))
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"tokenizer_type": "BertWordPieceCase"}, "needs --vocab-file"),
-        ({"tokenizer_type": "Llama2Tokenizer"}, "needs --tokenizer-model"),
-        ({"vocab_extra_ids": -1}, "must not be negative"),
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "vocab_extra_ids": 1}, "has no meaning with"),
-        ({"tokenizer_type": "TikTokenizer", "tokenizer_model": "t", "vocab_size": 1000}, "must have room"),
-        (
-            {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t", "tiktoken_special_tokens": ["a"]},
-            "different names",
-        ),
-    ],
-)
+SETTINGS_AND_PROBLEMS = [
+    ({"tokenizer_type": "BertWordPieceCase"}, "needs --vocab-file"),
+    ({"tokenizer_type": "Llama2Tokenizer"}, "needs --tokenizer-model"),
+    ({"vocab_extra_ids": -1}, "must not be negative"),
+    ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "vocab_extra_ids": 1}, "has no meaning with"),
+    ({"tokenizer_type": "TikTokenizer", "tokenizer_model": "t", "vocab_size": 1000}, "must have room"),
+    ({"tokenizer_type": "TikTokenizer", "tokenizer_model": "t", "tiktoken_special_tokens": ["a"]}, "different names"),
+]
+
+
+@pytest.mark.parametrize(("settings", "problem"), SETTINGS_AND_PROBLEMS)
 def test_settings_that_cannot_work(settings, problem):
     with pytest.raises(ConfigError, match=problem):
         TokenizerConfig(**settings)

@@ -89,16 +89,16 @@ def test_null_tokenizer_reads_numbers():
         tokenizer.tokenize("3 -1")
 
 
-@pytest.mark.parametrize(
-    ("settings", "problems"),
-    [
-        ({"tokenizer_type": "GPT2BPETokenizer"}, ["needs --vocab-file", "needs --merge-file"]),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, ["needs --tokenizer-model"]),
-        ({"tokenizer_type": "NullTokenizer"}, ["needs --vocab-size"]),
-        ({"vocab_size": 0}, ["must be at least 1"]),
-        ({"vocab_size": 4, "null_tokenizer_eod_id": 5}, ["--null-tokenizer-eod-id (5) must lie between"]),
-    ],
-)
+SETTINGS_AND_PROBLEMS = [
+    ({"tokenizer_type": "GPT2BPETokenizer"}, ["needs --vocab-file", "needs --merge-file"]),
+    ({"tokenizer_type": "HuggingFaceTokenizer"}, ["needs --tokenizer-model"]),
+    ({"tokenizer_type": "NullTokenizer"}, ["needs --vocab-size"]),
+    ({"vocab_size": 0}, ["must be at least 1"]),
+    ({"vocab_size": 4, "null_tokenizer_eod_id": 5}, ["--null-tokenizer-eod-id (5) must lie between"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "problems"), SETTINGS_AND_PROBLEMS)
 def test_config_problems_name_the_flag(settings, problems):
     with pytest.raises(ConfigError) as caught:
         TokenizerConfig(**settings)

@@ -152,40 +152,40 @@ def test_names_of_megatrons_config_classes_are_known(read):
 BILLION_LAUGHS = "a0: &a0 {seed: 1}\n" + "".join(f"a{n}: &a{n} {{x0: *a{n - 1}, x1: *a{n - 1}}}\n" for n in range(1, 9))
 
 
-@pytest.mark.parametrize(
-    ("text", "problems"),
-    [
-        ("activation_func: swiglu", "FILE:1 activation_func swiglu"),
-        ("layernorm_zero_centered_gamma: true", "FILE --apply-layernorm-1p"),
-        ("num_layer: 3", "FILE:1 num_layer num-layers"),
-        ("model:\n  xyzzy: 3", "FILE:2 xyzzy --help"),
-        ("seed: 1\nseed: 2", "FILE:2 1"),
-        ("a: {seed: 1}\nb: {seed: 2}", "FILE:2 1"),
-        ("bf16: perhaps", "FILE:1 bf16 perhaps"),
-        ("seed: {a: 1}", "FILE:1 seed"),
-        ("data_path: [[a]]", "FILE:1 data_path"),
-        ("yaml-cfg: other.yaml", "FILE:1 yaml-cfg"),
-        ("num_experts: 8", "FILE --num-experts"),
-        ("hidden_size: much", "FILE --hidden-size much"),
-        ("lr: .inf", "FILE --lr .inf"),
-        ("seed: -5", "--seed -5 0 2^32"),
-        ("- seed", "--yaml-cfg FILE"),
-        ("seed: [1", "--yaml-cfg FILE YAML"),
-        (
-            "num_layer: 3\nhidden_siz: 2\nseed: -5",
-            "FILE:1 num_layer num-layers|FILE:2 hidden_siz hidden-size|--seed -5 0 2^32",
-        ),
-        ("!!python/object/apply:os.system ['true']", "--yaml-cfg FILE"),
-        ("a: &a {b: *a}", "FILE:1"),
-        ("&a {b: {c: *a}}", "FILE:1"),
-        ("data_path: &a [*a]", "FILE:1 data_path"),
-        ("a: &a {seed: 1}\nb: *a", "FILE:2"),
-        (BILLION_LAUGHS, "|".join(f"FILE:{line} x{copy}" for line in range(2, 10) for copy in (0, 1))),
-        ("? [a]\n: 1\n? {b: 2}\n: {c: 3}", "FILE:1|FILE:3"),
-        ("a: " + "[" * 1000 + "]" * 1000, "--yaml-cfg FILE"),
-        ("{a: " * 5000 + "1" + "}" * 5000, "--yaml-cfg FILE"),
-    ],
-)
+TEXTS_AND_PROBLEMS = [
+    ("activation_func: swiglu", "FILE:1 activation_func swiglu"),
+    ("layernorm_zero_centered_gamma: true", "FILE --apply-layernorm-1p"),
+    ("num_layer: 3", "FILE:1 num_layer num-layers"),
+    ("model:\n  xyzzy: 3", "FILE:2 xyzzy --help"),
+    ("seed: 1\nseed: 2", "FILE:2 1"),
+    ("a: {seed: 1}\nb: {seed: 2}", "FILE:2 1"),
+    ("bf16: perhaps", "FILE:1 bf16 perhaps"),
+    ("seed: {a: 1}", "FILE:1 seed"),
+    ("data_path: [[a]]", "FILE:1 data_path"),
+    ("yaml-cfg: other.yaml", "FILE:1 yaml-cfg"),
+    ("num_experts: 8", "FILE --num-experts"),
+    ("hidden_size: much", "FILE --hidden-size much"),
+    ("lr: .inf", "FILE --lr .inf"),
+    ("seed: -5", "--seed -5 0 2^32"),
+    ("- seed", "--yaml-cfg FILE"),
+    ("seed: [1", "--yaml-cfg FILE YAML"),
+    (
+        "num_layer: 3\nhidden_siz: 2\nseed: -5",
+        "FILE:1 num_layer num-layers|FILE:2 hidden_siz hidden-size|--seed -5 0 2^32",
+    ),
+    ("!!python/object/apply:os.system ['true']", "--yaml-cfg FILE"),
+    ("a: &a {b: *a}", "FILE:1"),
+    ("&a {b: {c: *a}}", "FILE:1"),
+    ("data_path: &a [*a]", "FILE:1 data_path"),
+    ("a: &a {seed: 1}\nb: *a", "FILE:2"),
+    (BILLION_LAUGHS, "|".join(f"FILE:{line} x{copy}" for line in range(2, 10) for copy in (0, 1))),
+    ("? [a]\n: 1\n? {b: 2}\n: {c: 3}", "FILE:1|FILE:3"),
+    ("a: " + "[" * 1000 + "]" * 1000, "--yaml-cfg FILE"),
+    ("{a: " * 5000 + "1" + "}" * 5000, "--yaml-cfg FILE"),
+]
+
+
+@pytest.mark.parametrize(("text", "problems"), TEXTS_AND_PROBLEMS)
 def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: str):
     with pytest.raises(ConfigError) as error:
         read(text)

@@ -316,16 +316,16 @@ def data_of(pipeline: Pipeline, mesh: Mesh) -> dict[int, Iterator]:
     return {stage: microbatches(pipeline.batch, 0, mesh) for stage in pipeline.chunks}
 
 
+SCHEDULES_AND_PEAKS = [
+    ("1f1b", 1, {0: 2, 1: 1}),
+    ("zb-h1", 1, {0: 2, 1: 1}),
+    ("gpipe", 1, {0: 4, 1: 4}),
+    ("interleaved", 2, {0: 4, 1: 3, 2: 2, 3: 1}),
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("schedule", "v", "peaks"),
-    [
-        ("1f1b", 1, {0: 2, 1: 1}),
-        ("zb-h1", 1, {0: 2, 1: 1}),
-        ("gpipe", 1, {0: 4, 1: 4}),
-        ("interleaved", 2, {0: 4, 1: 3, 2: 2, 3: 1}),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "v", "peaks"), SCHEDULES_AND_PEAKS)
 def test_there_are_as_many_slots_as_inputs_at_once(schedule: str, v: int, peaks: dict[int, int]):
     """peaks: microbatches of each stage that wait for a backward at once, of four. One slot less, and a step cannot run."""
     layout = Layout(pp=2, m=4, v=v, schedule=schedule, recompute="uniform 1")

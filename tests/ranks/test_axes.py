@@ -73,18 +73,17 @@ def alone():
     return result
 
 
+SIZES = [
+    {"cp": 2},
+    {"cp": 2, "dp": 2, "ep": 2},
+    {"cp": 2, "dp": 2, "ep": 4},
+    {"dp": 4, "ep": 2, "replicas": 2},
+    {"cp": 4, "ep": 2, "etp": 1},
+]
+
+
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"cp": 2},
-        {"cp": 2, "dp": 2, "ep": 2},
-        {"cp": 2, "dp": 2, "ep": 4},
-        {"dp": 4, "ep": 2, "replicas": 2},
-        {"cp": 4, "ep": 2, "etp": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_step_over_sequences_and_experts_is_that_of_one_process(sizes: dict, stage: int, alone):
     norms, tokens, whole = alone
     config = DataParallelConfig(

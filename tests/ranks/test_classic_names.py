@@ -329,16 +329,16 @@ def test_a_function_of_a_tensor_fills_a_named_model_the_same_in_every_layout():
     assert torch.equal(one["up.weight"], two["up.weight"])
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"init_method": "xavier"}, "init_method init_method_normal(std)"),
-        ({"init_method": lambda w: None}, "48 8 6"),
-        ({"stride": 2}, "stride=2 blocks"),
-        ({"is_expert": True}, "is_expert"),
-        ({"some_day": 1}, "some_day"),
-    ],
-)
+OPTIONS_AND_SAID = [
+    ({"init_method": "xavier"}, "init_method init_method_normal(std)"),
+    ({"init_method": lambda w: None}, "48 8 6"),
+    ({"stride": 2}, "stride=2 blocks"),
+    ({"is_expert": True}, "is_expert"),
+    ({"some_day": 1}, "some_day"),
+]
+
+
+@pytest.mark.parametrize("options, said", OPTIONS_AND_SAID)
 def test_what_a_layer_cannot_do_is_refused(options, said):
     with pytest.raises(RuntimeError) as refused:
         run_ranks({}, lambda mesh: mt.ColumnParallelLinear(H, F, config=Config(), **options))

@@ -49,17 +49,16 @@ def test_documents_train_as_their_mask_does(name: str):
     assert_equal(one_process(name, PACKED), one_process(name, MASKED), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, sp=True, m=2),
-        Layout(pp=4, m=4),
-        pytest.param(Layout(tp=2, pp=2, v=2, m=2, dp=2, schedule="interleaved"), marks=pytest.mark.full),
-        Layout(recompute="uniform 2", m=2),
-        Layout(recompute="selective", pp=2, m=2),
-    ],
-    ids=str,
-)
+LAYOUTS = [
+    Layout(tp=2, sp=True, m=2),
+    Layout(pp=4, m=4),
+    pytest.param(Layout(tp=2, pp=2, v=2, m=2, dp=2, schedule="interleaved"), marks=pytest.mark.full),
+    Layout(recompute="uniform 2", m=2),
+    Layout(recompute="selective", pp=2, m=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_packed_documents_under_a_layout_equal_one_process(layout: Layout):
     assert_equal(run(GPT2, layout, steps=2, global_batch=8, texts=PACKED), one_process("dropout", PACKED), TOLERANCE)
     assert_equal(

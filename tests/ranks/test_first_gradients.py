@@ -149,14 +149,14 @@ class Unannounced(torch.autograd.Function):
         return grad @ weight, None
 
 
-@pytest.mark.parametrize(
-    ("stage", "first", "said"),
-    [
-        (0, True, "something has added to main_grad of a without opening it"),
-        (2, True, "main_grad of a is used while"),
-        (0, False, None),
-    ],
-)
+STAGES_AND_SAID = [
+    (0, True, "something has added to main_grad of a without opening it"),
+    (2, True, "main_grad of a is used while"),
+    (0, False, None),
+]
+
+
+@pytest.mark.parametrize(("stage", "first", "said"), STAGES_AND_SAID)
 def test_who_adds_without_a_word_is_told_where_that_would_be_lost(stage: int, first: bool, said: str | None):
     """Before a product that overwrites, or to memory that is not there, which would end the process. After one nothing is lost."""
     chunk = DistributedDataParallel(

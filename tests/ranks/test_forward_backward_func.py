@@ -291,14 +291,14 @@ def _losses(weight, rows):
     return [(row @ weight.t()).pow(2).mean().item() for row in rows]
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"decoder_seq_length": 4}, "decoder_seq_length 4 seq_length 8"),
-        ({"data_iterator": [None, None]}, "1 2"),
-        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn"),
-    ],
-)
+OPTIONS_AND_SAID = [
+    ({"decoder_seq_length": 4}, "decoder_seq_length 4 seq_length 8"),
+    ({"data_iterator": [None, None]}, "1 2"),
+    ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn"),
+]
+
+
+@pytest.mark.parametrize("options, said", OPTIONS_AND_SAID)
 def test_what_it_cannot_do_is_refused(options, said):
     usual = {
         "forward_step_func": forward_step,

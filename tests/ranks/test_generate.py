@@ -447,17 +447,17 @@ def test_the_stop_id_ends_the_text_and_padding_is_never_chosen():
     assert seen == [VOCAB] * 4 and model.language_model.embedding.word_embeddings.weight.shape[0] > VOCAB
 
 
-@pytest.mark.parametrize(
-    ("prompt", "changed", "message"),
-    [
-        ([], {}, "the prompt has no token"),
-        ([0, VOCAB], {}, f"ids from 0 to {VOCAB}, the model those from 0 to {VOCAB - 1}"),
-        ([-1], {}, "ids from -1 to -1"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ([1], {"max_length": 0}, "max_length is 0; it must be at least 1"),
-        ([1, 2, 3], {"max_length": 2}, "the prompt has 3 tokens, and the model sees 2 at once; shorten it"),
-    ],
-)
+PROMPTS_AND_MESSAGES = [
+    ([], {}, "the prompt has no token"),
+    ([0, VOCAB], {}, f"ids from 0 to {VOCAB}, the model those from 0 to {VOCAB - 1}"),
+    ([-1], {}, "ids from -1 to -1"),
+    ([1], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+    ([1], {"max_length": 0}, "max_length is 0; it must be at least 1"),
+    ([1, 2, 3], {"max_length": 2}, "the prompt has 3 tokens, and the model sees 2 at once; shorten it"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "changed", "message"), PROMPTS_AND_MESSAGES)
 def test_what_cannot_be_generated_is_refused_at_once(prompt, changed, message):
     model = build(lone_mesh(), GPT2, sp=False)[0].module
     settings = {"max_new_tokens": 1, "max_length": SEQ, "stop_id": None, "choose": greedy} | changed

@@ -289,19 +289,16 @@ def test_a_validation_reads_its_part_of_the_set(given, expected):
     assert window(*given) == expected
 
 
-@pytest.mark.parametrize(
-    ("flags", "where"),
-    [
-        ("--eval-iters 0", []),
-        ("--eval-iters 1 --eval-interval 0", ["iteration 4 on validation set", "iteration 4 on test set"]),
-        (
-            "--eval-iters 3 --eval-interval 2",
-            ["iteration 2", "iteration 4 on validation set", "iteration 4 on test set"],
-        ),
-        ("--eval-iters 1 --eval-interval 5 --skip-train", ["iteration 0 on validation set", "iteration 0 on test set"]),
-        ("--eval-iters 1 --eval-interval 2 --exit-interval 2", ["iteration 2"]),
-    ],
-)
+FLAGS_AND_PLACES = [
+    ("--eval-iters 0", []),
+    ("--eval-iters 1 --eval-interval 0", ["iteration 4 on validation set", "iteration 4 on test set"]),
+    ("--eval-iters 3 --eval-interval 2", ["iteration 2", "iteration 4 on validation set", "iteration 4 on test set"]),
+    ("--eval-iters 1 --eval-interval 5 --skip-train", ["iteration 0 on validation set", "iteration 0 on test set"]),
+    ("--eval-iters 1 --eval-interval 2 --exit-interval 2", ["iteration 2"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "where"), FLAGS_AND_PLACES)
 def test_validations_come_when_asked(flags: str, where: list[str], capsys):
     run(ONE, SHORT + flags)
     lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss at" in line]

@@ -369,27 +369,27 @@ def test_shards_load_into_any_layout(source: Layout, target: Layout, tmp_path):
 # ---------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"zero_stage": 0, "use_distributed_optimizer": True}, "--use-distributed-optimizer ZeRO 1 --zero-stage 0"),
-        (
-            {"zero_stage": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
-            "--zero-stage 2 --data-parallel-sharding-strategy optim_grads_params ZeRO 3",
-        ),
-        ({"zero_stage": 2, "fixed_order_grad_reduce": True}, "--fixed-order-grad-reduce ZeRO 2"),
-        ({"num_distributed_optimizer_instances": 2}, "--use-distributed-optimizer"),
-        ({"num_distributed_optimizer_instances": 0}, "--num-distributed-optimizer-instances 0 1"),
-        (
-            {"zero_stage": 2, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
-            "--zero-stage 3 --num-distributed-optimizer-instances 2",
-        ),
-        ({"reduce_scatter_with_fp32_accumulation": True, "zero_stage": 2}, "bfloat16 --grad-reduce-in-bf16"),
-        ({"main_grads_dtype": "bf16"}, "--main-grads-dtype bf16 float32"),
-        ({"zero_stage": 3, "outer_dp_sharding_strategy": "optim"}, "--outer-dp-sharding-strategy optim 2"),
-        ({"overlap_param_gather": True}, "--overlap-param-gather"),
-    ],
-)
+SETTINGS_AND_MESSAGES = [
+    ({"zero_stage": 0, "use_distributed_optimizer": True}, "--use-distributed-optimizer ZeRO 1 --zero-stage 0"),
+    (
+        {"zero_stage": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
+        "--zero-stage 2 --data-parallel-sharding-strategy optim_grads_params ZeRO 3",
+    ),
+    ({"zero_stage": 2, "fixed_order_grad_reduce": True}, "--fixed-order-grad-reduce ZeRO 2"),
+    ({"num_distributed_optimizer_instances": 2}, "--use-distributed-optimizer"),
+    ({"num_distributed_optimizer_instances": 0}, "--num-distributed-optimizer-instances 0 1"),
+    (
+        {"zero_stage": 2, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
+        "--zero-stage 3 --num-distributed-optimizer-instances 2",
+    ),
+    ({"reduce_scatter_with_fp32_accumulation": True, "zero_stage": 2}, "bfloat16 --grad-reduce-in-bf16"),
+    ({"main_grads_dtype": "bf16"}, "--main-grads-dtype bf16 float32"),
+    ({"zero_stage": 3, "outer_dp_sharding_strategy": "optim"}, "--outer-dp-sharding-strategy optim 2"),
+    ({"overlap_param_gather": True}, "--overlap-param-gather"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), SETTINGS_AND_MESSAGES)
 def test_settings_that_cannot_be_followed_are_refused(settings: dict, message: str):
     with pytest.raises(ConfigError) as refused:
         DataParallelConfig(**settings)
