@@ -17,8 +17,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.placement import Constant, pieces
 from megatron.core.random import initialize_parameters, normal_box
 from megatron.core.tensor_parallel.utils import VocabUtility
-from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from megatron.core.transformer.context import LayerContext
+from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids
 
 # Rank r holds x, is handed back the gradient g of the result, and ends with (y, dx). All by hand.
