@@ -5,12 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from code_lines import broken, code_lines, nodes, product_files, targets_of
+from code_lines import broken, code_lines, nodes, package_of, product_files, targets_of
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "megatron" / "core"
@@ -39,7 +40,7 @@ PURE = """
     training.watch.heartbeat training.memory.report training.memory.room
 """
 TO_BE_RENAMED = {"Away", "KINDS", "MODELS", "ORDER", "Segment", "peak_of_rank"}  # of training/memory
-MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 560  # code lines; code_lines.py has those of megatron/ and tools/
+MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 500  # code lines; code_lines.py has those of megatron/ and tools/
 
 
 @cache
@@ -258,29 +259,53 @@ def test_pure_modules_load_without_torch():
     assert outcome.returncode == 0, outcome.stderr
 
 
-# What breaks a rule of size in megatron/ and tools/ today, to be mended: how often at most. Only ever smaller.
-STILL_BROKEN = {"file": 4, "function": 4, "assignment": 190, "line": 345}
+RULES_OF_SIZE = ("file", "function", "assignment", "line")
+BEING_REBUILT = ("megatron/training/memory/", "tools/estimate_memory", "tools/measure_memory", "tools/sample_memory")
+# Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
-    "megatron": 19_200,
-    "tools": 3_400,
-}  # code lines; raised by nothing but a feature, in its commit, by what it adds
+    "megatron": 210,
+    "megatron/core": 1_830,
+    "megatron/core/checkpoint": 780,
+    "megatron/core/classic": 350,
+    "megatron/core/datasets": 1_890,
+    "megatron/core/distributed": 1_280,
+    "megatron/core/inference": 350,
+    "megatron/core/job": 610,
+    "megatron/core/models": 300,
+    "megatron/core/optimizer": 850,
+    "megatron/core/pipeline_parallel": 1_100,
+    "megatron/core/storage": 140,
+    "megatron/core/tensor_parallel": 530,
+    "megatron/core/tiers": 570,
+    "megatron/core/tokenizers": 480,
+    "megatron/core/transformer": 710,
+    "megatron/training": 1_740,
+    "megatron/training/ending": 240,
+    "megatron/training/memory": 2_020,
+    "megatron/training/resume": 500,
+    "megatron/training/settings": 1_000,
+    "megatron/training/watch": 990,
+    "tools": 2_310,
+    "tools/benchmarking": 450,
+    "tools/preprocessing": 610,
+}
 
 
 @pytest.fixture(scope="module")
 def broken_rules() -> dict[str, list[str]]:
     """Places by the rule that they break."""
-    found: dict[str, list[str]] = {"file": [], "function": [], "assignment": [], "line": []}
+    found: dict[str, list[str]] = {rule: [] for rule in RULES_OF_SIZE}
     for path in product_files():
         for rule, place in broken(path):
             found[rule].append(place)
     return found
 
 
-@pytest.mark.parametrize("rule", STILL_BROKEN)
+@pytest.mark.parametrize("rule", RULES_OF_SIZE)
 def test_files_functions_lines_and_assignments_stay_short(rule: str, broken_rules: dict[str, list[str]]):
     """python tests/code_lines.py --broken lists them."""
-    places = broken_rules[rule]
-    assert len(places) <= STILL_BROKEN[rule], "\n".join(places)
+    places = [place for place in broken_rules[rule] if not place.startswith(BEING_REBUILT)]
+    assert not places, "\n".join(places)
 
 
 def test_a_file_of_tests_and_examples_stays_short():
@@ -298,9 +323,10 @@ def test_a_file_of_tests_and_examples_stays_short():
 
 
 def test_no_package_grows_past_its_budget():
-    for package, budget in BUDGETS.items():
-        lines = sum(len(code_lines(path.read_text())) for path in product_files() if (ROOT / package) in path.parents)
-        assert lines <= budget, f"{package} has {lines} code lines"
+    lines: Counter[str] = Counter()
+    for path in product_files():
+        lines[package_of(path)] += len(code_lines(path.read_text()))
+    assert not {package: size for package, size in lines.items() if size > BUDGETS.get(package, 0)}
 
 
 def test_the_formatter_alone_lays_the_code_out():

@@ -3,8 +3,8 @@
     python tools/plot_run.py --log run.log other.jsonl --output runs.png
 
 A log is what pretrain_gpt.py prints, saved with `tee`, or the file of its --metrics-file. A resumed run may append to its log
-(`tee -a`) or have a log of its own: a log that loads a checkpoint which another log saves is drawn as the rest of that run. Where an
-iteration was trained twice, the later lines count.
+(`tee -a`) or have a log of its own: a log that loads a checkpoint which another log saves is drawn as the rest of that run.
+Where an iteration was trained twice, the later lines count.
 """
 
 import json

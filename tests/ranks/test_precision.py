@@ -124,16 +124,8 @@ def start(mesh: Mesh, run: Run) -> Rank:
     length = SEQ // layout.tp if layout.sp else SEQ
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.params_dtype)
     step = partial(forward_step, loss_func=run.loss_func)
-    pipeline = Pipeline(
-        {pp.rank: chunk},
-        mesh,
-        batch,
-        boundary=(spec,),
-        forward_step=step,
-        keys=keys,
-        weight_grads=store,
-        schedule_name=layout.schedule,
-    )
+    options = dict(boundary=(spec,), forward_step=step, keys=keys, weight_grads=store)
+    pipeline = Pipeline({pp.rank: chunk}, mesh, batch, schedule_name=layout.schedule, **options)
     return Rank(mesh, chunk, optimizer, pipeline)
 
 

@@ -206,7 +206,8 @@ def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
             if theirs.get(field.name, mine[field.name]) != mine[field.name]
         )
         raise ConfigError(
-            f"--load {runtime.config.checkpoint.load} holds no {', '.join(lacking)} ({was}); --no-load-optim starts with the weights alone"
+            f"--load {runtime.config.checkpoint.load} holds no {', '.join(lacking)} ({was}); "
+            "--no-load-optim starts with the weights alone"
         )
 
 
