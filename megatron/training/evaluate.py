@@ -1,4 +1,4 @@
-"""Validation: the training pipeline's forwards over a fixed part of another split."""
+"""Validation: forwards of the training pipeline over a fixed window of another split."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,10 +9,10 @@ from megatron.core.pipeline_parallel.pipeline import Pipeline
 
 
 def window(number: int, num_batches: int, batch_size: int, set_size: int) -> tuple[int, int]:
-    """(first sample, global batches) of validation `number` of a run: the windows follow each other and start over.
+    """(first sample, global batches) of validation `number` of a run. Windows follow each other and then start over.
 
-    A set of fewer batches is read whole each time, up to its last whole batch. Example: 2 batches of 4 from a set of 22 samples,
-    5 batches: numbers 0, 1, 2 read from sample 0, 8, 0.
+    A set with fewer batches is read whole, up to its last whole batch. Example: 2 batches of 4 from 22 samples (5 batches):
+    validations 0, 1, 2 start at samples 0, 8, 0.
     """
     available = set_size // batch_size
     if num_batches >= available:
@@ -28,7 +28,7 @@ def evaluate(
     first_sample: int,
     global_batch_size: int,
 ) -> dict[str, float]:
-    """The mean of each report entry over `num_batches` global batches; empty outside the last stage. Every rank must call.
+    """Mean of each report entry over `num_batches` global batches; empty outside the last stage. Every rank must call.
 
     make_iterators(first sample) -> this rank's data iterators by stage.
     """

@@ -1,4 +1,4 @@
-"""One step: forwards and backwards by the schedule, gradients made whole, one update."""
+"""One training step: forwards and backwards by the schedule, gradient reduction, clipping, one update."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,22 +11,22 @@ from megatron.training.watch.timers import Timers
 
 
 class NotFiniteError(FloatingPointError):
-    """A step gave no numbers; the message is all there is to know."""
+    """A loss or gradient norm is NaN or infinite. The message says all there is to know; no traceback is needed."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step is reported by. `losses` is empty on ranks outside the last stage."""
+    """The reported numbers of one step. `losses` is empty on ranks outside the last stage."""
 
     losses: dict[str, float]
     grad_norm: float
     loss_scale: float = 1.0  # of the next step
-    skipped: bool = False  # the scaled gradient is not finite, and nothing was updated
-    loss_is_finite: bool = True  # of every microbatch of every rank
+    skipped: bool = False  # the scaled gradient overflowed, so no parameter changed
+    loss_is_finite: bool = True  # in every microbatch of every rank
 
     @property
     def is_nan(self) -> bool:
-        """Whether something else than a too large loss scale is wrong."""
+        """Whether something is NaN or infinite that a smaller loss scale would not repair."""
         return not self.loss_is_finite or not (self.skipped or math.isfinite(self.grad_norm))
 
 
@@ -47,22 +47,21 @@ def train_step(
     timers: Timers = _NO_TIMERS,
     empty: Callable[[int], None] = lambda level: None,
 ) -> StepResult:
-    """One update of the parameters. Every rank must call; all raise NotFiniteError if a loss or the gradient is not finite.
+    """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or infinite.
 
-    Gradients are sums over tokens until all are summed, and are then divided by the tokens of the whole step, so that
-    no layout and no uneven loss mask changes what they mean. The count is that of `loss_func`, so it may be a sum of
-    weights: a fraction, or negative. Of a step whose count is exactly 0 there is no mean: its gradients, zeros where
-    every token is masked, are taken as they are. With a loss scale, the objective is differentiated as objective x
-    scale / nominal tokens: a sum over tokens would leave float16's range, their mean does not. A gradient that
-    overflows all the same makes every rank skip the update: its norm is one number for the model, and the ranks that
-    hold copies have summed their gradients. An adapting scale reacts to that, and nothing is raised while it can
-    fall. A loss that is not finite is no overflow of the scale, which lowers nothing in a forward.
+    Gradients are summed over tokens and divided once, by the tokens of the whole step: neither the layout nor an uneven loss
+    mask changes their meaning. `loss_func` counts the tokens; its count may be a sum of weights, fractional or negative. A step
+    with count 0 has no mean: its gradients (zeros if every token is masked) are used undivided.
 
-    num_microbatches: of one rank in this step, where steps differ; weight_decay: where it changes. empty: called with 1 after the
-    backwards and 2 after the update, to give back memory that tensors no longer need.
+    With a loss scale, the objective is multiplied by scale / nominal tokens before the backward, because a sum over tokens would
+    leave float16's range. If the gradient overflows all the same, every rank skips the update, since all see the same norm. A
+    dynamic scale falls then, and no error is raised while it can fall. A NaN or infinite loss is not an overflow: the scale
+    changes only the backward.
 
-    Scalars that travel: token count and loss over dp and pp, with the loss report on the last stage, and the gradient
-    norm over mp.
+    num_microbatches: per rank in this step, default: the pipeline's. weight_decay: default: the optimizer's.
+    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update.
+
+    Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over mp.
     """
     chunks = list(pipeline.chunks.values())
     for chunk in chunks:
@@ -98,16 +97,16 @@ def train_step(
 
 
 def _check_finite(shared: SharedTotals, norm: float, scaler: GradScaler | None) -> None:
-    """Raise NotFiniteError for what no lower loss scale mends: that scales gradients, and makes no loss NaN or infinite."""
+    """Raise NotFiniteError for a NaN or infinite loss, and for an overflowing gradient unless the loss scale can still fall."""
     bad_loss = why = ""
     if not math.isfinite(shared.loss):
-        blame = "" if scaler is None else ", which no loss scale causes"
+        blame = "" if scaler is None else ", which no loss scale can cause"
         bad_loss = f"the sum of the step's losses is {shared.loss}{blame}, and "
     elif math.isfinite(norm) or (scaler is not None and scaler.can_fall):
         return
     elif isinstance(scaler, DynamicGradScaler):
-        why = f"The step before overflowed too, and the loss scale can fall no lower (--min-loss-scale {scaler.minimum}). "
+        why = f"The step before overflowed too, and the loss scale is at its minimum (--min-loss-scale {scaler.minimum}). "
     raise NotFiniteError(
         f"{bad_loss}the gradient's norm is {norm} (losses on this rank: {shared.report}); nothing was updated in this step. {why}"
-        "Lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad goes on regardless"
+        "Lower --lr or check the data; --no-check-for-nan-in-loss-and-grad continues regardless"
     )

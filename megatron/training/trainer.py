@@ -1,6 +1,6 @@
 """The loop: a `Trainer` holds the parts of one run and takes its steps.
 
-Trainer(...)    model and optimizer, pipeline, where to go on, schedules, log, data, what watches
+Trainer(...)    model and optimizer, pipeline, checkpoint, schedules, log, data, watchers
 run()           each step: pipeline -> gradients -> update -> log -> maybe validate, stop, save
                 at the end: validation and test losses
 """
@@ -41,7 +41,7 @@ from megatron.training.watch.watchers import Watch
 
 @dataclass(frozen=True)
 class NonLossData:
-    """What a script wants to see of its model beside losses, after each validation."""
+    """A script's hooks that read more than losses from the model after each validation."""
 
     process: Callable[[Any, int, Any], None] | None = None
     collect: Callable[[list[nn.Module]], Any] | None = None
@@ -62,7 +62,7 @@ class Trainer:
         began: float | None = None,
         non_loss: NonLossData = NonLossData(),
     ):
-        """began: `time.monotonic()` of the start of the run; now when unset."""
+        """began: `time.monotonic()` at the start of the run; default: now."""
         self.runtime, self.config = runtime, runtime.config
         self.mesh = runtime.mesh
         self.device, self.non_loss = runtime.device.torch_device, non_loss
@@ -91,13 +91,13 @@ class Trainer:
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
 
     def _check_folders(self) -> None:
-        """Refuse a --save or --load that cannot be before the model is built, which may take minutes."""
+        """Refuse an unusable --save or --load before the model is built, which may take minutes."""
         config, world = self.config.checkpoint, self.mesh["world"]
         checkpointing.choose_start(config, world, self.device)  # first: a run that is refused makes no folder
         prepare_folder(config.save, world, self.device, self.runtime.held)
 
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
-        """Where the run goes on, and its log of the interval it was stopped in."""
+        """(state to resume from, saved log of the interrupted log interval)."""
         with heartbeat("loading the checkpoint", print_rank_0):
             state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
         warn_of_other_checkpoints(self.config.checkpoint, state.iteration, self.mesh["world"])
@@ -110,7 +110,7 @@ class Trainer:
         )
 
     def _set_schedules(self) -> None:
-        """Learning rate and weight decay by this run's settings, or by the checkpoint's where a flag asks for that."""
+        """Set learning rate and weight decay from this run's settings, or from the checkpoint's if a flag asks for that."""
         config, length = self.config, self.runtime.run_length
         state = self.state
         if length.unit == "iters":
@@ -150,12 +150,12 @@ class Trainer:
         return log
 
     def _build_datasets(self, provider: DatasetsProvider) -> dict[str, Any]:
-        """By split; None for one that is not there, or has no whole batch to validate on."""
+        """Data sets by split. A split is None if it is missing, or too small for one validation batch."""
         state, before = self.state, self.state.requested_train_samples
         sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
         if before and sizes[0] > before:
             print_rank_0(
-                f"asking for {sizes[0]} training samples, and before for {before}: their order may not be the same"
+                f"this run requests {sizes[0]} training samples, the checkpoint's run {before}: the sample order may differ"
             )
         state.requested_train_samples = sizes[0]
         steps = self._steps_left
@@ -173,16 +173,16 @@ class Trainer:
 
     @property
     def _steps_left(self) -> int:
-        """Steps that this run is to train."""
+        """Steps still to train."""
         return 0 if self.config.training.skip_train else max(self.train_iters - self.state.iteration, 0)
 
     # ---------------------------------------------------------------- the run
 
     def run(self) -> None:
-        """Train to the last step, then validate and test; or to where an exit flag says."""
+        """Train to the last step, then validate and test. An exit flag ends the run earlier, without either."""
         self._announce()
         if self.config.training.skip_train:
-            print_rank_0("not training, as --skip-train asks")
+            print_rank_0("--skip-train: no training")
         elif reason := self._train():
             print_rank_0(f"exiting at iteration {self.state.iteration}, {reason}")
             return
@@ -190,17 +190,17 @@ class Trainer:
             self._validate(split, at_end=True)
 
     def _train(self) -> str | None:
-        """Why it stopped, if it did before the last step or on a signal; what it did is saved then, as at the end."""
+        """Train and save; the reason if the run stops early or on a signal, else None."""
         state, reason = self.state, None
         if state.iteration >= self.train_iters:
             length = "--train-iters" if self.config.training.train_iters else "--train-samples"
             done = f"iteration {state.iteration} of {self.train_iters} is done"
             if state.iteration > self.train_iters:
                 end = f"{length} ends the run at iteration {self.train_iters}"
-                done = f"the checkpoint is of iteration {state.iteration}, and {end}"
+                done = f"the checkpoint is at iteration {state.iteration}, and {end}"
             print_rank_0(
-                f"nothing left to train: {done}; for more, raise {length} and give --override-opt_param-scheduler, since the "
-                "learning rate's decay gets longer with it"
+                f"nothing left to train: {done}; to train on, raise {length} and give --override-opt_param-scheduler, as a "
+                "longer run also decays the learning rate later"
             )
             return None
         data = self._iterators("train", state.consumed_train_samples)
@@ -239,7 +239,7 @@ class Trainer:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """A step that gives no numbers ends the run: which one it was, and where to go on."""
+        """Add the iteration, and how to resume, to the error of a NaN or infinite step."""
         try:
             yield
         except NotFiniteError as error:
@@ -251,7 +251,7 @@ class Trainer:
             self.runtime.device.empty_unused()
 
     def _scheduled(self, batch_size: int) -> int:
-        """What a step of this size counts in the schedules: an iteration is always as long as the run's first ones."""
+        """Samples by which a step advances the schedules. With --train-iters every iteration counts as the run's first did."""
         length = self.runtime.run_length
         return (
             batch_size * self.state.samples_per_iter // length.samples_per_iter
@@ -260,7 +260,7 @@ class Trainer:
         )
 
     def _report(self, result: StepResult, batch_size: int) -> None:
-        """Log the step that was done. What is measured for it is not counted in its time."""
+        """Log the last step. Time spent on measurements is left out of the logged time."""
         state = self.state
         self.log.add(result.losses, result.is_nan, skipped=result.skipped)
         with self.log.paused():
@@ -285,7 +285,7 @@ class Trainer:
     # ---------------------------------------------------------------- once in a while
 
     def _validate_if_due(self) -> None:
-        """After the last step there is one validation, that of the end of the run."""
+        """Validate at --eval-interval, but not after the last step: `run` validates at the end."""
         interval = self.config.training.eval_interval
         if self.state.iteration < self.train_iters and interval and self.state.iteration % interval == 0:
             self._validate("valid", at_end=False)
@@ -315,14 +315,14 @@ class Trainer:
                 self._show_non_loss_data(split, first_sample)
 
     def _validations_before(self, split: str) -> int:
-        """By the step alone, so that a resumed run validates on the same samples."""
+        """Validations so far, from the iteration alone: a resumed run validates on the same samples."""
         interval = self.config.training.eval_interval
         if split != "valid" or not self.state.iteration or not interval:
             return 0
         return (self.state.iteration - 1) // interval
 
     def _show_non_loss_data(self, split: str, first_sample: int) -> None:
-        """Hand the script what it wants to see, on the last rank. All ranks take part in one more batch for it."""
+        """Call the script's hooks; the last rank gets the data. Every rank must call: all run one more batch."""
         data = []
         with torch.no_grad():
             if self.non_loss.collect is not None:
@@ -343,8 +343,10 @@ class Trainer:
             self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")
 
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
-        """Batches for each chunk, on the ranks that may read: the first of each tensor-parallel group. A stage between the ends
-        has them too, for scripts that ask before they look where they are; nothing is read before it is asked for."""
+        """Batches by stage; None except on the first rank of each tensor-parallel group, which alone reads data.
+
+        Middle stages have iterators too, as scripts may ask before they look at their stage. Nothing is read until asked for.
+        """
         samples, kind = self.mesh.samples, self.config.data.dataloader_type
         where = {
             "consumed_samples": first_sample,
@@ -359,7 +361,7 @@ class Trainer:
         }
 
     def _announce(self) -> None:
-        """Count the model's parameters over all its ranks, and say what is to be done with them. Every rank must call."""
+        """Print the model's parameter count, its traffic and where training starts and ends. Every rank must call."""
         total = checkpointing.count_parameters(self.model, self.mesh, self.device)
         print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
         chosen, axes = self.config.data_parallel, self.mesh.grad_axes(shards=True)
@@ -370,6 +372,6 @@ class Trainer:
             print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
         interval = self.config.log.steps_between_lines
         if self._steps_left and self.state.iteration // interval == self.train_iters // interval:
-            print_rank_0(f"no training line will come: none of the steps is a multiple of --log-interval {interval}")
+            print_rank_0(f"no iteration of this run is logged: none is a multiple of --log-interval {interval}")
         if self.state.iteration:
             print_rank_0(f"going on from iteration {self.state.iteration}")

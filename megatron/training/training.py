@@ -67,24 +67,20 @@ def pretrain(
 ) -> None:
     """Train a model from the command line's settings. Every process of the job calls it.
 
-    The order of the arguments is Megatron's; that of 2.5, which has no model_type, is understood too.
-    Settings that cannot work end all processes with code 2, an error later on with code 1 and the message of the rank
-    that had it; in a job of one process that error is raised, unless its message says what to change, as of a loss that
-    is no number.
+    Arguments stand in Megatron's order; the order of Megatron 2.5, without model_type, works too.
+    Invalid settings end all processes with code 2. A later error ends them with code 1 and the message of the failing rank.
+    A job of one process raises that error, unless the message alone says what to change (for example for a NaN loss).
 
-    train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets (None for one that is not there), each
-        with a length and items that are dictionaries of arrays
-        Every rank calls it, whether or not it has Megatron's attribute `is_distributed`.
+    train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data set has
+        a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its `is_distributed` says.
     model_provider(pre_process, post_process[, vp_stage]) -> this stage's part of the model
     forward_step(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
-    extra_args_provider(parser) adds flags of the script's own; args_defaults: settings by name, where the command line
-        says nothing
-    process_non_loss_data_func(data, iteration, writer), on the last rank after a validation: data is what
-        non_loss_data_func(model chunks) returned, or else loss_func(output, non_loss_data=True) of each microbatch of
-        one more batch; writer is None
-    get_embedding_ranks, get_position_embedding_ranks: as `initialize_model_parallel` is given
-    rules: what this model makes of the settings, beside the rules for every run
-    group_of(name, placement) -> how that parameter is updated
+    extra_args_provider(parser) adds the script's own flags; args_defaults: defaults of settings, by name
+    process_non_loss_data_func(data, iteration, writer=None) is called on the last rank after each validation. data is the result
+        of non_loss_data_func(model chunks), or a list of loss_func(output, non_loss_data=True) over the microbatches of a batch.
+    get_embedding_ranks, get_position_embedding_ranks: as in `initialize_model_parallel`
+    rules: the model's own rules about settings, beside the rules for every run
+    group_of(name, placement) -> the group that sets how this parameter is updated
     """
     if forward_step is None or not isinstance(model_type, ModelType):
         # Megatron 2.5: pretrain(datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults).
@@ -118,7 +114,7 @@ def pretrain(
 def _run(
     initialize: Callable[[], Runtime], make_trainer: Callable[[Runtime], Trainer], ctrl_c: interrupt.Interrupt
 ) -> None:
-    """One job from its settings to its end, in order however it ends."""
+    """Run one job. Whatever ends it, every rank leaves in order."""
     runtime = trainer = None
     listener = None
     code = 0
@@ -162,6 +158,6 @@ def _run(
 
 
 def last_words(runtime: Runtime | None, trainer: Trainer | None) -> str:
-    """What an interrupted run says of itself."""
+    """The message of an interrupted run: its iteration, and how to resume."""
     save = None if runtime is None else runtime.config.checkpoint.save
     return interrupt.farewell(None if trainer is None else trainer.state.iteration, where_to_go_on(save))

@@ -1,4 +1,4 @@
-"""Whether a run notices that other work keeps it from the processors."""
+"""Whether a run notices that other work keeps it waiting for cores."""
 
 import os
 import subprocess

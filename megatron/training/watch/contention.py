@@ -1,8 +1,8 @@
-"""Whether other work on the machine keeps this process from its processors.
+"""Detect that other work on the machine keeps this process waiting for cores.
 
-A thread of a parallel region that waits for the others by spinning (libgomp's habit) burns the time slices in which the one it
-waits for could run: with two threads on two busy cores a step was measured to take 20 times as long. The process then seems
-to compute all the time; that it is kept waiting is known to the scheduler alone (Linux: /proc/self/task/*/schedstat).
+OpenMP threads that wait by spinning (libgomp's default) burn the time slices that the awaited thread needs: two threads on two
+busy cores made a step 20 times as slow. Such a process looks fully busy; only the scheduler knows how long it waits (Linux:
+/proc/self/task/*/schedstat).
 """
 
 import contextlib
@@ -12,23 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-_SECONDS = 5.0  # of training between two looks
-_SHARE = 0.3  # of the processor time it asked for, that it has to be refused before anything is said
+_SECONDS = 5.0  # of training between two checks
+_SHARE = 0.3  # waiting time / (waiting + running time) above which the warning is printed
 
 
 class ProcessorTime(NamedTuple):
-    """Seconds of all threads of this process that are alive."""
+    """Seconds, summed over the living threads of this process."""
 
     run: float
-    waited: float  # able to run, and no processor was free
+    waited: float  # ready to run, but no core was free
 
 
 def processor_time(tasks: Path = Path("/proc/self/task")) -> ProcessorTime | None:
-    """So far; None where the system does not say."""
+    """Processor time so far; None on systems without schedstat."""
     run = waited = 0
     try:
         for task in list(tasks.iterdir()):
-            with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            with contextlib.suppress(FileNotFoundError):  # the thread has just ended
                 numbers = (task / "schedstat").read_text().split()
                 run, waited = run + int(numbers[0]), waited + int(numbers[1])
     except (OSError, ValueError, IndexError):
@@ -37,10 +37,7 @@ def processor_time(tasks: Path = Path("/proc/self/task")) -> ProcessorTime | Non
 
 
 class Contention:
-    """Looks now and then, and says once that the process is kept waiting.
-
-    Ranks that outnumber the cores keep one another waiting, which their user knows: nothing is said of them.
-    """
+    """Warns once if the process waits long for cores. Silent if ranks outnumber cores: they wait for each other."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class Contention:
         read: Callable[[], ProcessorTime | None] = processor_time,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """threads: in which each rank computes."""
+        """ranks_here, cores: of this machine. threads: per rank."""
         self._cores, self._threads = cores, ranks_here * threads
         self._spins = threads > 1
         self._read, self._clock = read, clock
@@ -58,7 +55,7 @@ class Contention:
         self._began = clock()
 
     def note_if_due(self) -> str | None:
-        """To be called after each step."""
+        """The warning, when due. Call after each step."""
         seconds = self._clock() - self._began
         if self._before is None or seconds < _SECONDS:
             return None
@@ -71,7 +68,7 @@ class Contention:
         if run + waited < seconds / 2 or waited < _SHARE * (run + waited):
             return None
         self._before = None
-        reason = "WARNING: other work keeps this process from its processors: "
+        reason = "WARNING: other work keeps this process waiting for cores: "
         if self._threads > self._cores:
             reason = f"WARNING: more threads than cores: {self._threads} threads for {self._cores} core(s); "
         return (
@@ -81,12 +78,12 @@ class Contention:
 
 
 def _advice(spins: bool) -> str:
-    """What may be changed, and is not set already. spins: whether there are threads that wait for one another."""
+    """The settings that would help and are not set yet. spins: whether threads wait for one another."""
     settings = []
     if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         settings.append("OMP_WAIT_POLICY=PASSIVE")
     if os.environ.get("OMP_NUM_THREADS") != "1":
-        settings.append(f"OMP_NUM_THREADS ({os.environ.get('OMP_NUM_THREADS', 'not set')}) to the cores that are free")
+        settings.append(f"OMP_NUM_THREADS ({os.environ.get('OMP_NUM_THREADS', 'not set')}) to the number of free cores")
     if not spins or not settings:
-        return "Steps take longer, and nothing else changes"
-    return f"Threads that spin while they wait make that many times worse: set {', or '.join(settings)}"
+        return "Steps take longer; results stay the same"
+    return f"Spinning threads make the wait many times worse: set {', or '.join(settings)}"

@@ -1,16 +1,16 @@
-"""What a token costs: the model's FLOPs, from its sizes. Pure integers.
+"""Model FLOPs per token, from the model's sizes. Pure integers.
 
-Model FLOPs of a token, those of the mathematics and not of an implementation (nothing recomputed, no padded words):
+Model FLOPs are those of the mathematics, whatever the implementation: no recompute, no vocabulary padding.
 
     6 N + 6 L s a      6 = 2 for multiply and add, x 3 for the forward and the backward's two products
-        N              elements of the matrices that activations are multiplied with: per layer queries h x a, keys and values
-                       h x 2k, out a x h, MLP 2 h f (3 h f when gated), and once the output layer h x V. Not tables that are
-                       looked up, biases, norms
-        6 L s a        scores and their sum over values, in L layers of width a = heads x head width, sequences of s: full
-                       attention would be 12 L s a; a causal query sees half of the keys (exactly (s + 1) / 2, we say s / 2)
+        N              elements of all weight matrices: per layer queries h x a, keys and values h x 2k, output a x h, MLP 2 h f
+                       (3 h f if gated), and once the output layer h x V. Lookup tables, biases and norms do not count
+        6 L s a        attention scores, and their product with the values, in L layers of width a = heads x head width and
+                       sequences of s tokens. Full attention is 12 L s a; a causal query sees half the keys: (s + 1) / 2,
+                       counted as s / 2
 
-nanoGPT, llm.c and PaLM count 6 N + 12 L s a, that is full attention, and so does Megatron's own log line for most of
-its releases; `full_attention=True` gives that for comparison.
+nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention, 6 N + 12 L s a:
+`full_attention=True`.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that a token's FLOPs follow from."""
+    """The sizes that determine the FLOPs of a token."""
 
     num_layers: int  # L
     hidden_size: int  # h
@@ -57,5 +57,5 @@ class ModelShape:
 
     @property
     def flops_per_sample(self) -> int:
-        """Of a whole sequence, with causal attention."""
+        """FLOPs of one sequence, with causal attention."""
         return self.flops_per_token() * self.seq_length

@@ -1,5 +1,4 @@
-"""A line every few seconds from work that says nothing by itself: a large model that is built, a tokenizer that is
-trained. Pure."""
+"""A progress line every few seconds of long silent work, such as building a large model. Pure."""
 
 import threading
 import time
@@ -13,10 +12,9 @@ _SECONDS = 5.0
 def heartbeat(
     what: str, say: Callable[[str], None], *, so_far: Callable[[], str] | None = None, every: float = _SECONDS
 ) -> Iterator[None]:
-    """While the block runs, `say` each `every` seconds that it does: `   building the model: 15 s so far`. Nothing of a
-    shorter one.
+    """While the block runs, `say` every `every` seconds `   building the model: 15 s so far`. A shorter block prints nothing.
 
-    so_far() adds how far it is. Both are called from a thread of their own.
+    so_far() describes the progress; a second thread calls it and `say`.
     """
     began, ended = time.monotonic(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The lines that scripts parse: one per log interval, one per validation, in Megatron's wording and on the last rank."""
+"""The log lines that scripts parse, in Megatron's wording, on the last rank: one per log interval, one per validation."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from megatron.training.runtime import print_rank_last
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of one step. Rates and loss scale are the next step's, as in Megatron's log line."""
+    """The numbers of one step. Learning rates and loss scale are those of the next step, as in Megatron's log line."""
 
     iteration: int
     consumed_samples: int
@@ -22,11 +22,11 @@ class StepNumbers:
     decoupled_lr: float | None = None
     loss_scale: float = 1.0
     grad_norm: float | None = None  # None for a skipped step
-    num_zeros: int | None = None  # in the gradient; None where it was not counted
+    num_zeros: int | None = None  # in the gradient; None if not counted
     params_norm: float | None = None
 
     def curves(self, *names: str) -> dict[str, float]:
-        """The fields `names` that are not None, under the names of curves: grad_norm is grad-norm."""
+        """The fields `names` that are not None, by curve name: grad_norm becomes grad-norm."""
         values = {name.replace("_", "-"): getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -37,12 +37,12 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Interval:
-    """A log line: the steps since the line before it, of which `last` is the last one."""
+    """The content of a log line: the steps since the previous line. `last` is the last of them."""
 
     last: StepNumbers
     train_iters: int
     milliseconds: float  # per step
-    losses: Mapping[str, float]  # means over the steps that were not skipped
+    losses: Mapping[str, float]  # means over the steps not skipped
     skipped_iterations: int = 0
     nan_iterations: int = 0
     tflops: float | None = None  # TFLOP/s per device
@@ -53,16 +53,16 @@ class Interval:
         return self.last.global_batch_size / (self.milliseconds / 1000)
 
 
-# Seconds between lines of progress: few while somebody waits to see that it works, more once the run has gone on for a while.
+# Seconds between progress lines: few while a user waits to see that the run works, more after `_SETTLED` seconds.
 _PROGRESS, _LATER_PROGRESS = 5.0, 60.0
 _SETTLED = 600.0
 
 
 class TrainingLog:
-    """Averages over a log interval. Its `state` goes into checkpoints, so that an interval survives a restart.
+    """Averages over a log interval. Checkpoints hold its `state`, so that an interval survives a restart.
 
-    device_flops_per_sample: FLOPs of a sample divided by the number of devices; None leaves the throughput out.
-    progress_in_tokens: tokens of a sample, for the lines between the log's where those are far apart; None for no such lines.
+    device_flops_per_sample: FLOPs per sample divided by the number of devices; None: no throughput is logged.
+    progress_in_tokens: tokens per sample, for progress lines between log lines; None: no progress lines.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrainingLog:
         self._began, self._timed_steps = time.perf_counter(), 0
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON, which has no numbers for NaN and infinity: those sums are text, which `float` reads."""
+        """The sums and counts as JSON. A NaN or infinite sum is text, as JSON has no such numbers; `float` reads it back."""
         return {
             "sums": {name: total if math.isfinite(total) else str(total) for name, total in self.sums.items()},
             "steps": self.steps,
@@ -99,7 +99,7 @@ class TrainingLog:
             setattr(self, name, state.get(name, 0))
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
-        """Count one step. The losses of a skipped one are left out of the averages, as Megatron does."""
+        """Count one step. Averages leave out the losses of skipped steps, as in Megatron."""
         if not skipped:
             for name, value in losses.items():
                 self.sums[name] = self.sums.get(name, 0.0) + value
@@ -116,16 +116,13 @@ class TrainingLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is left out of the time per iteration: validation, checkpoints."""
+        """Time spent in the block (validation, checkpoints) does not count as iteration time."""
         began = time.perf_counter()
         yield
         self._began += time.perf_counter() - began
 
     def line_if_due(self, step: StepNumbers) -> Interval | None:
-        """Print the line of this interval, and return what it says, if it ends with `step`.
-
-        Between two such lines a line of progress may be due.
-        """
+        """Print and return the interval that `step` ends, if it ends one; in between, a progress line may be due."""
         ends = step.iteration % self.log_interval == 0
         if not ends and not self._progress_is_due():
             return None
@@ -148,7 +145,7 @@ class TrainingLog:
 
 
 def training_line(of: Interval) -> str:
-    """The line that scripts parse. An interval of nothing but skipped steps has no losses."""
+    """Megatron's log line. An interval in which every step was skipped has no losses."""
     step = of.last
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {step.iteration:8d}/{of.train_iters:8d}",
@@ -170,7 +167,7 @@ def training_line(of: Interval) -> str:
 
 
 def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
-    """For people, not scripts: how far, how long yet at this pace (without validations and checkpoints), how fast."""
+    """Share done, time left and speed, for people. Time left leaves out validations and checkpoints."""
     parts = [
         f"{of.last.iteration / of.train_iters:.1%} done",
         f"{_time_left(of)} left",
@@ -182,7 +179,7 @@ def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
 
 
 def line_between(of: Interval, seq_length: int) -> str:
-    """For people who wait for the first log line, or the next: which step, how long yet, how fast, and the loss so far."""
+    """Step, time left, speed and mean losses so far, for people who wait for the next log line."""
     parts = [
         f"step {of.last.iteration} of {of.train_iters}",
         f"{_time_left(of)} left",
@@ -197,7 +194,7 @@ def _time_left(of: Interval) -> timedelta:
 
 
 def validation_line(where: str, losses: Mapping[str, float]) -> str:
-    """The line of one validation."""
+    """Megatron's validation line."""
     parts = [f" validation loss at {where}"]
     for name, value in losses.items():
         parts.append(f"{name} value: {value:.6E}")
@@ -207,21 +204,21 @@ def validation_line(where: str, losses: Mapping[str, float]) -> str:
 
 
 def validation_warning(where: str, losses: Mapping[str, float]) -> str | None:
-    """What a reader must not miss among the lines of a run that goes on."""
+    """A warning if a validation loss is NaN or infinite, which does not stop the run."""
     bad = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
     if not bad:
         return None
     return (
-        f"WARNING: validation at {where}: {', '.join(bad)}. The run goes on, as training's losses decide; look at the "
-        "validation data, and at the weights"
+        f"WARNING: validation at {where}: {', '.join(bad)}. The run continues, as only training losses stop it; check the "
+        "validation data and the weights"
     )
 
 
 def has_perplexity(name: str) -> bool:
-    """Whether a number of a validation is a loss: a share of right answers has no perplexity."""
+    """Whether the validation number `name` is a loss; an accuracy has no perplexity."""
     return not name.endswith("accuracy")
 
 
 def perplexity(loss: float) -> float:
-    """exp of the loss, capped at e^20; of a loss that is no finite number none either."""
+    """exp(loss), capped at e^20; NaN or infinite for such a loss."""
     return math.exp(min(20.0, loss)) if math.isfinite(loss) else math.exp(loss)

@@ -1,4 +1,4 @@
-"""A Chrome trace of some steps, with pipeline actions and collectives by name, and the record of a device's allocations."""
+"""Profiles: a Chrome trace of some steps, with named pipeline actions and collectives, and a device memory history."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from megatron.training.watch.watch_config import ProfileConfig
 
 
 class StepProfiler:
-    """torch's profiler over the steps after `profile_step_start` up to `profile_step_end`, on the ranks that are named.
+    """torch's profiler on the steps after `profile_step_start` up to `profile_step_end`, on the ranks of --profile-ranks.
 
-    The trace is `<folder>/profile/steps-11-12-rank-0.json`, for chrome://tracing or ui.perfetto.dev.
+    Writes `<folder>/profile/steps-11-12-rank-0.json`, for chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, config: ProfileConfig, folder: str | None, mesh: Mesh):
@@ -33,7 +33,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Training step number `iteration`, counted from 1, runs inside."""
+        """Training step `iteration`, counted from 1, runs in the block."""
         if not self.wanted or not self.config.profile_step_start < iteration <= self.config.profile_step_end:
             yield
             return
@@ -47,7 +47,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def range_of(self, name: str, inside: AbstractContextManager) -> Iterator[None]:
-        """What runs inside has a name in the trace."""
+        """The block appears in the trace as `name`."""
         with torch.profiler.record_function(name), inside:
             yield
 
@@ -56,7 +56,7 @@ class StepProfiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what there is, if anything has been recorded."""
+        """Write the trace, if any step was recorded."""
         if self._profile is None:
             return
         self._mesh.ledger.profiled = False
@@ -65,11 +65,11 @@ class StepProfiler:
         path = self._folder / f"steps-{self._first}-{self._last}-rank-{self._rank}.json"
         self._profile.export_chrome_trace(str(path))
         self._profile = None
-        print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank} to {path}", flush=True)
+        print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank}: {path}", flush=True)
 
 
 class MemoryHistory:
-    """The device's record of allocations, begun when the run started, written by the ranks of --profile-ranks."""
+    """The device's allocation history since the start of the run, written by the ranks of --profile-ranks."""
 
     def __init__(self, config: ProfileConfig, device: Device, rank: int):
         self._wanted, self._device = config.record_memory_history and rank in config.profile_ranks, device

@@ -1,10 +1,10 @@
-"""Where a run's numbers go, beside the log: TensorBoard, wandb, a file of JSON lines. A new place is one more class.
+"""Sinks: where a run's numbers go beside the log: TensorBoard, wandb, a JSONL file. A new sink is one more class.
 
-The loop makes `Record`s; a sink takes those it has a use for. Sinks live on the last rank alone, where losses are known.
+The loop makes `Record`s; each sink writes the kinds it needs. Only the last rank, where losses are known, has sinks.
 
-    step         one training step, every --tensorboard-log-interval: curves
-    interval     what a log line says, every --log-interval
-    validation   one validation or test
+    step         a training step, every --tensorboard-log-interval: curves
+    interval     the numbers of a log line, every --log-interval
+    validation   a validation or test
     inspect      statistics of one tensor, every --inspect steps
 """
 
@@ -23,7 +23,7 @@ Kind = Literal["step", "interval", "validation", "inspect"]
 
 @dataclass(frozen=True)
 class Record:
-    """Some numbers of one moment of a run, by Megatron's names. labels: what they are of."""
+    """Numbers of one moment of a run, by Megatron's names. labels: their split, or the inspected tensor."""
 
     kind: Kind
     iteration: int
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 def curve_points(record: Record) -> dict[str, float]:
-    """What a record adds to curves. Of an interval that is only what a step does not know."""
+    """The points that a record adds to curves. An interval adds only numbers that its steps have not added."""
     if record.kind == "interval":
         return {name: value for name, value in record.values.items() if name.endswith("-time") or name in _OF_INTERVALS}
     if record.kind == "inspect":
@@ -51,7 +51,7 @@ _OF_INTERVALS = ("throughput", "tokens-per-second", "mfu")
 
 
 class TensorBoardSink:
-    """Event files in a folder. Every curve is there twice: by iterations, and as "X vs samples"."""
+    """TensorBoard event files. Each curve is written twice: over iterations, and as "X vs samples"."""
 
     def __init__(self, folder: str, queue_size: int):
         tensorboard = importlib.import_module("torch.utils.tensorboard")
@@ -73,7 +73,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run at Weights & Biases, with the settings beside the curves."""
+    """A Weights & Biases run: curves and settings."""
 
     def __init__(
         self, project: str, name: str | None, entity: str | None, folder: str | None, settings: dict[str, Any]
@@ -95,10 +95,10 @@ class WandbSink:
 
 
 class MetricsFile:
-    """One JSON object a line: {"kind": "interval", "iteration": 10, "consumed_samples": 80, "lm loss": 6.9, ...}.
+    """A JSONL file: {"kind": "interval", "iteration": 10, "consumed_samples": 80, "lm loss": 6.9, ...}.
 
-    A number that is not finite is null, and `not_finite` says what it was. A run that goes on from `iteration` first cuts what
-    comes after it, since it will write that again. Raises ValueError for a file that holds anything else.
+    A NaN or infinite number is null, and `not_finite` holds its text. A run resumed at `iteration` first truncates the file to
+    it, since it will write later records again. Raises ValueError for a file with other content.
     """
 
     def __init__(self, path: str, iteration: int):
@@ -115,7 +115,7 @@ class MetricsFile:
         text = self.path.read_text(encoding="utf-8", errors="replace")
         kept = lines_until(text, iteration, str(self.path))
         if kept != text:
-            with atomic_file(self.path) as file:  # a run that is killed here has lost nothing
+            with atomic_file(self.path) as file:  # a run killed here loses nothing
                 file.write(kept.encode())
 
     def write(self, record: Record) -> None:
@@ -128,7 +128,7 @@ class MetricsFile:
 
 
 def json_line(record: Record) -> str:
-    """The record as a JSON object, without the NaN and Infinity that JSON does not have."""
+    """The record as strict JSON, which has no NaN and no Infinity."""
     start = {"kind": record.kind, "iteration": record.iteration, "consumed_samples": record.samples, **record.labels}
     values = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
     odd = {name: str(float(value)) for name, value in record.values.items() if not math.isfinite(value)}
@@ -136,10 +136,10 @@ def json_line(record: Record) -> str:
 
 
 def lines_until(text: str, iteration: int, name: str) -> str:
-    """The lines of a metrics file that a run going on from `iteration` does not write again.
+    """The lines of a metrics file that a run resumed at `iteration` does not write again.
 
-    The validations after the last step belong to the end of a run, which is yet to come. A last line without its end was
-    being written when the run was killed.
+    Validations at the end of the run are dropped: the resumed run repeats them. A last line without a newline was cut by a kill,
+    and is dropped too.
     """
     kept = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
@@ -150,7 +150,7 @@ def lines_until(text: str, iteration: int, name: str) -> str:
         except (ValueError, KeyError, TypeError, AttributeError):
             if line.endswith("\n") or number == 1:
                 raise ValueError(
-                    f"--metrics-file {name} holds something else in line {number}; give another name, or move it away"
+                    f"--metrics-file {name}: line {number} is not a record of a run; give another name, or move the file"
                 ) from None
             break
         if line.endswith("\n") and (at < iteration or (at == iteration and not is_end)):

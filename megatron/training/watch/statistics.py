@@ -1,8 +1,8 @@
-"""Numbers of whole tensors, counted once over any layout: norms, zeros, and the statistics of --inspect.
+"""Norms, zeros and --inspect statistics of whole tensors: every element counts once, in any layout.
 
-A rank contributes the elements that it speaks for: of those that `placement.owned_pieces` says, the shard that it updates, or all
-of them on the first of the data-parallel ranks where these hold copies. Activations are divided over data-parallel ranks and
-microbatches; the tensor-parallel ranks hold copies of a layer's output, or with sequence parallelism parts of it.
+A parameter's element is counted by the rank that owns it: `placement.owned_pieces` names the elements, and among data-parallel
+ranks the owner is the rank that updates the shard, or the first rank if all hold copies. Activations are divided over
+data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output, or parts under sequence parallelism.
 """
 
 import json
@@ -25,7 +25,7 @@ from megatron.core.storage.stored import loaded
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of some elements: those that are finite have a mean, a sum of squared distances from it, a largest magnitude."""
+    """Statistics of a set of elements. mean, distances (sum of squared distances from the mean), largest: of the finite ones."""
 
     finite: int = 0
     mean: float = 0.0
@@ -35,7 +35,7 @@ class Statistics:
     not_finite: int = 0
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        """Of the elements of both (Chan, Golub, LeVeque 1979, which a large mean does not spoil)."""
+        """Statistics of both sets together (Chan, Golub, LeVeque 1979: stable for a large mean)."""
         finite = self.finite + other.finite
         between = other.mean - self.mean
         share = other.finite / max(finite, 1)
@@ -49,7 +49,7 @@ class Statistics:
         )
 
     def values(self) -> dict[str, float]:
-        """What is reported: mean, std, max (of magnitudes), zeros and not-finite as shares of all elements."""
+        """The reported numbers: mean, std, max magnitude, and the shares of zeros and of non-finite elements."""
         elements = max(self.finite + self.not_finite, 1)
         return {
             "mean": self.mean,
@@ -62,7 +62,7 @@ class Statistics:
 
 @torch.no_grad()
 def statistics_of(x: Tensor) -> Statistics:
-    """In float64, whatever the dtype."""
+    """Statistics of the elements of `x`, computed in float64."""
     wide = x.detach().double().reshape(-1)
     finite = wide[wide.isfinite()]
     if finite.numel() == 0:
@@ -76,10 +76,10 @@ def statistics_of(x: Tensor) -> Statistics:
 
 
 def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, values) of the parameters, or of their gradients in the buffers, for which this rank speaks, flat and in parts.
+    """(name, values) of the parameters, or gradients in the buffers, that this rank owns, in flat parts.
 
-    Over all ranks every element comes once. Only what the rank itself has updated is read, so that a gathering of parameters
-    may be under way.
+    Every element comes once over all ranks. Only elements that this rank updates are read, so a parameter all-gather may be in
+    flight.
     """
     for chunk in chunks:
         for buffer in (b for b in chunk.buffers if b.axes.replica.is_first):
@@ -99,12 +99,12 @@ def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads:
                         yield name, parameter.data[slices(local)]
 
 
-_WIDENED_AT_ONCE = 2**24  # elements, of which there are two copies in float64 then: 256 MB
+_WIDENED_AT_ONCE = 2**24  # elements; their two float64 copies take 256 MB
 
 
 @torch.no_grad()
 def params_norm(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> float:
-    """The L2 norm of all parameters of the model. One all-reduce of a number; every rank must call."""
+    """L2 norm of all parameters of the model. One all-reduce of a scalar; every rank must call."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for _, part in my_elements(chunks, mesh, grads=False):
         for piece in part.reshape(-1).split(_WIDENED_AT_ONCE):
@@ -114,29 +114,26 @@ def params_norm(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: t
 
 @torch.no_grad()
 def num_zeros_in_grad(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> int:
-    """Zeros in the gradient of the whole model, after a step. One all-reduce of a number; every rank must call."""
+    """Zeros in the whole model's gradient, after a step. One all-reduce of a scalar; every rank must call."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for _, part in my_elements(chunks, mesh, grads=True):
         total += (part == 0).sum()
     return int(comm.all_reduce(total, mesh["world"]).item())
 
 
-# ---------------------------------------------------------------- what --inspect writes
+# ---------------------------------------------------------------- --inspect
 
 TensorKey = tuple[str, str]  # ("parameter" | "gradient" | "activation", name in the model)
 
 
 class Inspector:
-    """Statistics of one step. Between steps that are inspected it does not exist: no hook, no memory.
-
-    Made before the step; `finish` afterwards gives the statistics of the whole model on every rank.
-    """
+    """Statistics of one step: create before the step, `finish` after it. Steps without --inspect have no hook and no cost."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, sequence_parallel: bool):
         self._chunks, self._mesh = chunks, mesh
         self._found: dict[TensorKey, Statistics] = {}
         self._handles: list[RemovableHandle] = []
-        if sequence_parallel or mesh["tp"].is_first:  # else another rank has the same
+        if sequence_parallel or mesh["tp"].is_first:  # other tensor-parallel ranks hold copies
             for chunk in chunks:
                 self._watch_outputs(chunk.module)
 
@@ -145,7 +142,7 @@ class Inspector:
             if getattr(module, "gives_hidden_states", False) or name.endswith("final_layernorm"):
 
                 def note(module: nn.Module, inputs: object, output: Tensor, name: str = name) -> None:
-                    # A layer that the backward computes again comes by twice, as do all its elements: means stay as they are.
+                    # A recomputed layer is counted twice with all its elements, so means and shares stay the same.
                     self._add(("activation", name), output)
 
                 self._handles.append(module.register_forward_hook(note))
@@ -154,7 +151,7 @@ class Inspector:
         self._found[key] = self._found.get(key, Statistics()) + statistics_of(x)
 
     def finish(self, device: torch.device | str) -> dict[TensorKey, Statistics]:
-        """The statistics by (what, name). Gradients are those that the optimizer was given: clipped. Every rank must call."""
+        """Statistics of the whole model, the same on every rank. Gradients are clipped already. Every rank must call."""
         for handle in self._handles:
             handle.remove()
         for what, grads in (("parameter", False), ("gradient", True)):

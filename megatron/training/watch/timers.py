@@ -1,13 +1,13 @@
-"""How long the parts of a step take, under Megatron's names, and the table of them over all ranks.
+"""Timers of the parts of a step, under Megatron's names, and their table over all ranks.
 
     timers = get_timers()
-    with timers("batch-generator", log_level=2):        or  timers("batch-generator", log_level=2).start() ... .stop()
+    with timers("batch-generator", log_level=2):        # or .start() ... .stop()
         ...
 
 level 1    forward-backward, all-grads-sync, optimizer-clip-main-grad, optimizer, params-all-gather
 level 2    also batch-generator, forward-compute, backward-compute, forward-send, forward-recv, backward-send, backward-recv
 
-A timer above --timing-log-level does nothing. One that runs waits for the device before it reads the clock.
+A timer above --timing-log-level does nothing. An active timer synchronizes the device before it reads the clock.
 """
 
 import json
@@ -23,7 +23,7 @@ Option = Literal["max", "minmax", "all"]
 
 
 class Timer:
-    """The sum of the times between `start` and `stop`, which may not be nested. barrier: `with` waits for all ranks."""
+    """Total time between `start` and `stop`, which must not nest. barrier: `with` waits for all ranks at both ends."""
 
     def __init__(self, name: str, owner: "Timers", barrier: bool):
         self.name, self._owner = name, owner
@@ -31,7 +31,7 @@ class Timer:
         self._total, self._began = 0.0, None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin to count. With `barrier` every rank must call, and waits for the last one."""
+        """Start. barrier: wait for all ranks first; every rank must call."""
         assert self._began is None, f"timer {self.name} has been started already"
         if barrier:
             self._owner.wait_for_all()
@@ -45,7 +45,7 @@ class Timer:
         self._began = None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds so far, those of a timer that is running included."""
+        """Seconds so far, up to now if the timer is running."""
         running = self._began is not None
         if running:
             self.stop(barrier)
@@ -64,7 +64,7 @@ class Timer:
 
 
 class _Off:
-    """A timer that nobody wants to know of."""
+    """The timer above --timing-log-level: it does nothing."""
 
     name = "off"
 
@@ -86,8 +86,8 @@ _OFF = _Off()
 class Timers:
     """This rank's timers by name.
 
-    barrier: timers of level 1 used by `with` wait for all ranks of `world` at both ends; every rank must enter them. say(text)
-    prints a table once per run, whichever ranks call it.
+    barrier: level-1 timers in a `with` wait for all ranks of `world` at both ends; every rank must enter them.
+    say(text): called on every rank, prints a table on one.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 1) -> Any:
-        """The timer of this name, made when first asked for; one that does nothing if its level is above --timing-log-level."""
+        """The timer `name`, created on first use; a timer that does nothing if `log_level` is above --timing-log-level."""
         if log_level > self.level:
             return _OFF
         if name not in self._timers:
@@ -126,7 +126,7 @@ class Timers:
     def seconds_of_ranks(
         self, names: Iterable[str] | None = None, *, reset: bool = True
     ) -> dict[str, dict[int, float]]:
-        """name -> rank -> seconds, of the ranks that have such a timer. Every rank must call."""
+        """{timer: {rank: seconds}}, with the ranks that have the timer. Every rank must call."""
         wanted = self._timers.keys() if names is None else names
         mine = {name: self._timers[name].elapsed(reset) for name in wanted if name in self._timers}
         if self._world is None:
@@ -147,9 +147,9 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> dict[str, dict[int, float]]:
-        """Print the table of the timers once, in ms per `normalizer` steps, and start them anew; returns their seconds by rank.
+        """Print the timer table once, in ms divided by `normalizer`, and reset the timers. Returns {timer: {rank: seconds}}.
         Every rank must call."""
-        del rank  # it is always the last rank that prints
+        del rank  # the last rank always prints
         if self.level == 0:
             return {}
         if barrier:
@@ -160,7 +160,7 @@ class Timers:
 
 
 def time_table(seconds: Mapping[str, Mapping[int, float]], option: Option, normalizer: float = 1.0) -> str:
-    """Megatron's table: milliseconds per step, over the ranks that have such a timer."""
+    """Megatron's table: ms per step, over the ranks that have the timer."""
     ms = {name: {rank: 1000 * s / normalizer for rank, s in of.items()} for name, of in seconds.items()}
     if option == "all":
         lines = ["times across ranks (ms):"]

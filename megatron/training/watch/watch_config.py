@@ -1,4 +1,4 @@
-"""The settings of everything that watches a run: the log, TensorBoard and wandb, timers, profiles, statistics. Pure."""
+"""Settings of a run's observers: log, TensorBoard, wandb, timers, profiles, statistics. Pure."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -110,54 +110,53 @@ class ProfileConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         if self.profile_step_start < 0 or self.profile_step_end <= self.profile_step_start:
             yield (
-                f"--profile-step-start {self.profile_step_start} and --profile-step-end {self.profile_step_end} leave no step "
-                "to profile; the end must be the larger one"
+                f"--profile-step-start {self.profile_step_start} and --profile-step-end {self.profile_step_end} select no step; "
+                "the end must be larger than the start"
             )
 
 
 def watch_problems(
     log: LogConfig, curves: TensorBoardConfig, profile: ProfileConfig, *, save: str | None, world_size: int
 ) -> list[str]:
-    """What cannot be watched so, across the settings, and whether wandb, which a run does not do without, is missing."""
+    """Problems across these settings, and a missing wandb package. (A missing tensorboard is only a note.)"""
     problems = []
     if curves.wandb_project is not None and not _is_installed("wandb"):
-        problems.append("--wandb-project needs the package wandb: pip install wandb; --metrics-file needs none")
+        problems.append("--wandb-project needs the package wandb: pip install wandb; --metrics-file needs no package")
     if log.log_progress and save is None:
-        problems.append("--log-progress needs --save, the folder that progress.txt is in")
+        problems.append("--log-progress needs --save, the folder of progress.txt")
     writes_curves = writes_tensorboard(curves) or curves.wandb_project is not None
     if log.inspect is not None and log.metrics_file is None and not writes_curves:
         problems.append(
-            "--inspect needs somewhere to write: give --metrics-file FILE (or --tensorboard-dir DIR, with the package "
-            "tensorboard)"
+            "--inspect needs an output: give --metrics-file FILE (or --tensorboard-dir DIR, with the package tensorboard)"
         )
     if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
         problems.append("--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2")
     if profile.profile and curves.tensorboard_dir is None and save is None:
         problems.append("--profile needs a folder for its trace: give --tensorboard-dir or --save")
     if wrong := [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]:
-        ranks = f"0 to {world_size - 1}" if world_size > 1 else "0 alone"
-        problems.append(f"--profile-ranks names {', '.join(map(str, wrong))}; there are ranks {ranks}")
+        ranks = f"0 to {world_size - 1}" if world_size > 1 else "0 only"
+        problems.append(f"--profile-ranks {', '.join(map(str, wrong))}: this run has ranks {ranks}")
     return problems
 
 
 def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: int | None) -> list[str]:
-    """What is asked for and left undone, as the run goes on without it."""
+    """Requested outputs that the run will not write."""
     notes = []
     if curves.tensorboard_dir is not None and not writes_tensorboard(curves):
         notes.append(
-            "warning: nothing is written to --tensorboard-dir, since the package tensorboard is not installed (pip install "
-            "tensorboard); the log goes on as ever, and --metrics-file needs no package"
+            "warning: nothing is written to --tensorboard-dir: the package tensorboard is not installed (pip install "
+            "tensorboard); --metrics-file needs no package"
         )
     if profile.profile and train_iters is not None and train_iters <= profile.profile_step_start:
         notes.append(
-            f"warning: no profile will be written: the run ends with step {train_iters}, and --profile-step-start is "
-            f"{profile.profile_step_start}"
+            f"warning: no profile will be written: the run ends at iteration {train_iters}, before --profile-step-start "
+            f"{profile.profile_step_start} is passed"
         )
     return notes
 
 
 def writes_tensorboard(curves: TensorBoardConfig) -> bool:
-    """Whether TensorBoard's files can be written, and are asked for."""
+    """Whether event files are asked for, and the package tensorboard is installed."""
     return curves.tensorboard_dir is not None and _is_installed("tensorboard")
 
 

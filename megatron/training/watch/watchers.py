@@ -1,11 +1,11 @@
-"""Everything that looks at a run and changes nothing in it: sinks, norms, timers, profiles, statistics, progress.txt.
+"""`Watch`: all observers of a run behind one interface: sinks, norms, timers, profiles, statistics, progress.txt.
 
-The loop calls it around a step:
+The loop calls it around each step:
 
     with watch.step(number):        profile, hooks of --inspect
         train_step(...)
-    watch.measure()                 what all ranks must compute together, where it is due
-    watch.report(...)               records for the sinks, the table of timers, the progress line
+    watch.measure()                 numbers that all ranks compute together, when due
+    watch.report(...)               records for the sinks, the timer table, the progress line
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoard
 from megatron.training.watch.statistics import Inspector, Statistics, TensorKey, num_zeros_in_grad, params_norm
 from megatron.training.watch.watch_config import writes_tensorboard
 
-# The timer of --timing-log-level 2 that an action counts for.
+# The timer of --timing-log-level 2 that counts an action's time.
 _TIMER_OF = {
     Op.F: "forward-compute",
     Op.B: "backward-compute",
@@ -44,11 +44,11 @@ _TIMER_OF = {
 }
 
 
-Measured = dict[TensorKey, Statistics]  # of --inspect, where it is due
+Measured = dict[TensorKey, Statistics]  # of --inspect; empty when not due
 
 
 class Watch:
-    """What watches one run. Every rank has one and calls it alike; sinks are on the rank that logs."""
+    """The observers of one run. Every rank has a `Watch` and makes the same calls; only the rank that logs has sinks."""
 
     def __init__(
         self, runtime: Runtime, pipeline: Pipeline, chunks: Sequence[DistributedDataParallel], state: TrainState
@@ -62,14 +62,14 @@ class Watch:
         self.profiler = StepProfiler(config.profile, folder, mesh)
         self.memory = MemoryHistory(config.profile, runtime.device, mesh["world"].rank)
         self._inspector: Inspector | None = None
-        self._steps = 0  # that the timers have seen since they were read
+        self._steps = 0  # since the timers were last read
         self.sinks: list[Sink] = make_sinks(runtime, state.iteration) if mesh["world"].rank == mesh.reporter() else []
         if self.timers.level >= 2 or self.profiler.wanted:
             pipeline.around = self._around
         self.note_progress("Starting job")
 
     def _around(self, action: Action) -> AbstractContextManager:
-        """A timer of level 2 and, within the profiled steps, a range."""
+        """The level-2 timer of `action`, and in profiled steps a named range."""
         name = _TIMER_OF.get(action.op)
         timer = contextlib.nullcontext() if name is None else self.timers(name, log_level=2)
         return self.profiler.range_of(str(action), timer) if self.profiler.is_on else timer
@@ -78,7 +78,7 @@ class Watch:
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Training step number `iteration`, counted from 1, runs inside."""
+        """Training step `iteration`, counted from 1, runs in the block."""
         if self.config.log.inspect is not None and iteration % self.config.log.inspect == 0:
             parallel = self.config.parallel.sequence_parallel_on
             self._inspector = Inspector(self.chunks, self._mesh, sequence_parallel=parallel)
@@ -86,7 +86,7 @@ class Watch:
             yield
 
     def measure(self) -> tuple[dict[str, float], Measured]:
-        """(num_zeros and params_norm, where they are due; what --inspect asks for) of the last step. Every rank must call."""
+        """(num_zeros and params_norm, statistics of --inspect) of the last step, where due. Every rank must call."""
         numbers, tensors = {}, {}
         log, device = self.config.log, self.runtime.device.torch_device
         self._steps += 1
@@ -113,7 +113,7 @@ class Watch:
     def report(
         self, step: StepNumbers, losses: Mapping[str, float], interval: Interval | None, tensors: Measured
     ) -> None:
-        """Send on what is known of the step that was taken last; `interval` where a log line was due. Every rank must call."""
+        """Send the last step's numbers to the sinks. interval: of its log line, None if none was due. Every rank must call."""
         if self._curves_are_due and self.sinks:
             self._send("step", self._curve_values(step, losses))
         if interval is not None:
@@ -127,7 +127,7 @@ class Watch:
             self._send("inspect", statistics.values(), {"what": what, "name": name})
 
     def report_validation(self, split: str, losses: Mapping[str, float], *, at_end: bool) -> None:
-        """The losses of a validation, or of the test; `at_end`: after the last step."""
+        """Send validation or test losses to the sinks. at_end: after the last step."""
         what = "test" if split == "test" else "validation"
         values = {f"{name} {what}": value for name, value in losses.items()}
         if self.config.tensorboard.log_validation_ppl_to_tensorboard:
@@ -135,7 +135,7 @@ class Watch:
         self._send("validation", values, {"split": what, "at": "end" if at_end else "step"})
 
     def note_progress(self, event: str) -> None:
-        """A line in progress.txt, with --log-progress."""
+        """Append a line to progress.txt, with --log-progress."""
         if not self.config.log.log_progress or not self._mesh["world"].is_first:
             return
         job = os.environ.get("SLURM_JOB_ID", "")
@@ -144,7 +144,7 @@ class Watch:
             file.write(line)
 
     def close(self) -> None:
-        """Write what is held back. Any rank may call, at any time."""
+        """Flush and close every output. Any rank may call, at any time."""
         self.profiler.finish()
         self.memory.save()
         for sink in self.sinks:
@@ -189,12 +189,12 @@ class Watch:
         }
 
     def _mfu(self, interval: Interval) -> float | None:
-        """Share of the device's peak; None where that is not known."""
+        """Model FLOPs utilization: the share of the device's peak; None if either is unknown."""
         peak = self.runtime.device.peak_flops(self.config.transformer.params_dtype)
         return None if peak is None or interval.tflops is None else interval.tflops * 1e12 / peak
 
     def _times(self) -> dict[str, float]:
-        """Print the table of timers; the longest of each over the ranks in seconds per step, for curves."""
+        """Print the timer table. Returns the slowest rank's seconds per step of each timer, if curves want them."""
         steps, self._steps = self._steps, 0
         table = self.timers.log(normalizer=steps)
         if not self.config.tensorboard.log_timers_to_tensorboard:
@@ -203,7 +203,7 @@ class Watch:
 
 
 def make_sinks(runtime: Runtime, iteration: int) -> list[Sink]:
-    """The places that the settings name, for a run that goes on from `iteration`. Raises ValueError or OSError."""
+    """The sinks that the settings name, for a run that starts at `iteration`. Raises ValueError or OSError."""
     config, sinks = runtime.config, []
     curves = config.tensorboard
     if config.log.metrics_file is not None:
