@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def open_main_grad(parameter: nn.Parameter | Tensor) -> Tensor | None:
     """Where gradients of the parameter are added: zeros, or their sum so far. None where it has no buffer."""
     if (slot := getattr(parameter, "slot", None)) is not None:
-        slot.open()
+        slot.reduce.open(slot)
     return getattr(parameter, "main_grad", None)
 
 
@@ -20,17 +20,17 @@ def main_grad_and_beta(parameter: nn.Parameter | Tensor) -> tuple[Tensor | None,
     over all gradients.
     """
     slot = getattr(parameter, "slot", None)
-    beta = 0 if slot is not None and slot.open(overwrites=True) else 1
+    beta = 0 if slot is not None and slot.reduce.open(slot, overwrites=True) else 1
     return getattr(parameter, "main_grad", None), beta
 
 
 def grad_was_put_off(parameter: nn.Parameter | Tensor) -> None:
     """Say that the backward no longer needs the parameter's values, and that the gradient of one use comes later."""
     if (slot := getattr(parameter, "slot", None)) is not None:
-        slot.put_off()
+        slot.reduce.put_off(slot)
 
 
 def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
     """Say that the gradient of one use is in `main_grad`."""
     if (slot := getattr(parameter, "slot", None)) is not None:
-        slot.add()
+        slot.reduce.add(slot)

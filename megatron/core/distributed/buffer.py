@@ -46,8 +46,13 @@ class Shard:
 
     def values(self, slot: Slot) -> Stored:
         """What it has of a parameter, flat; perhaps nothing."""
+        first, last = self.elements(slot)
+        return self.at(slot.start + first, slot.start + last) if last else self.tensors[0][:0]
+
+    def elements(self, slot: Slot) -> tuple[int, int]:
+        """Which elements of a parameter it has, in row-major order."""
         mine = overlaps(self.held, slot.start, slot.stop)
-        return self.at(*mine[0]) if mine else self.tensors[0][:0]
+        return (mine[0][0] - slot.start, mine[0][1] - slot.start) if mine else (0, 0)
 
     def within(self, held: list[tuple[int, int]]) -> "Shard":
         """Some runs of it, in the same memory."""
@@ -143,11 +148,7 @@ class ParamAndGradBuffer:
 
     def kept(self, slot: Slot) -> tuple[int, int]:
         """Which elements of a parameter, in row-major order, this rank owns."""
-        return _elements(slot, self.owned)
-
-    def kept_values(self, slot: Slot) -> tuple[int, int]:
-        """Which of them it holds the values of."""
-        return _elements(slot, self.held)
+        return self.owned_params.elements(slot)
 
     def _shard(self, whole: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
         """What is held of a whole buffer, in its memory; of none, zeros."""
@@ -199,8 +200,3 @@ def _view(flat: Tensor, shape: tuple[int, ...], start: int) -> Tensor:
     stop = start + torch.Size(shape).numel()
     assert stop <= flat.numel(), f"elements {start}..{stop} of {flat.numel()}"
     return flat[start:stop].view(shape)
-
-
-def _elements(slot: Slot, held: list[tuple[int, int]]) -> tuple[int, int]:
-    mine = overlaps(held, slot.start, slot.stop)
-    return (mine[0][0] - slot.start, mine[0][1] - slot.start) if mine else (0, 0)

@@ -246,7 +246,7 @@ class DistributedDataParallel(nn.Module):
         """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds,
         and them, in memory or in a file."""
         return {
-            slot.name: (buffer.kept_values(slot), buffer.held_params.values(slot))
+            slot.name: (buffer.held_params.elements(slot), buffer.held_params.values(slot))
             for buffer in self.buffers
             if buffer.zero.passes_params
             for slot in buffer.plan.slots

@@ -21,29 +21,23 @@ from megatron.core.distributed.zero import ParamGather
 
 def units_of(module: nn.Module) -> dict[str, str]:
     """The unit of every parameter, by the names of both."""
-    listed = _listed(module)
+    units = _units(module)
     return {
-        f"{owner}.{name}" if owner else name: _outermost(owner, listed)
+        f"{owner}.{name}" if owner else name: units[owner]
         for owner, holder in module.named_modules()
         for name, _ in holder.named_parameters(recurse=False)
     }
 
 
-def _listed(module: nn.Module) -> set[str]:
-    """The names of modules that stand in a list of modules."""
-    return {
-        f"{name}.{child}" if name else child
-        for name, parent in module.named_modules()
-        if isinstance(parent, nn.ModuleList | nn.ModuleDict)
-        for child, _ in parent.named_children()
-    }
-
-
-def _outermost(owner: str, listed: set[str]) -> str:
-    """The first of a module's ancestors, and itself, that stands in a list, or itself."""
-    parts = owner.split(".")
-    above = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    return next((name for name in above if name in listed), owner)
+def _units(module: nn.Module) -> dict[str, str]:
+    """The unit of every module, by the names of both: its outermost ancestor that stands in a list, or the module."""
+    listed: dict[str, str] = {"": ""}  # the outermost ancestor, or the module itself, that stands in a list
+    for name, parent in module.named_modules():  # a parent comes before its children
+        is_list = isinstance(parent, nn.ModuleList | nn.ModuleDict)
+        for child, _ in parent.named_children():
+            path = f"{name}.{child}" if name else child
+            listed[path] = listed[name] or (path if is_list else "")
+    return {name: above or name for name, above in listed.items()}
 
 
 class ParamFetcher(ParamGather):
@@ -55,10 +49,10 @@ class ParamFetcher(ParamGather):
         self._in_backward = False
         self._needs: dict[str, list[Bucket]] = {}  # of each unit, when last used
         self._order: list[str] = []  # units as the first forward used them
+        units = _units(module)
         held: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
-        listed = _listed(module)
         for owner, used in module.named_modules():
-            unit = _outermost(owner, listed)
+            unit = units[owner]
             if not any(used.children()):
                 held.setdefault(unit, [])  # perhaps with a table of others
             for parameter in used.parameters(recurse=False):  # one that two modules hold is needed by both

@@ -14,26 +14,10 @@ from torch import Tensor, nn
 
 _SHARES_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are the values
 _MAY_BE_SET = {"grad", "requires_grad"}
-_FACTS = set(
-    [
-        "size",
-        "numel",
-        "nelement",
-        "dim",
-        "ndimension",
-        "stride",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "get_device",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "__hash__",
-        "__len__",
-    ]
-)
+_LAYOUT = {"size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "__len__"}
+_KIND = {"is_floating_point", "is_complex", "element_size", "get_device", "__hash__"}
+_HOOKS = {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+_NEED_NO_VALUES = _LAYOUT | _KIND | _HOOKS
 
 
 class _Away:
@@ -78,7 +62,7 @@ class ArrivingParameter(_Away, nn.Parameter):
     @staticmethod
     def asked(function: str, held: list[Any]) -> None:
         for parameter in held:
-            parameter.slot.arrive()
+            parameter.slot.bucket.finish_gather()
 
 
 class ReleasedGradient(_Away, Tensor):
@@ -113,7 +97,7 @@ def _needs_no_values(func: Any) -> bool:
     what, of = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
     if what == "__get__":
         return of not in _SHARES_MEMORY
-    return of in _MAY_BE_SET if what == "__set__" else what in _FACTS
+    return of in _MAY_BE_SET if what == "__set__" else what in _NEED_NO_VALUES
 
 
 def _flat(values: Iterable[Any]) -> list[Any]:

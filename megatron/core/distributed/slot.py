@@ -50,19 +50,3 @@ class ParamSlot:
         if was_unset and not overwrites:
             self.parameter.main_grad.zero_()
         return was_unset and overwrites
-
-    def open(self, *, overwrites: bool = False) -> bool:
-        """Make ready for a gradient. True if the caller, who can overwrite, must put it in place of what is there."""
-        return self.reduce.open(self, overwrites=overwrites)
-
-    def put_off(self) -> None:
-        """The backward no longer needs the parameter's values; the gradient of one use comes later."""
-        self.reduce.put_off(self)
-
-    def add(self) -> None:
-        """The gradient of one use was added. A hook could not know whether more will come."""
-        self.reduce.add(self)
-
-    def arrive(self) -> None:
-        """Wait for updated values that are on their way."""
-        self.bucket.finish_gather()
