@@ -16,6 +16,9 @@ class Zero(NamedTuple):
     passes_params: bool
 
 
+_STAGE_OF = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
 @dataclass(frozen=True)
 class DataParallelConfig(FlagConfig):
     """Data parallelism."""
@@ -65,53 +68,40 @@ class DataParallelConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        asked = self._stages_asked()
+        asked, shards = self._stages_asked(), self.zero.shards_state
         if len(set(asked.values())) > 1:
             yield f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
         elif self.use_distributed_optimizer and 0 in asked.values():
             yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
-        if self.zero.passes_grads and self.fixed_order_grad_reduce:
+        bf16, instances = self.main_grads_dtype == "bf16", self.num_distributed_optimizer_instances
+        if instances > 1 and not shards:
+            yield f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer"
+        if self.overlap_param_gather and not shards:
+            yield "--overlap-param-gather gathers what sharded optimizer state updates; give --use-distributed-optimizer too"
+        if bf16 and not shards:
+            yield "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage 1 to 3: its float32 sums are shards"
+        if self.reduce_scatter_with_fp32_accumulation and not (shards and (bf16 or self.grad_reduce_in_bf16)):
             yield (
-                f"--fixed-order-grad-reduce keeps the gradients of every microbatch, but ZeRO stage {self.stage} none of "
-                "them; use stage 0 or 1"
-            )
-        instances = self.num_distributed_optimizer_instances
-        for flag, given in (
-            (f"--num-distributed-optimizer-instances {instances}", instances > 1),
-            ("--overlap-param-gather", self.overlap_param_gather),
-        ):
-            if given and not self.zero.shards_state:
-                yield f"{flag} is about sharded optimizer state; give --use-distributed-optimizer too"
-        bf16 = "--main-grads-dtype bf16" if self.main_grads_dtype == "bf16" else None
-        sent = bf16 or ("--grad-reduce-in-bf16" if self.grad_reduce_in_bf16 else None)
-        if self.reduce_scatter_with_fp32_accumulation and (sent is None or not self.zero.shards_state):
-            yield (
-                "--reduce-scatter-with-fp32-accumulation sums what travels in bfloat16 to shards of a gradient; give "
-                "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
-            )
-        if bf16 and (not self.zero.shards_state or self.fixed_order_grad_reduce):
-            yield (
-                f"{bf16} keeps float32 sums of a rank's shard only; give --use-distributed-optimizer (or --zero-stage 1 to "
-                "3), and leave out --fixed-order-grad-reduce, or leave it out"
+                "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give --grad-reduce-in-bf16 "
+                "and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (not self.zero.passes_params or instances < 2):
             yield (
-                "--outer-dp-sharding-strategy optim divides optimizer state over groups that each hold all parameters in "
+                "--outer-dp-sharding-strategy optim shards optimizer state over groups that each hold all parameters in "
                 "shards; give --zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
             )
-        if self.overlap_grad_reduce and self.fixed_order_grad_reduce:
-            yield "--fixed-order-grad-reduce sums at the end of a step; leave out --overlap-grad-reduce"
-        if self.grad_reduce_in_bf16 and self.fixed_order_grad_reduce:
-            yield "--fixed-order-grad-reduce sums exactly what was computed; leave out --grad-reduce-in-bf16"
+        excluded = dict.fromkeys(asked, self.zero.passes_grads) | {
+            "--overlap-grad-reduce": self.overlap_grad_reduce,
+            "--grad-reduce-in-bf16": self.grad_reduce_in_bf16,
+            "--main-grads-dtype bf16": bf16,
+        }
+        for flag in (flag for flag, given in excluded.items() if given and self.fixed_order_grad_reduce):
+            yield f"--fixed-order-grad-reduce sums fp32 gradients of whole steps, in ZeRO stage 0 or 1; leave out {flag}"
 
     def _stages_asked(self) -> dict[str, int]:
-        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-        name, stages = self.data_parallel_sharding_strategy, {}
-        if self.zero_stage is not None:
-            stages[f"--zero-stage {self.zero_stage}"] = self.zero_stage
-        if name is not None:
-            stages[f"--data-parallel-sharding-strategy {name}"] = strategies.index(name)
-        return stages
+        name, stage = self.data_parallel_sharding_strategy, self.zero_stage
+        asked = {f"--zero-stage {stage}": stage, f"--data-parallel-sharding-strategy {name}": _STAGE_OF.get(name)}
+        return {flag: stage for flag, stage in asked.items() if stage is not None}
 
     @property
     def stage(self) -> int:
