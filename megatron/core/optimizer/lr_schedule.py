@@ -14,17 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
-from megatron.core.config import (
-    ConfigError,
-    Count,
-    FlagConfig,
-    NotNegative,
-    Positive,
-    Share,
-    WholeNumber,
-    flag_of,
-    knob,
-)
+from megatron.core.config import ConfigError, Count, FlagConfig, NotNegative, Positive, Share, WholeNumber, knob
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -69,30 +59,23 @@ class LearningRateConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             yield f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})"
-        yield from self._decoupled_problems()
-        yield from self._warmup_problems()
-        given = [n for n in ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if getattr(self, n) is not None]
-        if self.lr_decay_style == "WSD" and not given:
-            yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples"
-        if self.lr_decay_style != "WSD" and given:
-            yield f"{flag_of(given[0])} needs --lr-decay-style WSD, not {self.lr_decay_style}"
-        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
-
-    def _warmup_problems(self) -> Iterator[str]:
-        for name in ("lr_warmup_iters", "lr_warmup_samples") if self.lr_warmup_fraction is not None else ():
-            if getattr(self, name):
-                yield f"--lr-warmup-fraction and {flag_of(name)} exclude each other; give one"
         if self.lr is not None and self.lr_warmup_init > self.lr > 0:
             yield f"--lr-warmup-init is {self.lr_warmup_init}; it must not be above --lr ({self.lr})"
-
-    def _decoupled_problems(self) -> Iterator[str]:
         highest, lowest = self.decoupled_lr, self.decoupled_min_lr
         if highest is None and lowest is not None:
             yield "--decoupled-min-lr needs --decoupled-lr"
         lowest = self.min_lr if lowest is None else lowest
         if highest is not None and highest > 0 and not 0 <= lowest <= highest:
             yield f"--decoupled-min-lr (or --min-lr) is {lowest}; it must be between 0 and --decoupled-lr ({highest})"
+        for unit in ("iters", "samples"):
+            if self.lr_warmup_fraction is not None and getattr(self, f"lr_warmup_{unit}"):
+                yield f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other; give one"
+            if self.lr_decay_style != "WSD" and getattr(self, f"lr_wsd_decay_{unit}") is not None:
+                yield f"--lr-wsd-decay-{unit} needs --lr-decay-style WSD, not {self.lr_decay_style}"
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+            yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples"
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
 
 
 @dataclass(frozen=True)
@@ -146,16 +129,10 @@ class LearningRateSchedule:
             return lowest
         if self.style == "inverse-square-root":
             return max(lowest, highest * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
-        return lowest + self._share_left(samples) * (highest - lowest)
-
-    def _share_left(self, samples: int) -> float:
-        """What is left of the way from the highest rate to the lowest: 1 after the warm-up, 0 at the end of the
-        decay."""
-        if self.style != "WSD":
-            done = (samples - self.warmup) / (self.decay - self.warmup)
-            return _FALLS[self.style](done)
-        falling = samples - (self.decay - self.wsd_decay)
-        return 1.0 if falling <= 0 else _FALLS[self.wsd_style](falling / self.wsd_decay)
+        # WSD stays at the highest rate until its own decay begins.
+        wsd = self.style == "WSD"
+        style, start = (self.wsd_style, self.decay - self.wsd_decay) if wsd else (self.style, self.warmup)
+        return lowest + _FALLS[style](max(samples - start, 0) / (self.decay - start)) * (highest - lowest)
 
     @property
     def ignored(self) -> set[str]:
@@ -178,14 +155,16 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
 
     Lengths count in the unit of the run's; that no setting uses the other unit is for the caller to check.
     """
-    in_iters, unit = length.unit == "iters", length.samples_per_unit
-    decay = (config.lr_decay_iters if in_iters else config.lr_decay_samples) or length.count
-    warmup: float = config.lr_warmup_iters if in_iters else config.lr_warmup_samples
-    given = f"--lr-warmup-{length.unit}"
-    if config.lr_warmup_fraction is not None:
-        warmup, given = config.lr_warmup_fraction * decay, "--lr-warmup-fraction"
-    wsd = config.lr_wsd_decay_iters if in_iters else config.lr_wsd_decay_samples
-    word = "iterations" if in_iters else "samples"
+    unit, share = length.samples_per_unit, config.lr_warmup_fraction
+
+    def of(name: str) -> int | None:
+        return getattr(config, f"lr_{name}_{length.unit}")
+
+    decay, wsd = of("decay") or length.count, of("wsd_decay")
+    warmup, given = of("warmup"), f"--lr-warmup-{length.unit}"
+    if share is not None:
+        warmup, given = share * decay, "--lr-warmup-fraction"
+    word = "iterations" if length.unit == "iters" else "samples"
     if warmup >= decay and config.lr_decay_style != "constant":
         raise ConfigError(
             f"the warm-up ({warmup:g} {word}) must end before the decay does ({decay:g}); lower {given} or raise "
@@ -201,7 +180,7 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
         min_lr=config.min_lr,
         warmup_init=config.lr_warmup_init,
         # The share is taken of the samples, not of the iterations, for that is Megatron's last digit.
-        warmup=warmup * unit if config.lr_warmup_fraction is None else config.lr_warmup_fraction * (decay * unit),
+        warmup=warmup * unit if share is None else share * (decay * unit),
         decay=decay * unit,
         style=config.lr_decay_style,
         wsd_decay=None if wsd is None else wsd * unit,
@@ -226,7 +205,7 @@ class WeightDecaySchedule:
             return self.end
         share = samples / self.samples
         if self.style == "cosine":
-            share = 0.5 * (math.cos(math.pi * (1.0 - share)) + 1.0)
+            share = _FALLS["cosine"](1.0 - share)
         return self.start + share * (self.end - self.start)
 
     @property
