@@ -198,7 +198,7 @@ def load(
             chunk.gather_params()
             chunk.finish_param_gather()
     if goes_on:
-        optimizer.set_step_count(checkpoint.state["optimizer_steps"])
+        optimizer.step_count = checkpoint.state["optimizer_steps"]
         if optimizer.scaler is not None:
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     print_rank_0(f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {root}")

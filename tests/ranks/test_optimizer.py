@@ -187,7 +187,7 @@ def test_going_on_from_saved_state_equals_going_on():
         for kind, tensors in adam.tensors().items():
             for name, value in tensors.items():
                 other.tensors()[kind][name].copy_(value)
-        other.set_step_count(adam.step_count)
+        other.step_count = adam.step_count
         other.publish_masters()
         for one, part in ((adam, chunk), (other, other_chunk)):
             give(part, gradients(3))

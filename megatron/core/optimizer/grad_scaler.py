@@ -29,14 +29,10 @@ class LossScaleConfig(FlagConfig):
 
     def problems(self) -> Iterator[str]:
         for name in ("initial_loss_scale", "min_loss_scale"):
-            if not is_power_of_two(value := getattr(self, name)):
+            if math.frexp(value := getattr(self, name))[0] != 0.5:
                 yield f"{flag_of(name)} is {value}; it must be a power of two, so that scaling rounds nothing, such as 65536"
         if self.min_loss_scale > (initial := self.initial_loss_scale):
             yield f"--min-loss-scale is {self.min_loss_scale}; it must be at most --initial-loss-scale ({initial})"
-
-
-def is_power_of_two(number: float) -> bool:
-    return 0 < number < math.inf and math.frexp(number)[0] == 0.5
 
 
 class ConstantGradScaler:

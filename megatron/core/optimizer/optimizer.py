@@ -85,14 +85,14 @@ class FlatOptimizer:
         """The parameters whose update needs whole tensors. Raises ConfigError where a rank has less of one."""
         named = {name: p for buffer in self.buffers for name, p in buffer.parameters.items()}
         whole = {name: p for name, p in named.items() if self.config.rule(self._group_of[name].optimizer).whole}
-        stage = max((buffer.stage for buffer in self.buffers), default=0)
-        hindrances = {f"--zero-stage {stage}": stage > 1, "offloaded state": tier is not None}
-        hindrances["--reuse-fp32-param"] = self.config.reuse_fp32_param
-        if whole and any(hindrances.values()):
+        stages = {f"--zero-stage {buffer.stage}": buffer.stage > 1 for buffer in self.buffers}
+        others = {"offloaded state": tier is not None, "--reuse-fp32-param": self.config.reuse_fp32_param}
+        hindrances = [flag for flag, given in (stages | others).items() if given]
+        if whole and hindrances:
             name = self._group_of[next(iter(whole))].optimizer or self.config.optimizer
             raise ConfigError(
                 f"--optimizer {name} computes with whole tensors ({next(iter(whole))} and {len(whole) - 1} more), of which a "
-                f"rank has parts only with {' and '.join(flag for flag, given in hindrances.items() if given)}; use "
+                f"rank has parts only with {' and '.join(hindrances)}; use "
                 "--zero-stage 1 and leave out the rest"
             )
         return whole
@@ -264,10 +264,6 @@ class FlatOptimizer:
             if buffer.plan.shards > 1
             for slot in buffer.plan.slots
         }
-
-    def set_step_count(self, steps: int) -> None:
-        """How many updates the moments have seen, after loading them."""
-        self.step_count = steps
 
 
 class _Kept:
