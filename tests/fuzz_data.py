@@ -29,6 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "pure")]
 
+from test_found_cache import write_cache  # noqa: E402
 from test_preprocess_pieces import check_mutations, expected, numbered  # noqa: E402
 from token_files import write as write_documents  # noqa: E402
 
@@ -149,6 +150,18 @@ def damaged_cache(rng: random.Random, folder: Path) -> str:
     return texts_are(folder, documents)
 
 
+def damaged_found_cache(rng: random.Random, folder: Path) -> str:
+    """The same of a cache that Megatron left. A shuffle of as many samples from elsewhere is taken: each comes once all the same."""
+    documents = random_documents(rng)
+    write(folder / "a", documents)
+    lengths = np.array([len(part) for part in sequences(documents)])
+    described = {"dataset_path": "/b/a", "num_samples": SAMPLES, "random_seed": SEED, "sequence_length": S}
+    indices = build_indices(lengths, IndexRequest((0, len(lengths)), SAMPLES, S, SEED))
+    write_cache(folder / "cache", "GPTDataset", "train", described, indices._asdict())
+    spoil(rng.choice(sorted((folder / "cache").iterdir())), rng, folder)
+    return texts_are(folder, documents, in_order=False)
+
+
 def spoil(path: Path, rng: random.Random, folder: Path) -> None:
     kind = rng.randrange(8)
     if kind == 0:
@@ -191,7 +204,8 @@ def killed_index_building(rng: random.Random, folder: Path) -> str:
 
 
 KINDS: dict[str, Callable[[random.Random, Path], str]] = {
-    f.__name__: f for f in (damaged_index, index_of_other_data, damaged_tokens, damaged_cache, damaged_lines)
+    f.__name__: f
+    for f in (damaged_index, index_of_other_data, damaged_tokens, damaged_cache, damaged_found_cache, damaged_lines)
 }
 INTERRUPTIONS = {
     f.__name__: f for f in (killed_preprocessing, starved_preprocessing, killed_merge, killed_index_building)

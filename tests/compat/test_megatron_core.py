@@ -331,8 +331,8 @@ def test_whole_runs_read_the_same_samples(ask, tmp_path):
                 assert np.array_equal(tokens, answer[f"{name}_tokens"]), case
 
 
-def test_what_megatron_cached_is_passed_over(ask, tmp_path):
-    """Ours lies beside it in the same folder, and every sample is the same."""
+def test_what_megatron_cached_is_read(ask, tmp_path):
+    """Nothing is built where the same run of Megatron left its cache, and every sample is the same."""
     dice = random.Random(12)
     prefixes = write_large(tmp_path, dice, 6)
     cases = [random_run(dice, prefixes) | {"cache": str(tmp_path / f"cache{i}")} for i in range(30)]
@@ -346,8 +346,11 @@ def test_what_megatron_cached_is_passed_over(ask, tmp_path):
         plain_runs.append((config, build_gpt_datasets(plain, TOKENIZER, case["sizes"], case["seed"])))
     ask([("blended_run", {**case, "items": 1}) for case in cases])
     for case, (config, expected) in zip(cases, plain_runs):
+        said, done = [], []
         config = replace(config, data_cache_path=case["cache"])
-        got = build_gpt_datasets(config, TOKENIZER, case["sizes"], case["seed"])
+        got = build_gpt_datasets(config, TOKENIZER, case["sizes"], case["seed"], say=said.append, progress=done.append)
+        assert not [line for line in done if "building" in line] and not [line for line in said if "not taken" in line]
+        assert [line for line in done if "from Megatron's cache" in line]
         for mine, theirs in zip(got, expected):
             assert (mine is None) == (theirs is None)
             if mine is not None:

@@ -11,7 +11,13 @@ import fuzz_data
 
 hypothesis = pytest.importorskip("hypothesis")
 
-EXAMPLES = {"damaged_index": 15, "index_of_other_data": 5, "damaged_tokens": 5, "damaged_cache": 2}
+EXAMPLES = {
+    "damaged_index": 15,
+    "index_of_other_data": 5,
+    "damaged_tokens": 5,
+    "damaged_cache": 2,
+    "damaged_found_cache": 2,
+}
 
 
 def answers(kind: str, count: int) -> list[str]:

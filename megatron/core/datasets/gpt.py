@@ -5,6 +5,7 @@ the number of samples consumed.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, reading
 from megatron.core.datasets.document_ends import note_without_ends
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
+from megatron.core.datasets.found_cache import Wanted, index_problem
 from megatron.core.datasets.index_map import (
     IndexRequest,
     Indices,
@@ -212,6 +214,17 @@ class GPTSamples(SampleKind):
 
     def reading(self, part: Part, samples: int) -> Reading:
         return reading(part.indexed, part.request, samples)
+
+    def wanted(self, part: Part) -> Wanted | None:
+        request, lengths, prefix = part.request, part.indexed.sequence_lengths, part.indexed.prefix
+        if request.epoch_stable:
+            return None  # Megatron has no such order
+        samples, length, seed = request.num_samples, request.seq_length, request.seed
+        fields = {"num_samples": samples, "random_seed": seed, "sequence_length": length}
+        fields["dataset_path"] = Path(prefix).name
+        older = f"{prefix}_{part.split}_indexmap_{samples}ns_{length}sl_{seed}s"
+        place = (part.cache.folder, f"{self.name}-{part.split}")
+        return Wanted(*place, fields, self.arrays, lambda a: index_problem(Indices(*a), lengths, request), older)
 
 
 def build_gpt_datasets(

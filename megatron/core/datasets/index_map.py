@@ -256,12 +256,19 @@ def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
 
 def _megatron_order(request: IndexRequest, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
     """(document_index, shuffle_index)"""
-    tokens, epochs = passes.tokens, passes.epochs
-    separate = separate_final_epoch(tokens, epochs, request)
+    separate = separate_final_epoch(passes.tokens, passes.epochs, request)
     rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
-    documents = build_document_index(np.arange(*request.ids_range, dtype=np.int32), epochs, separate, rng)
-    before = samples_before_final_epoch(tokens, epochs, request) if separate else passes.samples
-    return documents, build_shuffle_index(before, passes.samples, rng)
+    documents = build_document_index(np.arange(*request.ids_range, dtype=np.int32), passes.epochs, separate, rng)
+    return documents, build_shuffle_index(shuffled_first(request, passes)[1], passes.samples, rng)
+
+
+def shuffled_first(request: IndexRequest, passes: Passes) -> tuple[int, int]:
+    """How many documents and samples Megatron shuffles together: all, or those before a last epoch that stands apart."""
+    tokens, epochs = passes.tokens, passes.epochs
+    count = request.ids_range[1] - request.ids_range[0]
+    if separate_final_epoch(tokens, epochs, request):
+        return (epochs - 1) * count, samples_before_final_epoch(tokens, epochs, request)
+    return epochs * count, passes.samples
 
 
 def _epoch_stable_order(request: IndexRequest, passes: Passes) -> tuple[np.ndarray, np.ndarray]:

@@ -27,6 +27,7 @@ from megatron.core.datasets.blend import (
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, lines
+from megatron.core.datasets.found_cache import Described, Wanted, descriptions, order_problem
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.indexed import IndexedDataset
@@ -89,6 +90,10 @@ class SampleKind:
         """What a run reads of `part` when it takes so many samples, for a line at its start."""
         return None
 
+    def wanted(self, part: "Part") -> Wanted | None:
+        """The cache in which Megatron-LM would have left the arrays of `part`."""
+        return None
+
 
 @dataclass(frozen=True)
 class Part:
@@ -105,12 +110,19 @@ class Part:
     def num_samples(self) -> int:
         return len(self.cache.load()[-1]) if self.known_samples is None else self.known_samples
 
-    def build(self, where: str, building: Building) -> None:
+    def build(self, where: str, building: Building, described: Described) -> None:
         if self.cache.is_complete(building.say):
             return
         samples = "" if self.known_samples is None else f"{self.known_samples:,} samples of "
-        building.progress(f"building the index of {samples}{self.indexed.prefix} ({where})")
-        self.cache.write(self.kind.build(self, building.say))
+        wanted, what = self.kind.wanted(self), f"the index of {samples}{self.indexed.prefix} ({where})"
+        self.cache.write(_found(wanted, what, building, described) or self.kind.build(self, building.say))
+
+
+def _found(wanted: Wanted | None, what: str, building: Building, described: Described) -> tuple[np.ndarray, ...] | None:
+    """The arrays that Megatron-LM left, if they fit; whether they do is said."""
+    found = wanted and wanted.find(described, building.say)
+    building.progress(f"taking {what} from Megatron's cache {found[0]}" if found else f"building {what}")
+    return found and found[1]
 
 
 @dataclass(frozen=True)
@@ -148,18 +160,20 @@ class SplitPlan:
             shares, size = normalized(once), sum(taken)
         return {"shares": shares, "size": size, "sizes": sizes if size is None else None}, taken
 
-    def build(self, building: Building) -> None:
+    def build(self, building: Building, described: Described) -> None:
         """Write the arrays of each part into its cache, then the order of the blend."""
         for number, part in enumerate(self.parts, start=1):
-            part.build(f"{self.split}, {number} of {len(self.parts)}", building)
+            part.build(f"{self.split}, {number} of {len(self.parts)}", building, described)
         if self.blend is None or (order := self.order_cache()).is_complete(building.say):
             return
-        building.progress(f"building the order of a blend of {len(self.parts)} data sets")
-        fields = order.fields
-        whole = fields["size"] is None
-        order.write(
-            exhaustive_indices(fields["sizes"]) if whole else weighted_indices(fields["shares"], fields["size"])
-        )
+        size, sizes = order.fields["size"], order.fields["sizes"]
+        shares = order.fields["shares"]
+        right = cache(lambda: exhaustive_indices(sizes) if size is None else weighted_indices(shares, size))
+        fields = {"weights": sizes if size is None else shares, "size": size}
+        place = (order.folder, f"BlendedDataset-{self.split}")
+        wanted = Wanted(*place, fields, order.parts, lambda arrays: order_problem(arrays, right()))
+        what = f"the order of a blend of {len(self.parts)} data sets"
+        order.write(_found(wanted, what, building, described) or right())
 
     def load(self) -> Any:
         """The data set of its one part, or the blend of all."""
@@ -193,8 +207,9 @@ def _build(plans: list[SplitPlan], kind: SampleKind, building: Building) -> None
     kind.look_at_all(list(files.values()), building)
     for folder in {folder for plan in plans for folder in (plan.order_folder, *(p.cache.folder for p in plan.parts))}:
         remove_abandoned(folder)
+    described = cache(descriptions)
     for plan in plans:
-        plan.build(building)
+        plan.build(building, described)
 
 
 def plan_splits(
