@@ -1,4 +1,7 @@
-"""The parts that training is made of. `mpu` is Megatron's name for `parallel_state`."""
+"""The library below the training loop: layers, parallelism, optimizer, data, checkpoints. It never imports `megatron.training`.
+
+docs/architecture.md says which package may import which. `mpu` is Megatron's name for `parallel_state`.
+"""
 
 from importlib import import_module
 

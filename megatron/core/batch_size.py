@@ -1,8 +1,7 @@
-"""How many samples each step has: always as many, ramped up, or by a table. Pure numbers.
+"""The global batch size of each step: constant, ramped up, or by a table. Pure numbers.
 
-Every schedule of batch sizes is a table of rows (first sample, size): a step that begins after `samples` samples has the size of
-the last row whose first sample is not above. What a step has follows from the samples consumed alone, so a resumed run goes on
-as the stopped one would have, in any layout.
+Every schedule of batch sizes is a table of rows (first sample, size). A step takes the last row that begins at or before the
+samples consumed so far. The size depends on nothing else, so a resumed run continues exactly, in any layout.
 
     --rampup-batch-size 4 4 60 --global-batch-size 16       0:4  20:8  40:12  60:16
     steps                                                   4 4 4 4 4 | 8 8 8 | 12 12 | 16 16 ...
@@ -22,7 +21,7 @@ _ENTRY = re.compile(f"({_NUMBER}):({_NUMBER})", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes by the samples consumed. `multiple`: what each is rounded down to a multiple of, if it has to run so."""
+    """Batch sizes by samples consumed. `multiple`: each size is rounded down to a multiple of it."""
 
     rows: tuple[tuple[int, int], ...]
     multiple: int = 1
@@ -33,28 +32,28 @@ class BatchSizes:
 
     @property
     def last(self) -> int:
-        """The size at the end, which is also that of validation."""
+        """The final size, also used for validation."""
         return self._runs(self.rows[-1][1])
 
     @property
     def sizes(self) -> list[int]:
-        """All sizes that can occur, in the order of the rows."""
+        """All sizes, in the order of the rows."""
         return [self._runs(size) for _, size in self.rows]
 
     def steps(self, first: int, past_last: int) -> int:
-        """How many whole steps begin after `first` samples and end within `past_last`; an incomplete one is left out."""
+        """The number of whole steps from sample `first` that end at or before sample `past_last`."""
         count, ends = 0, [row[0] for row in self.rows[1:]] + [past_last]
         for (_, wanted), end in zip(self.rows, ends):
             size = self._runs(wanted)
-            # Steps that begin before the next row, and of those the ones that end in time.
+            # A step belongs to this row if it begins before the next row, and counts if it ends by `past_last`.
             here = max(0, min(-(-(end - first) // size), (past_last - first) // size))
             count, first = count + here, first + here * size
             if first < end:
-                break  # the next step has this size too, and does not fit
+                break  # another step of this size does not fit
         return count
 
     def consumed_after(self, first: int, steps: int) -> int:
-        """The samples consumed once `steps` more steps are made after `first` samples."""
+        """The samples consumed after `steps` more steps from sample `first`."""
         for (_, wanted), end in zip(self.rows, [row[0] for row in self.rows[1:]] + [math.inf]):
             size = self._runs(wanted)
             here = steps if end == math.inf else min(steps, max(0, -(-(end - first) // size)))
@@ -70,20 +69,18 @@ def constant_size(size: int) -> BatchSizes:
 
 
 def ramp(start: int, increment: int, samples: int, size: int) -> BatchSizes:
-    """From `start` to `size` by `increment`, in stages of equally many samples that add up to `samples`, as Megatron's.
+    """Megatron's ramp: from `start` to `size` by `increment`, in stages of equal length that cover `samples` samples.
 
-    A step takes the size of the stage in which it begins. Raises ConfigError for a ramp that cannot be.
+    A step takes the size of the stage in which it begins. Raises ConfigError if the numbers do not fit.
     """
     given = f"--rampup-batch-size {start} {increment} {samples}"
     if min(start, increment, samples) < 1:
         raise ConfigError(f"{given}: START, INCREMENT and SAMPLES must be at least 1")
     if start >= size:
-        raise ConfigError(
-            f"{given}: START must be below --global-batch-size ({size}); without a ramp leave the flag out"
-        )
+        raise ConfigError(f"{given}: START must be below --global-batch-size ({size}); omit the flag for no ramp")
     if (size - start) % increment:
         raise ConfigError(
-            f"{given}: --global-batch-size ({size}) - START ({size - start}) must be a multiple of INCREMENT; change one"
+            f"{given}: --global-batch-size ({size}) - START ({size - start}) must be a multiple of INCREMENT"
         )
     stages = (size - start) // increment
     rows = [(_first_of_stage(k, samples / stages), start + k * increment) for k in range(stages)]
@@ -91,7 +88,7 @@ def ramp(start: int, increment: int, samples: int, size: int) -> BatchSizes:
 
 
 def _first_of_stage(stage: int, length: float) -> int:
-    """The least n with int(n / length) == stage in floating point, where Megatron's division may fall short of the integer."""
+    """The least n with int(n / length) == stage. Megatron divides floats, which may round below the integer."""
     first = max(0, math.ceil(stage * length) - 1)
     while int(first / length) < stage:
         first += 1
@@ -99,9 +96,9 @@ def _first_of_stage(stage: int, length: float) -> int:
 
 
 def size_table(text: str, seq_length: int) -> BatchSizes:
-    """From "0:768 250B:1536 ...": the size once so many tokens (K, M, B, T: 10^3 to 10^12) are consumed.
+    """Parses "0:768 250B:1536 ...": TOKENS:SIZE, the size from so many consumed tokens on (K, M, B, T: 10^3 to 10^12).
 
-    Tokens become samples by whole division, as in Megatron. Raises ConfigError for text that is no such table.
+    Tokens // seq_length gives samples, as in Megatron. Raises ConfigError for other text.
     """
     rows, given = [], f"--step-batch-size-schedule {text!r}"
     for entry in text.replace(",", " ").split():
@@ -111,11 +108,9 @@ def size_table(text: str, seq_length: int) -> BatchSizes:
     rows.sort()
     firsts = [first for first, _ in rows]
     if not rows or firsts[0] != 0:
-        raise ConfigError(f"{given}: it must say the size from token 0 on, as 0:SIZE")
+        raise ConfigError(f"{given}: the table must begin with 0:SIZE")
     if len(set(firsts)) < len(firsts):
-        raise ConfigError(
-            f"{given}: two sizes begin at the same sample (of --seq-length {seq_length} tokens); change one"
-        )
+        raise ConfigError(f"{given}: two sizes begin at the same sample (--seq-length {seq_length}); change one")
     if any(size < 1 for _, size in rows):
         raise ConfigError(f"{given}: a size must be at least 1")
     return BatchSizes(tuple(rows))

@@ -1,4 +1,4 @@
-"""Pieces of a tensor as axis-aligned boxes, so that what one layout holds can be put into any other. Pure integers."""
+"""Boxes: index ranges of a tensor, one per dimension. Intersecting boxes reshards a tensor between layouts. Pure integers."""
 
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -11,13 +11,13 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share, None when that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     box = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def relative_to(box: Box, origin: Box) -> Box:
-    """`box` in coordinates that start at the first corner of `origin`."""
+    """`box` in coordinates relative to the first corner of `origin`."""
     return tuple((start - zero, stop - zero) for (start, stop), (zero, _) in zip(box, origin, strict=True))
 
 
@@ -26,16 +26,16 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def flat_run(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The elements (start, stop), in row-major order, of a box of whole rows of a tensor of `shape`."""
-    assert box[1:] == whole(shape)[1:], f"box {box} of a tensor of shape {shape} is no run of whole rows"
+    """The flat range (start, stop), in row-major order, of a box of whole rows of a tensor of `shape`."""
+    assert box[1:] == whole(shape)[1:], f"box {box} does not cover whole rows of a tensor of shape {shape}"
     row = prod(shape[1:])
     return (box[0][0] * row, box[0][1] * row) if box else (0, 1)
 
 
 def boxes_of_run(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """The elements start .. stop, in row-major order, of a tensor of `shape` as boxes, each a run itself, in order.
+    """The flat range start .. stop of a tensor of `shape`, in row-major order, as boxes, each contiguous in memory.
 
-    Of shape (3, 4), 2 .. 9 is [0:1, 2:4], [1:2, 0:4], [2:3, 0:1].
+    For shape (3, 4), 2 .. 9 is [0:1, 2:4], [1:2, 0:4], [2:3, 0:1].
     """
     if start >= stop:
         return []
@@ -43,7 +43,7 @@ def boxes_of_run(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
         return [()]
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # within one row
+    if first > last:  # the range lies within one row
         return [((last, first), *box) for box in boxes_of_run(start - last * row, stop - last * row, shape[1:])]
     head = boxes_of_run(start - (first - 1) * row, row, shape[1:]) if start < first * row else []
     tail = boxes_of_run(0, stop - last * row, shape[1:])
@@ -52,7 +52,7 @@ def boxes_of_run(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
 
 
 def start_in_run(box: Box, shape: tuple[int, ...]) -> int:
-    """The number, in row-major order, of the first element of a box in a tensor of `shape`."""
+    """The flat index, in row-major order, of the first element of a box in a tensor of `shape`."""
     at = 0
     for (start, _), size in zip(box, shape, strict=True):
         at = at * size + start
@@ -62,8 +62,10 @@ def start_in_run(box: Box, shape: tuple[int, ...]) -> int:
 def pieces_of_run(
     pairs: Iterable[tuple[Box, Box]], run: tuple[int, int], shape: tuple[int, ...]
 ) -> Iterator[tuple[Box, Box]]:
-    """Of (box in the whole tensor, box in the local one of `shape`), what lies in a run of the local elements: (box in the whole
-    tensor, box in the run taken as a flat tensor)."""
+    """The parts of `pairs` that lie in the flat range `run` of the local tensor, which has `shape`.
+
+    pairs: (box in the global tensor, box in the local tensor). Yields (box in the global tensor, box in the flat run).
+    """
     start, stop = run
     for box in boxes_of_run(start, stop, tuple(shape)):
         for whole_box, local in pairs:

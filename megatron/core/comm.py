@@ -1,8 +1,8 @@
-"""Every collective and every transfer of the code base, each over an `Axis`, each noted in a ledger.
+"""All collectives and point-to-point transfers, each over an `Axis` and recorded in a ledger.
 
-This is the only file that calls torch.distributed communication (`model_parallel.py` creates the groups). A function here
-does nothing when its axis has one rank, so callers never ask. `start_*` returns a `Pending` whose `wait()` gives the result;
-the tensors of a call may not be touched before that.
+This is the only file that calls torch.distributed communication (`model_parallel.py` creates the groups). On an axis of one
+rank a function returns at once, so callers need no special case. `start_*` returns a `Pending` whose `wait()` gives the
+result; the tensors of a call must not be read or written before `wait()`.
 
     with mesh.ledger.record() as calls:
         train_step()
@@ -34,14 +34,14 @@ class Call(NamedTuple):
 
     op: str
     axis: str
-    bytes: int  # of the local tensor handed in
+    bytes: int  # of the local input tensor
     ranks: int  # on the axis
 
 
 class Ledger:
-    """The calls of one mesh: always the last few hundred (for a hang report), all of them while a recording is open.
+    """The calls of one mesh. `recent` holds the last `keep` calls, for a report of a hang; `record` holds all calls of a block.
 
-    While `profiled` is set, each call and each wait for one is a range of that name in torch's profiler.
+    While `profiled` is set, each call and each wait is a range in torch's profiler.
     """
 
     def __init__(self, keep: int = 256):
@@ -56,7 +56,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Call]]:
-        """Every call issued by this rank inside the block."""
+        """The calls that this rank issues inside the block."""
         calls: list[Call] = []
         self._open.append(calls)
         try:
@@ -66,13 +66,13 @@ class Ledger:
 
 
 def bytes_sent(call: Call) -> float:
-    """Bytes that this rank puts on the wire with a bandwidth-optimal algorithm (Patarasuk and Yuan 2009)."""
+    """Bytes that this rank sends with a bandwidth-optimal algorithm (Patarasuk and Yuan 2009)."""
     n, size = call.ranks, call.bytes
     share = (n - 1) / n
     return {
         "all_reduce": 2 * share * size,
-        "all_gather": (n - 1) * size,  # `size` is one rank's part
-        "reduce_scatter": share * size,  # `size` is the whole
+        "all_gather": (n - 1) * size,  # the input is one shard
+        "reduce_scatter": share * size,  # the input is the whole
         "all_to_all": share * size,
         "broadcast": share * size,
         "send": size,
@@ -84,7 +84,7 @@ def bytes_sent(call: Call) -> float:
 
 
 class Group(Protocol):
-    """The communicator behind an axis: torch.distributed in a job, a double in tests. Every call starts, none waits."""
+    """The communicator behind an axis: torch.distributed in a job, a test double in tests. Calls start and do not wait."""
 
     def all_reduce(self, x: Tensor, op: str) -> Pending[Any]: ...
     def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
@@ -95,7 +95,7 @@ class Group(Protocol):
     def recv(self, x: Tensor, source: int) -> Pending[Any]: ...
 
 
-# torch 2.13 renames these two and warns of the old names; older releases know the old ones only.
+# torch 2.13 renames these two and deprecates the old names; earlier releases have only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -104,19 +104,19 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class PeerError(RuntimeError):
-    """Another rank could not go on; the message is that rank's."""
+    """Another rank failed; the message is that rank's."""
 
 
 class LostPeerError(PeerError):
-    """Another rank has gone, and this one does not know why."""
+    """Contact with another rank is lost, for a reason this rank does not know."""
 
 
 @contextlib.contextmanager
 def as_peer_error() -> Iterator[None]:
-    """A call that torch.distributed gives up has lost the rank at the other end, whose own error is the one to read.
+    """Turns an error of torch.distributed into LostPeerError: usually the other rank has died, and its own error tells why.
 
-    An error of this rank's own device stays what it is, though it comes up at whatever call is next: no memory, a kernel that
-    failed, two ranks on one device. NCCL has a name of its own for the end of another rank.
+    An error of this rank's device may surface in any later call, and is raised unchanged: out of memory, a failed kernel,
+    two ranks on one device. NCCL reports the death of another rank as ncclRemoteError.
     """
     try:
         yield
@@ -130,13 +130,13 @@ def as_peer_error() -> Iterator[None]:
 
 
 class TorchGroup:
-    """A torch.distributed process group as a `Group`. Positions within the group, not global ranks, name the peers."""
+    """A torch.distributed process group as a `Group`. Peers are positions within the group, not global ranks."""
 
     def __init__(self, process_group: dist.ProcessGroup):
         self.process_group = process_group
 
     def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> Pending[None]:
-        """On an accelerator waiting for it lets the stream that computes wait, and not the host."""
+        """On an accelerator `wait` blocks the compute stream, not the host."""
         with as_peer_error():
             work = call(*tensors, group=self.process_group, **options)
         return Pending(partial(_wait_for, work))
@@ -169,10 +169,10 @@ def _wait_for(work: dist.Work) -> None:
 
 
 class StoreGroup:
-    """A few numbers in memory of the host, agreed on through the job's store: what a group can do before its ranks have devices.
+    """Collectives of a few numbers in host memory through the job's store, for use before ranks have selected their devices.
 
-    The first rank reads the numbers of all, so that a job of n ranks makes 3 n requests. All groups of a process count their
-    calls together: ranks must make them in one order.
+    Rank 0 reduces for all ranks, so n ranks make 3 n requests. All groups of a process share one call counter: every rank
+    must make its calls in the same order.
     """
 
     _calls = itertools.count()
@@ -201,7 +201,7 @@ class StoreGroup:
         return key
 
     def _get(self, key: str, x: Tensor) -> Tensor:
-        """Waits until it is there, as long as the store has patience."""
+        """Blocks until the key exists, at most for the store's timeout."""
         with as_peer_error():
             data = bytearray(self._store.get(key))
         return torch.frombuffer(data, dtype=x.dtype).view(x.shape) if data else x
@@ -210,7 +210,7 @@ class StoreGroup:
 def _issue(
     op: str, axis: Axis, x: Tensor, start: Callable[[], Pending[Any]], result: Tensor | None = None
 ) -> Pending[Tensor]:
-    """Enter the call in the ledger, and start it. result: what the call fills, where that is not `x`."""
+    """Records the call in the ledger and starts it. result: the output tensor; default: `x`."""
     call = Call(op, axis.name, x.numel() * x.element_size(), axis.size)
     axis.ledger.note(call)
     span = record_function if axis.ledger.profiled else contextlib.nullcontext
@@ -230,7 +230,7 @@ def _issue(
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
-    """Begin the sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
+    """Start the sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
     if axis.size == 1:
         return done(x)
     return _issue("all_reduce", axis, x, lambda: axis.group.all_reduce(x, op))
@@ -242,9 +242,9 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending[Tensor]:
-    """Begin to put the ranks' `x` one after the other along dimension 0, into `out` if given. All ranks' x have one shape.
+    """Start to concatenate the ranks' `x` along dimension 0, into `out` if given. x has the same shape on every rank.
 
-    `out` must be contiguous and share no memory with x. One rank alone gets its x back, and `out` stays as it is.
+    `out` must be contiguous and share no memory with x. On an axis of one rank the result is x, and `out` is not written.
     """
     if axis.size == 1:
         return done(x)
@@ -254,7 +254,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The ranks' `x`, one after the other along `dim`. All ranks' x have one shape."""
+    """The ranks' `x` concatenated along `dim`. x has the same shape on every rank."""
     if axis.size == 1:
         return x
     if dim % x.dim() == 0:
@@ -263,7 +263,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin to sum `x` over the axis, each rank receiving its part of dimension 0."""
+    """Start to sum `x` over the axis; the result is this rank's shard of dimension 0."""
     if axis.size == 1:
         return done(x)
     x = x.contiguous()
@@ -272,17 +272,18 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending[Tensor]:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """My part, along dimension 0, of the sum of `x` over the axis."""
+    """This rank's shard, along dimension 0, of the sum of `x` over the axis."""
     return start_reduce_scatter(x, axis).wait()
 
 
 def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin what `start_reduce_scatter` does, but sum in `dtype`: every part travels once, as in a reduce-scatter, and as it is,
-    where that would round each partial sum. Always in the order of the ranks. One rank alone gets its x back.
+    """`start_reduce_scatter` that accumulates in `dtype`, always in rank order. On an axis of one rank the result is x.
+
+    An all-to-all sends each shard once in x's dtype: the same traffic, without rounding the partial sums.
     """
     if axis.size == 1:
         return done(x)
-    my_part(x.shape[0], axis)  # which must come out even
+    my_part(x.shape[0], axis)  # raises if dimension 0 is not divisible
     x = x.contiguous()
     out = torch.empty_like(x)
     exchanging = _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out)
@@ -290,7 +291,7 @@ def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> Pendin
 
 
 def _sum_in(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
-    """Added up in the order given."""
+    """The sum of `parts`, added in the order given."""
     total = parts[0].to(dtype)
     for part in parts[1:]:
         total.add_(part)
@@ -298,7 +299,7 @@ def _sum_in(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """`x` of the rank at position `source`, in place on the others."""
+    """Copies `x` of the rank at position `source` into `x` of the others."""
     if axis.size == 1:
         return x
     _issue("broadcast", axis, x, lambda: axis.group.broadcast(x, source)).wait()
@@ -306,11 +307,9 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def my_part(size: int, axis: Axis) -> slice:
-    """The equal part of a dimension of `size` that belongs to this rank."""
+    """This rank's equal shard of a dimension of `size`, as a slice."""
     if size % axis.size:
-        raise ValueError(
-            f"a dimension of {size} cannot be divided evenly over the {axis.size} ranks of axis {axis.name}"
-        )
+        raise ValueError(f"a dimension of {size} is not divisible by the {axis.size} ranks of axis {axis.name}")
     part = size // axis.size
     return slice(axis.rank * part, (axis.rank + 1) * part)
 
@@ -319,13 +318,13 @@ def my_part(size: int, axis: Axis) -> slice:
 
 
 def start_send(x: Tensor, axis: Axis, to: int) -> Pending[Tensor]:
-    """Begin to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order they were sent."""
+    """Start to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order sent."""
     x = x.contiguous()
     return _issue("send", axis, x, lambda: axis.group.send(x, to))
 
 
 def start_recv(x: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
-    """Begin to fill `x` with what the rank at position `source` sends. The shape and dtype must be the sender's."""
+    """Start to receive `x` from the rank at position `source`. Shape and dtype must equal the sender's."""
     return _issue("recv", axis, x, lambda: axis.group.recv(x, source))
 
 
@@ -334,18 +333,18 @@ def start_recv(x: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
 
 @contextlib.contextmanager
 def together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Run a block that may fail on some ranks only (reading a file); if it does, every rank of the axis raises.
+    """Runs a block that may fail on some ranks only, such as reading a file; if it fails anywhere, every rank raises.
 
-    The failed rank raises its own error, the others a `PeerError` with the first failed rank's message, before any of them
-    enters a collective that the failed one would never reach. Every rank of the axis must enter; the block may not communicate
-    over an axis that reaches a rank which may fail. Costs one all-reduce of a number, and is a barrier too.
+    A failed rank raises its own error, the others a `PeerError` with the message of the first failed rank, so that no rank
+    waits in a collective that a failed rank never reaches. Every rank of the axis must enter. The block must not communicate
+    with a rank that may fail in it. Costs one all-reduce of one number, and acts as a barrier.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    failed_first = 0 if error is None else axis.size - axis.rank  # the largest is the first rank that failed
+    failed_first = 0 if error is None else axis.size - axis.rank  # the maximum is that of the first failed rank
     if axis.size > 1:
         failed_first = int(all_reduce(torch.tensor([failed_first], device=device), axis, "max").item())
     if failed_first and axis.size > 1:
@@ -358,12 +357,12 @@ def together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def broadcast_text(text: str | None, axis: Axis, device: torch.device | str = "cpu", source: int = 0) -> str:
-    """The text of the rank at position `source`, on every rank of the axis."""
+    """The text of the rank at position `source`, on every rank of the axis. Every rank must call."""
     return _broadcast_bytes((text or "").encode(), axis, source, device).decode()
 
 
 def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
-    """The texts of all ranks of the axis, in their order, on each of them. Padded to the longest; every rank must call."""
+    """The texts of all ranks of the axis, in rank order, on every rank. Every rank must call."""
     data = text.encode()
     length = all_reduce(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, "max")
     padded = torch.zeros(1, int(length.item()), dtype=torch.uint8, device=device)
@@ -372,12 +371,12 @@ def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") 
 
 
 def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
-    """Wait until every rank of the axis is here. The host waits too, and not the device alone as in `wait`."""
+    """Blocks the host until every rank of the axis has called."""
     all_reduce(torch.zeros(1, dtype=torch.int64, device=device), axis).item()
 
 
 def fingerprint(text: str) -> int:
-    """A 63-bit number that two different texts share by accident only: for agreeing on a text by its number."""
+    """A 63-bit hash of a text, so that ranks can compare texts by one number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -1,6 +1,6 @@
-"""The one `Mesh` of this process, or of this thread where a test runs ranks as threads, and how the process computes.
+"""The current `Mesh` of this process, and per-thread overrides for tests that run ranks as threads.
 
-Code below the composition root is handed the `Axis` objects that it uses. Only Megatron's functions, which are not, ask here.
+Only Megatron's functions, whose signatures carry no mesh, read it. All other code receives the `Axis` objects that it uses.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from megatron.core.products import NATIVE, Products
 
 @dataclass(eq=False)
 class Current:
-    """What Megatron's functions find where they are told nothing."""
+    """The implicit arguments of Megatron's functions."""
 
     mesh: Mesh
     device: torch.device | str = "cpu"
     sequence_parallel: bool = False
     products: Products = NATIVE
-    virtual_rank: int | None = None  # the chunk that is running
+    virtual_rank: int | None = None  # the running model chunk
     fills_by_name: bool = False  # inside `filling_by_name`
-    samples: int = 0  # that `get_forward_backward_func` has trained on
-    rng_tracker: Any = None  # of classic.random
-    memory_buffer: Any = None  # of parallel_state
-    group_of_one: Any = None  # of torch.distributed
+    samples: int = 0  # consumed by `get_forward_backward_func`
+    rng_tracker: Any = None  # used by classic.random
+    memory_buffer: Any = None  # used by parallel_state
+    group_of_one: Any = None  # a torch.distributed group of this rank alone
 
     @property
     def virtual_size(self) -> int | None:
-        """Model chunks of each pipeline rank; None where it is one."""
+        """Model chunks per pipeline rank; None if it is 1, as in Megatron."""
         return self.mesh.stages.chunks if self.mesh.stages.chunks > 1 else None
 
 
@@ -41,7 +41,7 @@ _override = threading.local()
 
 
 def current() -> Current:
-    """That of this process (of this thread, inside `use_mesh`)."""
+    """The `Current` of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
     found = getattr(_override, "current", None) or _of_process
     if found is None:
         raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
@@ -49,7 +49,7 @@ def current() -> Current:
 
 
 def get_mesh() -> Mesh:
-    """The mesh of this process (of this thread, inside `use_mesh`)."""
+    """The mesh of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
     return current().mesh
 
 
@@ -58,7 +58,7 @@ def has_mesh() -> bool:
 
 
 def use_mesh(mesh: Mesh | None) -> None:
-    """Make `mesh` the current one of this thread only; None goes back to the process' own. For tests."""
+    """Sets the mesh of this thread only; None returns to the mesh of the process. For tests."""
     _override.current = None if mesh is None else Current(mesh)
 
 
@@ -73,7 +73,7 @@ def set_mesh_of_process(mesh: Mesh | None) -> None:
 
 @contextlib.contextmanager
 def filling_by_name() -> Iterator[None]:
-    """Layers made inside leave their parameters to `initialize_parameters`, which draws each once, by its name."""
+    """Layers made inside the block leave initial values to `initialize_parameters`, which seeds each parameter by its name."""
     here = current()
     here.fills_by_name = True
     try:

@@ -1,4 +1,4 @@
-"""The device that this process computes on, chosen once: the only file (with kernel providers) that knows vendors."""
+"""The device of this process: selection, memory statistics, copies to and from the host. The only file that names vendors."""
 
 import ctypes
 import socket
@@ -43,7 +43,7 @@ class DeviceConfig(FlagConfig):
 
 
 class Device:
-    """One computing device: its torch name, the back end that connects several, memory numbers.
+    """One device: its torch name, its communication backend, its memory statistics.
 
     Local rank k uses visible device k. If only one device is visible, the launcher has already chosen it.
     """
@@ -54,22 +54,22 @@ class Device:
         if self.module is not None:
             self.module.set_device(local_rank % self.module.device_count())
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
-        self._peak_before = 0  # of the time before `restart_peak`
+        self._peak_before = 0  # peak before the last `restart_peak`
 
     @classmethod
     def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
-        """The device of this name; "auto" is the accelerator that torch sees, else the CPU. Raises ConfigError."""
+        """The device of this name; "auto" is an available accelerator, else the CPU. ConfigError if it is not available."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if name == "auto":
             return cls(accelerator.type if accelerator else "cpu", local_rank)
         if name != "cpu" and (accelerator is None or accelerator.type != name):
-            found = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator here"
+            found = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator"
             raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
         return cls(name, local_rank)
 
     def check_number(self, processes: int) -> None:
-        """Raise ConfigError where this many processes of a machine see fewer devices. One visible device may differ by
-        process."""
+        """Raises ConfigError if `processes` of this machine see fewer devices, but more than one: with one visible device the
+        launcher may have given each process its own."""
         count = processes if self.module is None else self.module.device_count()
         if processes > count > 1:
             raise ConfigError(
@@ -79,30 +79,29 @@ class Device:
 
     @property
     def identity(self) -> str | None:
-        """What no other device of any machine is called; None where the maker gives no such name."""
+        """Host name and device UUID, unique in a cluster; None if the device has no UUID."""
         number = self._property("uuid")
         return None if number is None else f"{socket.gethostname()} {number}"
 
     @property
     def memory_bytes(self) -> int | None:
-        """All memory that the device has of its own; None where it is the host's, or not said."""
+        """The device's own memory; None for the CPU, or if torch does not report it."""
         return self._property("total_memory")
 
     def _property(self, name: str) -> Any:
-        """One of torch's properties of an accelerator; None where it has no such."""
+        """One of torch's device properties; None if the device does not have it."""
         return (
             None if self.module is None else getattr(self.module.get_device_properties(self.torch_device), name, None)
         )
 
     def prepare(self, *, bf16: bool, empty_level: int = 0) -> None:
-        """Make the process ready for a training run; it changes settings of the whole process.
+        """Changes settings of the whole process for a training run.
 
-        An accelerator's large pinned memory is not rounded up. On a CPU, empty_level is
-        `DeviceConfig.empty_unused_memory_level`, which a C library can only be told once, and with `bf16` the factors of
-        float32 matrix products are rounded to bfloat16 from here on, where the CPU has instructions for that. In a --bf16 run
-        these factors are widened bfloat16 (weight gradients, `products.py`): every product is exact, summed in float32, and
-        takes half the time (13 instead of 28 ms, see `tensor_parallel/linear.py`). Only attention in float32 has others, its
-        probabilities, which are rounded to bfloat16 without this too.
+        Accelerator: large pinned buffers are not rounded up to a power of two. CPU: sets the malloc thresholds for
+        `empty_level` (`DeviceConfig.empty_unused_memory_level`). CPU with `bf16`, if it has the instructions: float32 matrix
+        products round their factors to bfloat16. In a --bf16 run these factors are widened bfloat16 (weight gradients,
+        `products.py`), so products stay exact, accumulate in float32, and take half the time (13 instead of 28 ms, see
+        `tensor_parallel/linear.py`). The one exception, float32 attention probabilities, is rounded to bfloat16 anyway.
         """
         if self.name != "cpu":
             round_no_large_pinned_memory()
@@ -116,36 +115,35 @@ class Device:
         return _BACKENDS[self.name]
 
     def synchronize(self) -> None:
-        """Wait until the device has finished what was asked of it, so that a clock read afterwards is honest."""
+        """Blocks the host until all queued work is done, as timing needs."""
         if self.module is not None:
             self.module.synchronize()
 
     def empty_unused(self) -> None:
-        """Give back what torch keeps of an accelerator's memory. A CPU's C library does so by itself, or not at all
-        (`prepare`)."""
+        """Returns torch's cached memory to the driver. On a CPU the malloc thresholds decide (`prepare`)."""
         if self.module is not None:
             self.module.empty_cache()
 
     def peak_memory_bytes(self) -> int | None:
-        """The most memory that tensors have taken since the start; None where the device does not count."""
+        """Peak memory of tensors since the start; None if the device does not count it."""
         return None if self.module is None else max(self._peak_before, self.module.max_memory_allocated())
 
     def restart_peak(self) -> None:
-        """Let `recent_peak_bytes` count from here on."""
+        """Resets the peak of `recent_peak_bytes`; `peak_memory_bytes` is unchanged."""
         if self.module is not None:
             self._peak_before = self.peak_memory_bytes()
             self.module.reset_peak_memory_stats()
 
     def recent_peak_bytes(self) -> int | None:
-        """The most memory that tensors have taken since `restart_peak`; None where the device does not count."""
+        """Peak memory of tensors since `restart_peak`; None if the device does not count it."""
         return None if self.module is None else self.module.max_memory_allocated()
 
     def allocated_bytes(self) -> int | None:
-        """What tensors take now; None where the device does not count."""
+        """Memory of tensors now; None if the device does not count it."""
         return None if self.module is None else self.module.memory_allocated()
 
     def memory_numbers(self) -> dict[str, float]:
-        """What tensors take now, by Megatron's names; nothing where the device does not count."""
+        """Memory statistics by Megatron's names; empty if the device does not count."""
         if self.module is None:
             return {}
         stats = self.module.memory_stats()
@@ -153,21 +151,20 @@ class Device:
         return {name: stats[key] for name, key in _MEMORY.items() if key in stats}
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Dense matrix products a second that the maker promises; None where it is not known."""
+        """Peak FLOP/s of dense matrix products from the data sheet; None if unknown."""
         return None if self.module is None else peak_flops_of(self.module.get_device_name(), dtype)
 
     def record_memory_history(self) -> None:
-        """Keep a record of every allocation from here on. Raises ConfigError where the device has no such record."""
+        """Records every allocation from now on. ConfigError if the device's allocator cannot."""
         record = getattr(getattr(self.module, "memory", None), "_record_memory_history", None)
         if record is None:
             raise ConfigError(
-                f"--record-memory-history is about an accelerator's allocator, and {self.name} keeps no such record; leave "
-                "it out"
+                f"--record-memory-history needs an accelerator's allocator; {self.name} has none; omit the flag"
             )
         record()
 
     def save_memory_history(self, path: str) -> None:
-        """Write the record, for pytorch.org/memory_viz."""
+        """Writes the record for pytorch.org/memory_viz."""
         self.module.memory._dump_snapshot(path)
 
 
@@ -178,7 +175,7 @@ _MEMORY = {
     "mem-max-allocated-bytes": _PEAK,
     "mem-allocated-count": "allocation.all.current",
 }
-# Dense, from the makers' data sheets, whose larger figures are for matrices half of which is zero. float32 without TF32.
+# Dense figures of the data sheets; their larger figures are for 2:4 sparsity. float32 without TF32.
 _PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "H200": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12},
     "H100": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12},
@@ -187,9 +184,9 @@ _PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
 
 
 def peak_flops_of(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a device by the name that its driver gives; None for one that we have no figure of."""
+    """Peak FLOP/s of a device by its driver's name for it; None if unknown."""
     model = next((model for model in _PEAK_FLOPS if model in device_name), None)
-    slower = model in ("H100", "H200") and ("PCIe" in device_name or "NVL" in device_name)  # of the same name
+    slower = model in ("H100", "H200") and ("PCIe" in device_name or "NVL" in device_name)  # slower variants
     return None if model is None or slower else _PEAK_FLOPS[model].get(dtype)
 
 
@@ -197,9 +194,9 @@ _ROUNDS_UP_TO = "pinned_max_round_threshold_mb"
 
 
 def round_no_large_pinned_memory() -> None:
-    """Let pinned memory of more than 16 MB be as large as asked for, where torch knows how (PyTorch pull request 171662).
+    """Allocates pinned buffers above 16 MB at their exact size, if torch can (PyTorch pull request 171662).
 
-    Else it is rounded up to a power of two, and 5 GB of moments take 8. A threshold that the user has set stays."""
+    By default torch rounds them up to a power of two: 5 GB of moments take 8. A threshold set by the user stays."""
     try:
         settings = torch._C._accelerator_getAllocatorSettings()
         if _ROUNDS_UP_TO not in settings:
@@ -209,19 +206,17 @@ def round_no_large_pinned_memory() -> None:
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`x` on the device. The host does not wait: an accelerator copies from the host's memory by itself, after the work queued
-    before.
+    """`x` on the device, copied asynchronously from pinned memory, so that the host does not wait for queued work.
 
-    A plain copy would wait until all of that is done, and then the device for the host. `x` may be dropped at once, and changed
-    too unless it is pinned: then when the host has next waited for the device.
+    The caller may free `x` at once. It may overwrite an unpinned `x` at once, a pinned one after the next synchronization.
     """
     if x.device.type != "cpu" or torch.device(device).type == "cpu":
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)  # the allocator lends that memory again once it is read
+    return x.pin_memory().to(device, non_blocking=True)  # the allocator reuses the pinned copy only after it is read
 
 
 def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
-    """Begin to copy `x` into memory of the host; any thread may wait for it. What is there already is given as it is."""
+    """Starts to copy `x` to pinned host memory; any thread may wait. A CPU tensor is returned itself."""
     if x.device.type == "cpu":
         return done(x)
     there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -237,20 +232,19 @@ def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
 
 
 def has_fused_adam(device: torch.device) -> bool:
-    """Whether torch updates all of a parameter's Adam state in one pass on this device."""
+    """Whether torch has a fused Adam for this device."""
     return device.type in ("cpu", "cuda", "xpu")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEPT_BELOW = (2**31 - 1, 1 << 20, 1 << 17)  # bytes from which on a freed block goes back to the system, by level
+_KEPT_BELOW = (2**31 - 1, 1 << 20, 1 << 17)  # by level: freed blocks of at least so many bytes go back to the system
 
 
 def set_malloc(threshold: int) -> None:
-    """Let the C library keep the memory of tensors smaller than this for the next ones. A no-op unless with glibc on Linux.
+    """Lets malloc keep freed blocks smaller than `threshold` bytes for reuse. A no-op unless on Linux with glibc.
 
-    By default it returns each large block to the system at once, and the next tensor of that size gets pages that have to be
-    faulted in and zeroed again: a quarter of the processor time of a step (2 layers of 512, 1024 tokens). What it keeps lies in
-    pieces between what is in use, which a process short of memory cannot afford. Accelerators have allocators of torch's own.
+    By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a quarter of
+    the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the threshold.
     """
     if not sys.platform.startswith("linux"):
         return

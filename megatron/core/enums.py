@@ -1,10 +1,10 @@
-"""Names that top-level scripts pass to the loop."""
+"""Enums that scripts pass to `pretrain`."""
 
 from enum import Enum
 
 
 class ModelType(Enum):
-    """How a model uses the pipeline."""
+    """Megatron's classes of models."""
 
     encoder_or_decoder = 1  # one stack of layers: GPT, BERT
-    encoder_and_decoder = 2  # two stacks, of which the second reads the first: T5
+    encoder_and_decoder = 2  # two stacks, the second attends to the first: T5

@@ -1,4 +1,4 @@
-"""What an error says beyond itself: a hint at the flag to change, and the file in which torchrun looks for it."""
+"""Error reports: torchrun's error file, and a hint for lengths that differ by sequence parallelism."""
 
 import contextlib
 import json
@@ -9,9 +9,9 @@ _LONGEST = 20_000  # characters: torchrun prints all of them
 
 
 def write_error_file(text: str, *, follows: bool = False) -> None:
-    """Leave `text` for torchrun's last block, unless this process has left something already. Without torchrun nothing happens.
+    """Writes `text` to torchrun's error file, unless this process has written it before. A no-op without torchrun.
 
-    follows: the error is another rank's. torchrun shows the earliest error it finds, and counts whole seconds.
+    follows: another rank's error caused this one. torchrun shows the earliest error in whole seconds, so it is dated later.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
@@ -24,18 +24,19 @@ def write_error_file(text: str, *, follows: bool = False) -> None:
 
 
 def sequence_parallel_hint(given: int, expected: int) -> str:
-    """What to change where hidden states are `given` tokens long instead of `expected`, if one is a multiple of the other, as
-    it is where a model forgets that sequence parallelism divides them; else nothing."""
+    """A hint for hidden states of `given` tokens instead of `expected`, if one is a multiple of the other; else "".
+
+    The usual cause is a model that ignores that sequence parallelism shards the sequence.
+    """
     if given > expected and given % expected == 0:
         return (
-            f"; that is {given // expected} times as long: under --sequence-parallel each tensor-parallel rank holds its part of "
-            "the sequence between the layers, so scatter it once, after the embedding (scatter_to_sequence_parallel_region of "
-            "megatron.core.tensor_parallel, or its VocabParallelEmbedding with reduce_scatter_embeddings=True), or leave out "
-            "--sequence-parallel"
+            f"; that is {given // expected} times as long: under --sequence-parallel hidden states are sharded along the sequence "
+            "between layers; scatter them once after the embedding (scatter_to_sequence_parallel_region of "
+            "megatron.core.tensor_parallel, or VocabParallelEmbedding with reduce_scatter_embeddings=True), or omit the flag"
         )
     if given < expected and expected % given == 0:
         return (
-            f"; that is one part of {expected // given}: the model scatters the sequence over the tensor-parallel ranks; give "
-            "--sequence-parallel, so that the layers know, or scatter only where config.sequence_parallel says so"
+            f"; that is 1/{expected // given} of it: the model scatters the sequence over tensor-parallel ranks; give "
+            "--sequence-parallel, or scatter only if config.sequence_parallel is set"
         )
     return ""
