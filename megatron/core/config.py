@@ -5,9 +5,9 @@
         \"\"\"Shape of the transformer.\"\"\"
         num_layers: Count = knob(12, "transformer layers in the whole model")
 
-gives `--num-layers 24`, its default, its help, and `ModelConfig(num_layers=24)`. Configs are frozen: what follows from a
-knob is a property. The type of a knob may say the range of its numbers (`Count`), a config says its own rules
-(`FlagConfig.problems`), and the rules across configs lie with the caller.
+gives `--num-layers 24`, its default, its help, and `ModelConfig(num_layers=24)`. Configs are frozen; derived values are
+properties. A knob's type may bound its numbers (`Count`), rules within one config stand in `FlagConfig.problems`, and the
+caller checks rules across configs.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _REQUIRED = dataclasses.MISSING
 
 
 class ConfigError(ValueError):
-    """Settings that cannot work: what was given, what is allowed, what to change. One line a problem."""
+    """Invalid settings, one line per problem: what was given, what is allowed, which flag to change."""
 
     def __init__(self, problems: list[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -46,30 +46,30 @@ def knob(
 ) -> Any:
     """A dataclass field that is also a flag.
 
-    `flags` replaces the spelling `--field-name` (several are aliases). A boolean whose default is True is switched off by
-    `--no-field-name`, one whose default is False is switched on by `--field-name`; its help says what giving the flag does.
-    `required` is what help and documents say of it; the config, or a check across configs, refuses its absence.
-    `of_model`, of a script's own knob: with another value the parameters mean something else, so a run refuses the checkpoint.
-    `names`: the open table whose keys the values are, those included that a script has added when the flags are read.
+    `flags` replaces the spelling `--field-name`; further entries are aliases. A boolean with default False is switched on by
+    `--field-name`, a boolean with default True is switched off by `--no-field-name`; the help says what giving the flag does.
+    `required`: help and docs say so; the config, or a check across configs, refuses its absence.
+    `of_model`, for a script's own knobs: a checkpoint with another value does not fit the model and is refused.
+    `names`: an open table; the allowed values are its keys when the flags are read, with a script's additions.
     """
     metadata = {"help": help, "flags": flags, "metavar": metavar, "required": required, "of_model": of_model}
     metadata["names"] = names
     if isinstance(default, list):
         return dataclasses.field(
             default_factory=lambda: list(default), metadata=metadata, hash=False
-        )  # lists have none
+        )  # a list has no hash
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def flags_of(field: dataclasses.Field) -> tuple[str, ...]:
-    """How the command line spells a field."""
+    """The spellings of a field on the command line."""
     if field.metadata["flags"]:
         return field.metadata["flags"]
     return (flag_of(f"no_{field.name}" if field.default is True else field.name),)
 
 
 def flag_of(name: str) -> str:
-    """How the command line spells the field `name`, where it has no spelling of its own: --num-layers of num_layers."""
+    """The default spelling of a field: --num-layers for num_layers."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -83,12 +83,12 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def title_of(config_class: type) -> str:
-    """What a group of flags is called: the first line of the class's docstring."""
+    """The title of a group of flags: the first line of the class's docstring."""
     return (config_class.__doc__ or config_class.__name__).strip().split("\n")[0].removesuffix(".")
 
 
 def default_text(field: dataclasses.Field) -> str:
-    """The default as help and documents show it; empty for a switch and for a setting that is unset."""
+    """The default as help and docs show it; "" for a switch and for None."""
     default = default_of(field)
     if isinstance(default, bool) or default is None:
         return "required" if field.metadata["required"] else ""
@@ -99,21 +99,18 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 class FlagConfig:
-    """The base of a config: when one is made, every knob is within its range and the rules of the class hold.
-
-    Raises ConfigError with all that is wrong at once.
-    """
+    """Base class of configs. The constructor checks ranges and `problems`, and raises one ConfigError with all problems."""
 
     def __post_init__(self) -> None:
         if problems := [*out_of_range(self), *self.problems()]:
             raise ConfigError(problems)
 
     def problems(self) -> Iterable[str]:
-        """What cannot stand in this config, beside numbers out of range. Called for those too."""
+        """Violated rules of this config, one line each. Also called if a number is out of range."""
         return ()
 
 
-# Numbers in a range, as types of knobs: an interval is the second part of an `Annotated` type.
+# Types of knobs with a range: the metadata of the `Annotated` type is an interval.
 Count = Annotated[int, "[1, inf)"]
 WholeNumber = Annotated[int, "[0, inf)"]
 Positive = Annotated[float, "(0, inf)"]
@@ -126,7 +123,7 @@ _annotations_of = cache(partial(typing.get_type_hints, include_extras=True))
 
 
 def interval_of(config_class: type, field: dataclasses.Field) -> str | None:
-    """The range of a knob's numbers, such as "[0, 1)", where its type says one."""
+    """The interval of a knob's type, such as "[0, 1)"; None if it has none."""
     kind = _annotations_of(config_class)[field.name]
     return next((one.__metadata__[0] for one in (kind, *typing.get_args(kind)) if hasattr(one, "__metadata__")), None)
 
@@ -135,7 +132,7 @@ _IN_WORDS = {"[0, inf)": "not be negative", "(0, inf)": "be positive", "[1, inf)
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """A line for each value of `config` that is not in the interval, or the table of names, that its knob says."""
+    """One line for each value outside its knob's interval or table of names."""
     for field in knobs(type(config)):
         names, value = field.metadata["names"], getattr(config, field.name)
         if names is not None and value is not None and value not in names:
@@ -152,7 +149,7 @@ def out_of_range(config: Any) -> Iterator[str]:
 
 
 def _bound(text: str) -> float:
-    """The number that an interval ends at: 0, inf, 2^32."""
+    """An end of an interval: "0", "inf" or "2^32"."""
     base, *power = text.split("^")
     return float(base) ** float(*power or [1])
 
@@ -168,7 +165,7 @@ def read_whole_number(text: str) -> int:
 
 
 def read_number(text: str) -> float:
-    """A finite number: no setting has a use for an infinite one, and a NaN would pass every comparison as false."""
+    """A finite number. NaN is refused because it would pass range checks: every comparison with it is false."""
     try:
         value = float(text)
     except ValueError:
@@ -179,9 +176,9 @@ def read_number(text: str) -> float:
 
 
 def read_text(text: str) -> str:
-    """Any text but none: an empty one is a shell variable that was never set."""
+    """A text that is not empty: an empty value is usually an unset shell variable."""
     if not text:
-        raise argparse.ArgumentTypeError("the value is empty; give one, or leave the flag out")
+        raise argparse.ArgumentTypeError("the value is empty; give one or omit the flag")
     return text
 
 
@@ -190,7 +187,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def _one_of(choices: Collection[Any]) -> Any:
-    """A reader of one of `choices`, all of one type. A table may have grown since the reader was made."""
+    """A reader of one of `choices`, all of one type. Looks them up when called: a script may have added to the table."""
 
     def read(text: str) -> Any:
         if text not in map(str, choices):
@@ -200,11 +197,11 @@ def _one_of(choices: Collection[Any]) -> Any:
     return read
 
 
-_types_of = cache(typing.get_type_hints)  # a class has many fields, and each is asked for several times
+_types_of = cache(typing.get_type_hints)  # called several times for each field of a class
 
 
 def value_kind(config_class: type, field: dataclasses.Field) -> Any:
-    """The type of a knob's value, where it has one: int | None is int."""
+    """The type of a knob's value without None: int for int | None."""
     kind = _types_of(config_class)[field.name]
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(t for t in typing.get_args(kind) if t is not type(None))
@@ -212,12 +209,12 @@ def value_kind(config_class: type, field: dataclasses.Field) -> Any:
 
 
 def _choices_of(kind: Any, field: dataclasses.Field) -> Collection[Any]:
-    """The values of a choice, empty for a knob of another kind."""
+    """The allowed values of a choice; empty for other knobs."""
     return field.metadata["names"] or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())
 
 
 def metavar_of(config_class: type, field: dataclasses.Field) -> str:
-    """What stands for the value: N a whole number, X any number, {a,b} a choice; empty for a switch."""
+    """The placeholder of the value in help: N an integer, X a number, {a,b} a choice; "" for a switch."""
     kind = value_kind(config_class, field)
     if kind is bool:
         return ""
@@ -228,7 +225,7 @@ def metavar_of(config_class: type, field: dataclasses.Field) -> str:
 
 
 def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str, Any]:
-    """How argparse reads a value: bool, int, float, str, Literal[...], list[X], or X | None."""
+    """The arguments of `add_argument` for a knob of type bool, int, float, str, Literal[...], list[X] or X | None."""
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kind = value_kind(config_class, field)
     if kind is bool:
@@ -245,28 +242,28 @@ def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str,
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults after each flag that has one; the text at the end as it was laid out."""
+    """Prints defaults, and keeps the line breaks of the epilog."""
 
 
 class ReadFlags(NamedTuple):
-    """The values of the flags on a command line, and what could not be read."""
+    """The parsed command line."""
 
     values: argparse.Namespace
-    unknown: list[str]  # words that no flag took
-    unreadable: dict[str, str]  # field -> what is wrong with the value it was given
+    unknown: list[str]  # words that belong to no flag
+    unreadable: dict[str, str]  # field -> problem of its value
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser whose mistakes are raised as ConfigError, so that every rank says the same and stops."""
+    """An argparse parser that raises ConfigError instead of exiting, so that every rank reports alike and stops."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
         self._unreadable: dict[str, str] = {}
-        self.refused: set[str] = set()  # flags that are known in order to say why they cannot be given
-        self.own: list[argparse.Action] = []  # those that a script added
+        self.refused: set[str] = set()  # Megatron's flags that are parsed only to explain why they are refused
+        self.own: list[argparse.Action] = []  # the script's flags
 
     def read(self, argv: Sequence[str] | None) -> "ReadFlags":
-        """What a command line says; a value that cannot be read is left out."""
+        """Parses a command line; values that cannot be read are listed, not raised."""
         self._unreadable = {}
         values, unknown = super().parse_known_args(argv)
         for name in self._unreadable:
@@ -282,7 +279,7 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError([*self._unreadable.values(), message.removeprefix("argument ")])
 
-    # argparse ends at the first value that it cannot read; these two go on, so that all can be said.
+    # argparse stops at the first unreadable value; these overrides continue, so that one error lists them all.
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         try:
             return super()._get_value(action, text)
@@ -301,7 +298,7 @@ class FlagParser(argparse.ArgumentParser):
 
     @contextlib.contextmanager
     def flags_of_script(self) -> Iterator[None]:
-        """Flags that are added meanwhile, in groups or not, are `own`, and stand behind the first group in help."""
+        """Flags added inside the block become `own`; help shows them, and their groups, after the first group."""
         before, ours = list(self._action_groups), len(self._actions)
         yield
         self.own = self._actions[ours:]
@@ -318,7 +315,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Add one group of flags for `config_class`; its docstring's first line is the group's title."""
+    """Adds the group of flags of `config_class`."""
     group = parser.add_argument_group(title_of(config_class))
     for field in knobs(config_class):
         add_flag(group, config_class, field)
@@ -332,16 +329,16 @@ def add_flag(
     default: Any = None,
     hidden: bool = False,
 ) -> None:
-    """Add the flag of one field. default: what help says it is, instead of the field's own. hidden: not in help."""
+    """Adds the flag of one field. default: shown in help instead of the field's own. hidden: not in help."""
     default = default_text(field) if default is None else default
     shown = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
     text = argparse.SUPPRESS if hidden else f"{field.metadata['help']}{shown}".replace("%", "%%")
     action = group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
-    action.knob = field  # for whoever asks an action for its default, which argparse is not told
+    action.knob = field  # argparse itself does not know the default
 
 
 def read_flags(parser: FlagParser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """The values of the flags the user gave. Raises ConfigError for unknown ones, with the nearest known."""
+    """The values of the given flags. Raises ConfigError for unknown flags, with the nearest known flag."""
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ConfigError(unknown_problems(unknown, parser))
@@ -349,17 +346,17 @@ def read_flags(parser: FlagParser, argv: Sequence[str] | None) -> dict[str, Any]
 
 
 def repeated_flags(parser: FlagParser, argv: Sequence[str]) -> list[str]:
-    """One line for each setting that a command line gives more than once, where the last one counts."""
+    """One line for each setting that is given more than once; the last value counts."""
     actions, times = parser.actions_by_flag(), Counter()
     for word in argv:
         action = actions.get(word.split("=")[0])
         if action is not None and not isinstance(action, argparse._AppendAction):
             times["/".join(action.option_strings)] += 1
-    return [f"{flags} is given {count} times: the last one counts" for flags, count in times.items() if count > 1]
+    return [f"{flags} is given {count} times; the last value counts" for flags, count in times.items() if count > 1]
 
 
 def unknown_problems(words: Sequence[str], parser: FlagParser) -> list[str]:
-    """What is wrong with the words of a command line that no flag took. `-1` is a value, however it begins."""
+    """One line for each unknown flag among `words`, or one for all if none is a flag. `-1` is a value, not a flag."""
     flags = [word for word in words if re.match(r"--?[A-Za-z_]", word)]
     if flags:
         return [unknown_flag_message(flag, parser.known_flags(), parser.refused) for flag in flags]
@@ -376,19 +373,19 @@ def unknown_flag_message(flag: str, known: list[str], refused: Collection[str] =
 
 
 _CALLED_ELSEWHERE = {"--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-steps": "--train-iters"}
-_CLOSE = 0.8  # share of equal letters; at 0.6, difflib's own, --xavier leads to --lr
+_CLOSE = 0.8  # share of equal letters; difflib's default of 0.6 suggests --lr for --xavier
 
 
 def _longer_flags(name: str, known: list[str]) -> list[str]:
-    """The few flags that `name` may abbreviate, by whole words."""
+    """The flags that begin with `name` and a hyphen; none if there are more than 4."""
     longer = [flag for flag in known if flag.startswith(f"--{name.lstrip('-').replace('_', '-')}-")]
     return longer if len(longer) <= 4 else []
 
 
 def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> str | None:
-    """The flag that `flag` stands for, if one is close: other hyphens, with or without --no-, its beginning, a slip.
+    """The known flag nearest to `flag`: other hyphens, with or without --no-, a unique continuation, or a typing error.
 
-    None where that is one of `refused`: of the others one that is less close does something else.
+    None if the nearest is in `refused`: the next nearest would have another meaning.
     """
     near = _nearest(flag, known)
     return None if near in refused else near
@@ -407,7 +404,7 @@ def _nearest(flag: str, known: list[str]) -> str | None:
 
 
 def build(config_class: type, given: dict[str, Any]) -> Any:
-    """`config_class` from the values the user gave; names of other classes in `given` are passed over."""
+    """A `config_class` from the given values; fields of other classes are ignored."""
     names = {f.name for f in dataclasses.fields(config_class)}
     return config_class(**{name: value for name, value in given.items() if name in names})
 

@@ -30,7 +30,7 @@ def sequence_parallel_hint(given: int, expected: int) -> str:
     """
     if given > expected and given % expected == 0:
         return (
-            f"; that is {given // expected} times as long: under --sequence-parallel hidden states are sharded along the sequence "
+            f"; that is {given // expected} times as long: --sequence-parallel shards hidden states along the sequence "
             "between layers; scatter them once after the embedding (scatter_to_sequence_parallel_region of "
             "megatron.core.tensor_parallel, or VocabParallelEmbedding with reduce_scatter_embeddings=True), or omit the flag"
         )

@@ -1,6 +1,6 @@
-"""Which ranks work together: the ranks of a job as the points of a grid whose axes have names.
+"""The ranks of a job as a grid with named axes, and the groups of ranks along each axis. Pure integers.
 
-Pure integers. `model_parallel.py` turns the groups into communicators; a layer only ever sees an `Axis`.
+`model_parallel.py` turns groups into communicators; a layer sees only `Axis` objects.
 """
 
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from megatron.core.config import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One named group that this rank belongs to: all that a layer or a collective needs to know of the other ranks."""
+    """One named group of ranks that contains this rank."""
 
     name: str
     ranks: tuple[int, ...]  # global ranks, in the order of their positions
     rank: int  # my position among them
     group: Any = field(default=None, repr=False)  # a comm.Group; None when the axis has one rank
-    ledger: Any = field(default=None, repr=False)  # the comm.Ledger of the mesh the axis comes from
+    ledger: Any = field(default=None, repr=False)  # the comm.Ledger of the mesh
 
     @property
     def size(self) -> int:
@@ -33,7 +33,7 @@ class Axis:
         return self.rank == self.size - 1
 
 
-ALONE = Axis("alone", (0,), 0)  # what is divided over it is whole
+ALONE = Axis("alone", (0,), 0)  # the axis of a tensor that is not sharded
 
 
 class Grid:
@@ -47,7 +47,7 @@ class Grid:
         groups("tp")        (0,1) (2,3) (4,5) (6,7)
         groups("dp")        (0,2) (1,3) (4,6) (5,7)
         groups("pp")        (0,4) (1,5) (2,6) (3,7)
-        groups("pp", "tp")  (0,1,4,5) (2,3,6,7)         one whole copy of the model each
+        groups("pp", "tp")  (0,1,4,5) (2,3,6,7)         one replica of the model each
     """
 
     def __init__(self, sizes: dict[str, int]):
@@ -62,11 +62,11 @@ class Grid:
         return {name: rank // self._strides[name] % size for name, size in self.sizes.items()}
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only in `axes`; every rank is in exactly one of them."""
+        """All groups of ranks that differ only in `axes`; each rank is in one group."""
         return list(dict.fromkeys(self.group_of(rank, *axes) for rank in range(self.world_size)))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one that `rank` is in, in order."""
+        """The ranks that differ from `rank` only in `axes`, with `rank` itself, in ascending coordinates."""
         at, members = self.coordinates(rank), [rank]
         for name in (name for name in self.sizes if name in axes):
             steps = range(-at[name], self.sizes[name] - at[name])
@@ -79,21 +79,21 @@ ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """How many ranks of a job share what, and the grids that follow from it, both over the same ranks:
+    """The size of each axis, and two grids over the same ranks:
 
-        dense     pp, dp, cp, tp      what every token passes through: attention, norms, embeddings, losses
-        expert    pp, edp, ep, etp    experts: one is cut over etp, different ones lie on ep, copies of them on edp
+        dense     pp, dp, cp, tp      layers that every token passes: attention, norms, embeddings, losses
+        expert    pp, edp, ep, etp    experts: each is sharded over etp, distributed over ep, replicated over edp
 
-    A pipeline stage is the same ranks in both; inside it experts are laid out by themselves, since the tokens travel to them
-    anyway (arXiv:2504.14960). With tp 2, dp 4 and ep 4, etp 1, hence edp 2:
+    A pipeline stage has the same ranks in both grids. Inside a stage experts have a layout of their own, since tokens are
+    sent to them anyway (arXiv:2504.14960). With tp 2, dp 4 and ep 4, etp 1, hence edp 2:
 
         rank             0    1    2    3    4    5    6    7
         (dp, tp)         0,0  0,1  1,0  1,1  2,0  2,1  3,0  3,1
         (edp, ep, etp)   000  010  020  030  100  110  120  130
 
-    order: Megatron's, whose leftmost axis varies fastest; etp stands at "tp" and edp at "dp". It may leave out axes of one rank.
-    replicas: dp and edp are each an axis "_outer" of so many groups around an axis "_inner" of neighbours, which may share one
-    copy of sharded state.
+    order: as in Megatron, the leftmost axis varies fastest; etp takes the place of "tp" and edp of "dp". Axes of one rank may
+    be omitted. replicas: dp and edp are split into "_outer" (this many groups) and "_inner" (the ranks of a group, which may
+    shard one copy of the optimizer state).
     """
 
     tp: int = 1
@@ -108,15 +108,11 @@ class AxisSizes:
     def __post_init__(self) -> None:
         names = self.order.split("-")
         if unknown := set(names) - {"tp", "cp", "ep", "dp", "pp"}:
-            raise ValueError(
-                f"order {self.order!r} names unknown axes {sorted(unknown)}; allowed are tp, cp, ep, dp and pp"
-            )
+            raise ValueError(f"order {self.order!r} names unknown axes {sorted(unknown)}; allowed: tp, cp, ep, dp, pp")
         if len(set(names)) < len(names):
             raise ValueError(f"order {self.order!r} names an axis twice")
         if missing := [n for n in ("tp", "cp", "ep", "dp", "pp") if getattr(self, n) > 1 and n not in names]:
-            raise ValueError(
-                f"order {self.order!r} leaves out {missing}, of size above one; name every such axis in it"
-            )
+            raise ValueError(f"order {self.order!r} omits {missing}, whose size is above 1; name them")
 
     @property
     def world_size(self) -> int:
@@ -126,26 +122,25 @@ class AxisSizes:
         return self._grid({"tp": ("tp", self.tp), "cp": ("cp", self.cp), "dp": ("dp", self.dp), "pp": ("pp", self.pp)})
 
     def expert(self) -> Grid:
-        """Raises ConfigError where experts do not fit the ranks of a stage."""
+        """Raises ConfigError if the expert axes do not divide the ranks of a stage."""
         etp, stage = self.tp if self.etp is None else self.etp, self.world_size // self.pp
         names = f"expert-tensor-parallel-size ({etp}) x expert-model-parallel-size ({self.ep})"
         if stage % (etp * self.ep * self.replicas):
             raise ConfigError(
-                f"the {stage} ranks of a pipeline stage are not a multiple of {etp * self.ep * self.replicas} = {names} x "
+                f"the ranks of a pipeline stage ({stage}) are not a multiple of {etp * self.ep * self.replicas} = {names} x "
                 f"optimizer instances ({self.replicas}); change the sizes"
             )
         edp = stage // (etp * self.ep)
         grid = self._grid({"tp": ("etp", etp), "ep": ("ep", self.ep), "dp": ("edp", edp), "pp": ("pp", self.pp)})
         if grid.group_of(0, "pp") != self.dense().group_of(0, "pp"):
             raise ConfigError(
-                f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) where pp varies "
-                f"faster than dp (order {self.order}): else a stage's experts would lie on other ranks than the stage; leave out "
-                "--use-tp-pp-dp-mapping"
+                f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) if pp varies "
+                f"faster than dp (order {self.order}), else a stage's experts lie on other ranks; omit --use-tp-pp-dp-mapping"
             )
         return grid
 
     def _grid(self, axes: dict[str, tuple[str, int]]) -> Grid:
-        """axes: place in the order -> the axis that stands there, and its size."""
+        """axes: place in the order -> (name, size) of the axis there."""
         sizes: dict[str, int] = {}
         for name, size in (axes[place] for place in reversed(self.order.split("-")) if place in axes):
             if name.endswith("dp"):

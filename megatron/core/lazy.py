@@ -1,4 +1,4 @@
-"""Names of a package that are imported when first asked for, so that a file of plain integers loads without torch."""
+"""Lazy imports: a package's names are imported on first use, so that files of plain integers load without torch."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -6,10 +6,9 @@ from typing import Any, NoReturn
 
 
 def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A module's `__getattr__` and `__dir__`. names: the module that defines them -> names, separated by blanks. ".norm" is a
-    module of the package itself.
+    """A module's `__getattr__` and `__dir__`. names: defining module -> names, separated by blanks; ".norm" is a submodule.
 
-    A name may not be that of a submodule, which would take its place as soon as anything imports it.
+    A name must differ from every submodule's: importing the submodule would replace it.
     """
     home = {name: source for source, some in names.items() for name in some.split()}
 
@@ -22,8 +21,8 @@ def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], A
 
 
 def not_built(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` for names of Megatron that cannot do their work here: importing one is fine, calling it raises
-    NotImplementedError. reasons: name -> why, and what to do instead."""
+    """A module's `__getattr__` for unsupported functions of Megatron: they can be imported, and raise NotImplementedError if
+    called. reasons: name -> why, and the alternative."""
 
     def get(name: str) -> Any:
         if name not in reasons:

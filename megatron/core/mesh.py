@@ -1,26 +1,25 @@
-"""The axes of one rank by name, made from a grid: which communicators there are, and who shares them.
+"""The mesh: all axes of this rank by name, made from a grid, and their communicators.
 
-    axis          ranks that differ in                      used for
-    tp            the part of each layer                    activations inside a layer
+    axis          ranks differ in                           used for
+    tp            the shard of each layer                   activations inside a layer
     pp            the pipeline stage                        scalars of a step
-    pp_forward    the same ranks, own communicators         activations to the next stage,
-    pp_backward                                             gradients to the previous one
-    cp            the part of each sequence
+    pp_forward    the same, own communicators               activations to the next stage,
+    pp_backward                                             gradients to the previous stage
+    cp            the shard of each sequence
     dp            the samples: dp_outer x dp_inner          data loading
-    dp_cp         the samples or their parts                losses, gradients
-    etp, ep, edp  the part of each expert, the experts,     experts, and their gradients
-                  the copies of experts
-    kv            the neighbours in tp that share one       the gradient of shared key/value heads
+    dp_cp         the tokens                                losses, gradients
+    etp, ep, edp  the shard of each expert, the experts,    experts and their gradients
+                  the replicas of experts
+    kv            neighbours in tp that share a             the gradient of shared key/value heads
                   key/value head
     mp, emp       tp and pp, or etp, ep and pp: one         sums over all parameters
-                  whole model, its experts
-    embd          first and last stage, or those that a     the gradient of a tied embedding
-                  script names
-    pos_embd      the first stage, likewise                 a position table that stages share
-    world         anything                                  agreement
+                  replica of the model or its experts
+    embd          first and last stage, or a script's       the gradient of a tied embedding
+                  choice
+    pos_embd      the first stage, or a script's choice     a position table that stages share
+    world         everything                                agreement
 
-`model_parallel.py` makes the communicators of a job; a test makes its own. Code below the composition root is handed the
-`Axis` objects that it uses.
+`model_parallel.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis` objects.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,22 +35,22 @@ from megatron.core.stage_map import StageMap, loop
 
 @dataclass(frozen=True)
 class GradAxes:
-    """Where the gradients of one kind of parameter are summed, and how their optimizer state is divided among those ranks."""
+    """The axes over which one kind of parameter is reduced and sharded: `reduce` = `shard` x (`replica` or `outer`)."""
 
-    reduce: Axis  # the ranks that hold copies of a parameter, over which its gradient is summed
-    shard: Axis  # those of them that divide a copy, each owning its shard (ALONE: nothing is divided)
-    replica: Axis  # the others, which hold equal shards
-    outer: Axis  # or the others, where they divide a shard further (ALONE: they do not)
-    model: Axis  # the ranks over which one copy of all such parameters is spread
+    reduce: Axis  # ranks that replicate a parameter: its gradient is summed over them
+    shard: Axis  # ranks that shard one copy of the state (ALONE: not sharded)
+    replica: Axis  # ranks that hold equal shards
+    outer: Axis  # ranks that shard each shard further, in the place of `replica` (ALONE: no)
+    model: Axis  # ranks that together hold one copy of all such parameters
 
 
 class Mesh(Mapping[str, Axis]):
-    """Every axis of this rank by name: `mesh["tp"]`. Also the home of the ledger."""
+    """The axes of this rank by name, such as `mesh["tp"]`, the ledger, and the stage map."""
 
     def __init__(self, axes: dict[str, Axis], ledger: Ledger, sharing: Mapping[str, tuple[int, ...]], stages: StageMap):
         self._axes, self.ledger = axes, ledger
-        self.stages = stages  # of the model, by pipeline rank
-        # of this pipeline, the global ranks that share a table; a rank that does not is alone on that axis
+        self.stages = stages
+        # Global ranks of this pipeline that share a table; the axis of any other rank has one rank.
         self.embedding_ranks, self.position_embedding_ranks = sharing["embd"], sharing["pos_embd"]
 
     def __getitem__(self, name: str) -> Axis:
@@ -68,25 +67,25 @@ class Mesh(Mapping[str, Axis]):
         return self["pp"].rank == self.stages.rank_of_last
 
     def reporter(self, axis_name: str = "world") -> int:
-        """The position on an axis of its last rank that has the last stage: it knows the losses, and logs."""
+        """The position on an axis of its last rank that runs the last stage: it knows the losses, and logs."""
         axis, pipeline = self[axis_name], self["pp"].ranks
         return axis.ranks.index(axis.ranks[-1] - (pipeline[-1] - pipeline[self.stages.rank_of_last]))
 
     @property
     def samples(self) -> Axis:
-        """The ranks that are given different samples: for data loading and batch sizes."""
+        """The axis whose ranks read different samples: for data loading and batch sizes."""
         return self["dp"]
 
     @property
     def tokens(self) -> Axis:
-        """The ranks that are given different tokens: for sums of losses and of token counts."""
+        """The axis whose ranks hold different tokens: for sums of losses and token counts."""
         return self["dp_cp"]
 
     def grad_axes(
         self, reduce_over: tuple[str, ...] = DATA_PARALLEL, *, shards: bool = False, divides_outer: bool = False
     ) -> GradAxes:
-        """Those of placements with this `reduce_over`. shards: whether state is divided among the ranks of the inner axis;
-        divides_outer: over the outer one too."""
+        """The axes for placements with this `reduce_over`. shards: state is sharded over the inner axis; divides_outer: over
+        the outer axis too."""
         names = _GRADS[reduce_over]
         reduce, model = self[names.reduce], self[names.model]
         outer, inner = self[names.outer], self[names.inner]
@@ -95,12 +94,12 @@ class Mesh(Mapping[str, Axis]):
         return GradAxes(reduce, inner, *((ALONE, outer) if divides_outer else (outer, ALONE)), model)
 
     def all_grad_axes(self) -> list[GradAxes]:
-        """One for each kind of parameter, and the dense one for those that lie on the same ranks; alike on all ranks."""
+        """The axes of dense and of expert parameters, the dense ones alone if the ranks are equal. The same on all ranks."""
         return list({axes.model.ranks: axes for axes in map(self.grad_axes, reversed(_GRADS))}.values())
 
 
-# What each axis of the mesh varies in, by grid, and which communicator it has: axes with equal ranks share one, except that
-# the two directions of the pipeline have their own, since NCCL runs the transfers of one communicator in order.
+# The coordinates in which the ranks of an axis differ, by grid. Axes with equal ranks share a communicator, except the two
+# directions of the pipeline: NCCL runs the transfers of one communicator in order.
 _DENSE: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
@@ -141,7 +140,7 @@ _GRADS = {  # by a placement's `reduce_over`
 }
 
 MakeGroup = Callable[[str, tuple[int, ...]], Group]
-StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # some of the ranks of one pipeline
+StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # ranks of one pipeline -> a subset of them
 
 
 def build_mesh(
@@ -154,11 +153,11 @@ def build_mesh(
     embedding_ranks: StageRanks | None = None,
     position_embedding_ranks: StageRanks | None = None,
 ) -> Mesh:
-    """The axes of `rank`. `make_group(axis name, global ranks)` is called in the same order by all members of a group.
+    """The mesh of `rank`. All members of a group call `make_group(axis name, global ranks)` in the same order.
 
-    stages: of the model, one on each pipeline rank unless given. embedding_ranks, position_embedding_ranks: those that
-    share a table, of the ranks of one pipeline; unless given, those of the first stage, and for words of the last.
-    `ranks_per_kv_head`: so many neighbours on "tp" are an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
+    stages: default one stage per pipeline rank. embedding_ranks, position_embedding_ranks: choose from the ranks of a
+    pipeline those that share a table; default first and last stage for words, the first for positions.
+    ranks_per_kv_head: that many neighbours on "tp" form an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
     """
     if sizes.tp % ranks_per_kv_head:
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""Making the mesh of a job: a communicator for each axis, from the sizes that the layout has.
-
-`initialize_model_parallel` is called once by every rank.
-"""
+"""Builds the mesh of a job from the sizes of its axes: one communicator per axis."""
 
 import datetime
 import inspect
@@ -35,19 +32,20 @@ def initialize_model_parallel(
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     **of_back_ends: Any,
 ) -> Mesh:
-    """Create the groups of this job. Every rank must call, once, after torch.distributed is initialised (or without it,
-    as a job of one rank).
+    """Creates the groups of this job. Every rank must call once, after torch.distributed is initialised; a job of one rank
+    may call without it.
 
     16 ranks with tensor size 2 and pipeline size 4 (hence data-parallel size 2), in the default order:
         tp   [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]
         dp   [0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]
         pp   [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]
-    Neighbouring ranks share a node, so the chattiest axis varies fastest.
+    Neighbouring ranks share a node, so the axis with the most traffic varies fastest.
 
-    stages: where the stages of the model run; in a loop of virtual_pipeline_model_parallel_size chunks unless given.
-    get_embedding_ranks(ranks of a pipeline) -> those of them that share the word table, if not the first and the last;
-    get_position_embedding_ranks likewise, if not the first. `of_back_ends`: Megatron's settings of communicators (use_sharp,
-    ...); those that ask for nothing are passed over, others raise ConfigError.
+    stages: default a loop of virtual_pipeline_model_parallel_size chunks per rank.
+    get_embedding_ranks(ranks of a pipeline) -> the ranks that share the word table; default the first and the last.
+    get_position_embedding_ranks: the same for the position table; default the first.
+    of_back_ends: Megatron's settings of communicators (use_sharp, ...); values that change nothing are ignored, others raise
+    ConfigError.
     """
     if mesh_of_process() is not None:
         raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")
@@ -67,7 +65,7 @@ def initialize_model_parallel(
     timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
 
     def make_group(name: str, ranks: tuple[int, ...]) -> Group:
-        # Only the members meet, so start-up does not cost a collective of everyone for every group of the job.
+        # Only the members synchronize: start-up costs no world-wide collective per group.
         with as_peer_error():
             made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
         return TorchGroup(made)
@@ -86,13 +84,13 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Forget the mesh. The torch.distributed groups go when torch.distributed does."""
+    """Drops the mesh. The torch.distributed groups live until torch.distributed ends."""
     set_mesh_of_process(None)
 
 
 def torch_group(name: str) -> Any:
-    """The torch.distributed group of an axis. One of a single rank is made when first asked for, by that rank alone: None, which
-    an axis of one rank has inside, would mean all ranks of the job to torch."""
+    """The torch.distributed group of an axis. For an axis of one rank, a group of that rank, made on first use: torch takes
+    None for all ranks of the job."""
     here = current()
     axis = here.mesh[name]
     if axis.group is None and dist.is_initialized():
@@ -102,7 +100,7 @@ def torch_group(name: str) -> Any:
     return axis.group.process_group if isinstance(axis.group, TorchGroup) else axis.group
 
 
-_OF_BACK_ENDS = {  # Megatron's other arguments, mostly about communicators, and the values that change nothing here
+_OF_BACK_ENDS = {  # Megatron's other arguments, mostly of communicators -> the values that change nothing here
     "expert_tensor_parallel_size": (None, 1),
     "pipeline_model_parallel_split_rank": (None,),
     "pipeline_model_parallel_comm_backend": (None,),
@@ -123,6 +121,6 @@ def _refuse_unbuilt(of_back_ends: Mapping[str, Any]) -> None:
 
 
 def stage_ranks(choose: Callable[..., Sequence[int]]) -> StageRanks:
-    """A script's choice of pipeline ranks; up to Megatron core 0.12 it is also told the split of an encoder and a decoder."""
+    """A script's choice of pipeline ranks. Up to Megatron core 0.12 its second argument is the encoder-decoder split."""
     takes_split = len(inspect.signature(choose).parameters) > 1
     return lambda stages: tuple(choose(list(stages), None) if takes_split else choose(list(stages)))

@@ -1,4 +1,4 @@
-"""How a job is divided: the settings of parallelism, and the grid of ranks that they make. Pure integers."""
+"""The settings of parallelism, and the axis sizes that follow for a world size. Pure integers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,21 +40,21 @@ class ParallelConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        for name in ("context_parallel_size", "expert_model_parallel_size"):  # which `AxisSizes` knows, and no layer
+        for name in ("context_parallel_size", "expert_model_parallel_size"):  # `AxisSizes` has them, no layer does yet
             if (size := getattr(self, name)) != 1:
                 yield f"{flag_of(name)} is {size}, but {name.partition('_')[0]} parallelism is not built yet; use 1"
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
-            yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
+            yield "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
 
     @property
     def ranks_per_sample(self) -> int:
-        """Ranks that work on the same samples."""
+        """Ranks that share each sample."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def sizes(self, world_size: int, replicas: int = 1, order: str | None = None) -> AxisSizes:
-        """The axes of a job; its data-parallel size is what the others leave. Raises ConfigError where they do not fit.
+        """The axis sizes of a job; data parallelism takes the remaining factor. ConfigError if the world size is no multiple.
 
-        replicas: --num-distributed-optimizer-instances. order: of `AxisSizes`, if not that of the settings."""
+        replicas: --num-distributed-optimizer-instances. order: as in `AxisSizes`; default: `self.order`."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         held_by = self.ranks_per_sample * replicas
         if world_size % held_by:
@@ -63,7 +63,7 @@ class ParallelConfig(FlagConfig):
                 f"pipeline-model-parallel-size ({pipeline})"
                 + (f" x context-parallel-size ({self.context_parallel_size})" if self.context_parallel_size > 1 else "")
                 + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
-                + "; start another number of processes or change the sizes"
+                + "; change the number of processes or the sizes"
             )
         return AxisSizes(
             tp=tensor,
@@ -77,7 +77,7 @@ class ParallelConfig(FlagConfig):
 
     @property
     def sequence_parallel_on(self) -> bool:
-        """Sequence parallelism divides over tensor-parallel ranks, so with one of them there is nothing to divide."""
+        """Whether sequence parallelism has an effect: it shards over tensor-parallel ranks."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property

@@ -1,7 +1,7 @@
-"""The process-group registry as Megatron's scripts know it (`mpu`): accessors over the `Mesh` of this process, a line each.
+"""Megatron's `mpu`: accessors over the `Mesh` of this process, for scripts.
 
-What they look at is made in `job/processes.py` (the processes) and `model_parallel.py` (the mesh), whose functions scripts call
-by way of this module. Code below the composition root never comes here: it is handed the `Axis` objects that it uses.
+Scripts also reach `job/processes.py` and `model_parallel.py` through this module. Library code does not use it: it receives
+`Axis` objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def _group(axis: str) -> Callable[[], Any]:
 
 
 def _rank(axis: str) -> Callable[[], int]:
-    """Of this process on the axis."""
+    """The position of this process on the axis."""
     return lambda: get_mesh()[axis].rank
 
 
@@ -56,7 +56,7 @@ def _size(axis: str) -> Callable[[], int]:
 
 
 def _member(axis: str, place: int = 0, *, from_here: bool = False) -> Callable[[], int]:
-    """The global rank at a place of the axis, counted from its start or from this rank, round and round."""
+    """The global rank at `place`, counted from the first rank of the axis or from this rank, modulo its size."""
 
     def get() -> int:
         found = get_mesh()[axis]
@@ -68,7 +68,7 @@ def _member(axis: str, place: int = 0, *, from_here: bool = False) -> Callable[[
 get_tensor_model_parallel_group = _group("tp")
 get_tensor_model_parallel_rank = _rank("tp")
 get_tensor_model_parallel_world_size = _size("tp")
-get_tensor_model_parallel_src_rank = _member("tp")  # which reads the data of its group
+get_tensor_model_parallel_src_rank = _member("tp")  # reads the data for its group
 
 get_pipeline_model_parallel_group = _group("pp")
 get_pipeline_model_parallel_rank = _rank("pp")
@@ -113,7 +113,7 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The model chunk of this rank that is running."""
+    """The running model chunk of this rank."""
     return current().virtual_rank
 
 
@@ -131,15 +131,14 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
         here.mesh.stages = loop(here.mesh["pp"].size, world_size or 1)
 
 
-# Megatron's tools set ranks and sizes to build the part of another process. Here layers are made by their axis, and some would
-# hear of it and others not; so what is the case may be said, and None ends the pretence, as there.
+# Megatron's tools set ranks and sizes to build another rank's shard. Layers here take an `Axis`, and would ignore the setting;
+# so a setter accepts the actual value, or None, and refuses all others.
 def _say_again(setter: str, get: Callable[[], int]) -> Callable[[int | None], None]:
     def say(value: int | None) -> None:
         if value not in (None, get()):
             raise ConfigError(
-                f"{setter}({value}): it is {get()}, and a process cannot pretend to be another; start as many as the layout has, "
-                "with --tensor-model-parallel-size and --pipeline-model-parallel-size. Checkpoints load into any layout, so none "
-                "has to be pretended for their sake"
+                f"{setter}({value}): it is {get()} and cannot be changed; start the processes of the layout that you want, with "
+                "--tensor-model-parallel-size and --pipeline-model-parallel-size (a checkpoint loads into any layout)"
             )
 
     return say
@@ -155,7 +154,7 @@ set_expert_model_parallel_world_size = _say_again("set_expert_model_parallel_wor
 
 
 def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Whether the running chunk (or `vp_stage`) is this stage; with `ignore_virtual`, whether any chunk of this rank is."""
+    """Whether the running chunk (or `vp_stage`) is `stage`; with `ignore_virtual`, whether any chunk of this rank is."""
     here = current()
     mine = here.mesh.stages.of_rank(here.mesh["pp"].rank)
     if ignore_virtual or len(mine) == 1 or stage not in mine:
@@ -167,17 +166,17 @@ def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether this rank, with its running chunk or `vp_stage`, holds the first stage."""
+    """Whether the running chunk (or `vp_stage`, or with `ignore_virtual` any chunk) is the first stage."""
     return _holds(0, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether this rank, with its running chunk or `vp_stage`, holds the last stage."""
+    """Whether the running chunk (or `vp_stage`, or with `ignore_virtual` any chunk) is the last stage."""
     return _holds(get_mesh().stages.last, ignore_virtual, vp_stage)
 
 
 def _of_data(accessor: Callable[[str], Callable[[], Any]]) -> Callable[..., Any]:
-    """partial_data_parallel: of the ranks that share one copy of sharded state."""
+    """partial_data_parallel: only the ranks that shard one copy of the optimizer state."""
 
     def get(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
         return accessor("dp" + "_inner" * partial_data_parallel + "_cp" * with_context_parallel)()
@@ -199,16 +198,16 @@ get_expert_data_parallel_world_size = _of_expert_data(_size)
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """The data-parallel group over gloo, where that is what the job runs on."""
+    """The data-parallel group of a job that runs on gloo; NotImplementedError otherwise."""
     group = get_data_parallel_group(with_context_parallel, partial_data_parallel)
     if group is not None and (backend := backend_of(group)) != "gloo":
-        raise NotImplementedError(f"there are no gloo groups beside those of {backend}; use get_data_parallel_group()")
+        raise NotImplementedError(f"a job on {backend} has no gloo groups; use get_data_parallel_group()")
     return group
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank's stage (or its running chunk, or `vp_stage`) holds the word table: the first one, and the last for its
-    output layer, if a script has not chosen others."""
+    """Whether this rank (or its running chunk, or `vp_stage`) shares the word table: by default the first stage and, for the
+    output layer, the last."""
     mesh = get_mesh()
     if ignore_virtual or not {0, mesh.stages.last} & {*mesh.stages.of_rank(mesh["pp"].rank)}:
         return mesh["pp"].ranks[mesh["pp"].rank] in mesh.embedding_ranks
@@ -220,22 +219,22 @@ def is_rank_in_position_embedding_group() -> bool:
     return mesh["pp"].ranks[mesh["pp"].rank] in mesh.position_embedding_ranks
 
 
-is_initialized = model_parallel_is_initialized  # an old name
+is_initialized = model_parallel_is_initialized  # Megatron's earlier name
 
 
 def is_unitialized() -> bool:
-    """Megatron's spelling."""
+    """Megatron's spelling of "uninitialized"."""
     return not model_parallel_is_initialized()
 
 
 class GlobalMemoryBuffer:
-    """Tensors that are handed out again under the same name, so that a transient of every layer is allocated once."""
+    """Scratch tensors by name: a temporary that every layer needs is allocated once."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """Uninitialised; the one handed out under this name before must be done with."""
+        """An uninitialised tensor. It overwrites the tensor returned for this name and dtype before."""
         numel = torch.Size(tensor_shape).numel()
         kept = self.buffer.get((name, dtype))
         if kept is None or kept.numel() < numel:

@@ -1,4 +1,4 @@
-"""What has been started and is not done yet: a collective, a transfer between stages, a read, a write, a copy. Without torch."""
+"""The handle of an asynchronous operation: a collective, a transfer between stages, a read, a write, a copy. Without torch."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -7,9 +7,10 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """`wait()` gives the result, the same one however often it is called.
+    """An operation in flight. `wait()` blocks until it is done and returns its result; later calls return the same result.
 
-    finish: waits, once, and gives the result. keep: what must stay alive until then; the tensors may not be touched before.
+    finish: called once; waits and returns the result. keep: objects kept alive until then. Tensors of the operation must not
+    be read or written before `wait()`.
     """
 
     def __init__(self, finish: Callable[[], T], *keep: Any):
@@ -24,11 +25,11 @@ class Pending(Generic[T]):
 
 
 def done(result: T = None) -> Pending[T]:
-    """What needs no waiting."""
+    """A Pending that is complete."""
     return Pending(lambda: result, result)
 
 
 def all_of(started: Iterable[Pending[T]]) -> Pending[tuple[T, ...]]:
-    """Several as one, waited for in their order."""
+    """One Pending for several; waits in their order."""
     started = tuple(started)
     return Pending(lambda: tuple(one.wait() for one in started), *started)

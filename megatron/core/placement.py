@@ -1,14 +1,14 @@
-"""Where a parameter lives: the one fact from which initial values, gradient sums, norms and checkpoints follow.
+"""The placement of a parameter: how it is sharded and replicated. Initial values, gradient sums, norms and checkpoints follow.
 
-A layer sets `parameter.placement = Placement(...)` when it creates the parameter; nobody else decides anything about it.
+A layer sets `parameter.placement = Placement(...)` when it creates the parameter. No other code adds to this fact.
 
-| question                   | answer                                                                              |
-|----------------------------|-------------------------------------------------------------------------------------|
-| its initial value          | `init`, drawn for the global tensor of `shape`; a rank keeps its `pieces`           |
-| its buffer                 | parameters of equal (`reduce_over`, `partial_grad` over "embd", dtype) lie together |
-| sums after the backward    | one over `reduce_over`, and of `partial_grads` over each axis                       |
-| who counts it in the norm  | each rank its `owned_pieces`: every element has one owner                           |
-| its boxes in a checkpoint  | a rank writes its `owned_pieces` and reads its `pieces`                             |
+| question                    | answer                                                                            |
+|-----------------------------|-----------------------------------------------------------------------------------|
+| initial value               | `init`, drawn for the global tensor of `shape`; a rank keeps its `pieces`         |
+| gradient buffer             | shared by parameters of equal (`reduce_over`, `partial_grad` over "embd", dtype)  |
+| sums after the backward     | over `reduce_over`, and for `partial_grads` over each of their axes               |
+| elements counted in a norm  | `owned_pieces`: each element has one owner                                        |
+| boxes in a checkpoint       | a rank writes its `owned_pieces` and reads its `pieces`                           |
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from typing import Any
 from megatron.core.boxes import Box, intersect, relative_to, whole
 from megatron.core.grid import Axis
 
-# The ranks that hold copies of a parameter, as axes of a grid.
+# The axes over which a parameter is replicated.
 DATA_PARALLEL = ("dp_outer", "dp_inner", "cp")
 EXPERT_DATA_PARALLEL = ("edp_outer", "edp_inner")
 
@@ -37,14 +37,16 @@ class Constant:
     value: float
 
 
-# A function is given the whole tensor, as `torch.nn.init`'s are, on every rank: see `random.py` for what that costs.
+# A function gets the whole tensor on every rank, like those of `torch.nn.init`; `random._made_by` states the cost.
 InitialValue = Normal | Constant | Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows start .. stop of the whole tensor. Those that several ranks hold name the axis of these ranks, each of which has
-    a part of their gradient."""
+    """Rows start .. stop of the global tensor.
+
+    shared_over: the axis whose ranks all hold these rows, each with a partial gradient.
+    """
 
     start: int
     stop: int
@@ -53,28 +55,27 @@ class Rows:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter is spread over the ranks. Axes are named; a mesh turns names into `Axis` objects."""
+    """How one parameter is spread over the ranks. Axes are names; a mesh turns names into `Axis` objects."""
 
-    shape: tuple[int, ...]  # of the whole tensor, without padding
+    shape: tuple[int, ...]  # of the global tensor, without padding
     init: InitialValue | None  # None: the creator fills it
-    shard: Mapping[str, int] = field(default_factory=dict)  # axis -> the tensor dimension that it divides
-    replicated_over: tuple[str, ...] = ()  # axes whose ranks hold the same copy
-    partial_grad: tuple[str, ...] = ()  # axes over which each rank holds only a part of the gradient
-    reduce_over: tuple[str, ...] = DATA_PARALLEL  # the axes of its copies
-    blocks: tuple[int, ...] = ()  # fused parts (gate|up) of the first dimension in `shard`, each divided by itself
-    rows: tuple[Rows, ...] = ()  # what this rank holds of dimension 0, in order, where no equal division says it
+    shard: Mapping[str, int] = field(default_factory=dict)  # axis -> the tensor dimension that it shards
+    replicated_over: tuple[str, ...] = ()  # axes whose ranks hold equal copies and compute equal gradients
+    partial_grad: tuple[str, ...] = ()  # axes whose ranks each compute a partial gradient
+    reduce_over: tuple[str, ...] = DATA_PARALLEL  # the axes of its data-parallel replicas
+    blocks: tuple[int, ...] = ()  # fused parts (gate|up) of the first dimension in `shard`; each is sharded by itself
+    rows: tuple[Rows, ...] = ()  # this rank's rows of dimension 0, in order, if they are not an equal shard
 
 
 def is_counted(placement: Placement, mesh: Mapping[str, Axis]) -> bool:
-    """Whether this rank's copy is the one that speaks for the parameter. For its `rows`, `owned_pieces` knows more."""
+    """Whether this rank owns the parameter among the ranks of equal copies. `owned_pieces` refines it for `rows`."""
     return all(mesh[name].is_first for name in placement.replicated_over)
 
 
 def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
-    """What this rank holds, as (box in the whole tensor, box in the local tensor).
+    """This rank's elements as pairs (box in the global tensor, box in the local tensor), one per fused block.
 
-    One pair per fused block; padding beyond `placement.shape` belongs to no box, so a rank that holds nothing but
-    padding gets an empty list.
+    Padding beyond `placement.shape` is in no box: a rank that holds only padding gets an empty list.
     """
     listed = [(((rows.start, rows.stop), *local[1:]), local) for rows, local in _listed(placement, local_shape)]
     pairs = listed or [(whole(local_shape), whole(local_shape))]
@@ -92,7 +93,7 @@ def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str
 
 
 def owned_pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
-    """Those of `pieces` that this rank speaks for: over all ranks of a model, every element of the tensor once."""
+    """The `pieces` that this rank owns: over one replica of the model, each element has one owner."""
     if not is_counted(placement, mesh):
         return []
     elsewhere = {
@@ -104,19 +105,19 @@ def owned_pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mappi
 
 
 def partial_axes(placement: Placement) -> set[str]:
-    """The axes of which each rank may have a part of the gradient only."""
+    """The axes over which gradients of the parameter, or of some of its rows, are partial sums."""
     return {*placement.partial_grad, *(rows.shared_over for rows in placement.rows if rows.shared_over is not None)}
 
 
 def partial_grads(placement: Placement, local_shape: tuple[int, ...], axis_name: str) -> list[Box]:
-    """The boxes of the local tensor of whose gradient each rank of the axis has a part."""
+    """The boxes of the local tensor whose gradient is a partial sum over the axis."""
     if axis_name in placement.partial_grad:
         return [whole(local_shape)]
     return [local for rows, local in _listed(placement, local_shape) if rows.shared_over == axis_name]
 
 
 def _listed(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Rows, Box]]:
-    """The listed rows, each with its place in the local tensor."""
+    """`placement.rows`, each with its box in the local tensor."""
     boxes, local_start = [], 0
     for rows in placement.rows:
         local_stop = local_start + rows.stop - rows.start
@@ -127,7 +128,7 @@ def _listed(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Ro
 
 
 def _part_of(axes: list[Axis]) -> tuple[int, int]:
-    """(which part, of how many) of a dimension is this rank's; the first axis divides the whole, the next each of those parts."""
+    """(index, number) of this rank's part of a dimension; the first axis divides the whole, the next divides each part."""
     part, parts = 0, 1
     for axis in axes:
         part, parts = part * axis.size + axis.rank, parts * axis.size
@@ -135,7 +136,7 @@ def _part_of(axes: list[Axis]) -> tuple[int, int]:
 
 
 def _divide(pair: tuple[Box, Box], dim: int, part: int, parts: int, blocks: tuple[int, ...]) -> list[tuple[Box, Box]]:
-    """Part number `part` of a tensor cut along `dim` into `parts`, block by block.
+    """Part `part` of `parts` of a tensor along `dim`, block by block.
 
     Two blocks, two parts:  whole  [ g0 g1 | u0 u1 ]     part 0 is [ g0 u0 ], part 1 is [ g1 u1 ]
     """

@@ -1,8 +1,7 @@
-"""Matrix products of half-precision factors on a CPU: by its own instructions, or of factors widened to float32 and rounded once.
+"""Half-precision matrix products on a CPU: native, or with factors widened to float32 and the result rounded once.
 
-Many CPUs have no instructions for bfloat16, and few have any for float16. torch multiplies such matrices there all the same, by
-conversions inside its kernels or element by element. Milliseconds of one core, 1024 tokens, 512 -> 2048 features (torch
-2.13, Zen 5):
+Many CPUs have no bfloat16 instructions, and few have float16 instructions. torch then converts inside its kernels or multiplies
+element by element. Milliseconds on one core, 1024 tokens, 512 -> 2048 features (torch 2.13, Zen 5):
 
                                         forward      input's gradient    attention of 2 x 512 tokens, both directions
     bfloat16, its own instructions      4.7          4.7                 40
@@ -11,8 +10,8 @@ conversions inside its kernels or element by element. Milliseconds of one core, 
     float16                             94           1630                338
     float32, which has no such gap      10 to 22     10 to 22            44
 
-Which way is faster is found by trying both (`settle`), once for all ranks of a job, by the times of the slowest: the ways
-differ in the last bits, so the choice is a part of a run as its precision is, and goes on with it.
+`settle` measures both ways once and takes one decision for all ranks, by the times of the slowest. The ways differ in the last
+bits, so the choice belongs to a run like its precision: checkpoints keep it.
 """
 
 import time
@@ -33,10 +32,10 @@ WAYS: tuple[Way, ...] = ("native", "widened")
 
 @dataclass(frozen=True)
 class Products:
-    """The way of each kind of product. Everything but half precision on a CPU is native."""
+    """The way of each kind of product. All are native except half precision on a CPU."""
 
-    forward: Way = "native"  # of linear layers, among them the output layer
-    backward: Way = "native"  # their inputs' gradients; those of weights, where they are summed in half precision
+    forward: Way = "native"  # linear layers and the output layer
+    backward: Way = "native"  # their input gradients, and weight gradients that are accumulated in half precision
     attention: Way = "native"
 
     @classmethod
@@ -45,7 +44,7 @@ class Products:
 
     @property
     def widened(self) -> tuple[str, ...]:
-        """The kinds that are."""
+        """The kinds of product that are widened."""
         return tuple(kind for kind, way in asdict(self).items() if way == "widened")
 
 
@@ -77,8 +76,8 @@ def times(grad: Tensor, weight: Tensor, way: Way) -> Tensor:
     return total.to(grad.dtype).view(*grad.shape[:-1], weight.shape[1])
 
 
-FEATURES_AT_ONCE = 4096  # else the float32 factors of a vocabulary would be hundreds of megabytes
-_FEW_ROWS = 4  # as when texts are continued: the weight is read once, and widening it would be most of the work
+FEATURES_AT_ONCE = 4096  # bounds the float32 copy of a weight: for a vocabulary it would be hundreds of megabytes
+_FEW_ROWS = 4  # in generation the weight is read once per token, and widening it would be most of the work
 
 
 # ---------------------------------------------------------------- which way is faster
@@ -96,9 +95,9 @@ def settle(
     asked: str = "measure",
     kept: Mapping[str, Any] | None = None,
 ) -> tuple[Products, str | None]:
-    """(how every rank of `world` multiplies, a line about it). Every rank must call.
+    """(the ways for every rank of `world`, a log line or None). Every rank must call.
 
-    asked: a way, or "measure", or "auto", which takes what was `kept` (`ways_as_json`) for this dtype and measures without.
+    asked: a way, "measure", or "auto": the `kept` ways of a checkpoint (`ways_as_json`) for this dtype, else measure.
     """
     name = str(dtype).removeprefix("torch.")
     if not has_two_ways(dtype, device):
@@ -127,7 +126,7 @@ def ways_as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:
 
 
 def from_json(kept: Mapping[str, Any] | None, dtype: torch.dtype) -> Products | None:
-    """What `ways_as_json` gave; None for another dtype, or for nothing that it gives."""
+    """The inverse of `ways_as_json`; None for another dtype, or if `kept` is not its output."""
     known = (
         isinstance(kept, Mapping) and kept.get("dtype") == str(dtype) and all(kept.get(kind) in WAYS for kind in _KINDS)
     )
@@ -139,10 +138,10 @@ def _listed(of: Mapping[str, str]) -> str:
 
 
 def measure(dtype: torch.dtype) -> dict[str, dict[Way, float]]:
-    """Processor time of each kind of product, each way, in one thread: the best of a few runs.
+    """Processor seconds of each kind of product, each way, in one thread: the best of a few runs.
 
-    By the clock, whoever else uses this CPU would decide. In several threads the one that waits for the others spins, which
-    counts as work: two processes that measured at once on two cores chose a way that took 37 times as long.
+    Wall-clock time would include other processes. Several threads would count spinning as work: two processes that measured
+    at once on two cores chose a way that took 37 times as long.
     """
     x, weight = torch.ones((_ROWS, _WIDTH), dtype=dtype), torch.ones((_WIDTH, _WIDTH), dtype=dtype)
     heads = [torch.ones((1, 2, _ROWS, 64), dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -164,14 +163,14 @@ def measure(dtype: torch.dtype) -> dict[str, dict[Way, float]]:
         torch.set_num_threads(threads)
 
 
-_ROWS, _WIDTH = 128, 512  # large enough that a kernel's start counts for nothing
-_RUNS, _SECONDS = 7, 0.05  # of each way, but for a way that takes longer, which two runs tell
+_ROWS, _WIDTH = 128, 512  # large enough to hide the launch of a kernel
+_RUNS, _SECONDS = 7, 0.05  # the most runs of each way; a slow way stops earlier, after this time
 
 
 def _best_of(run: Callable[[Way], None]) -> dict[Way, float]:
     best, spent = dict.fromkeys(WAYS, float("inf")), dict.fromkeys(WAYS, 0.0)
     for way in WAYS:
-        run(way)  # the first prepares its kernel
+        run(way)  # warm-up
     for _ in range(_RUNS):
         for way in WAYS:
             if spent[way] < _SECONDS:
@@ -183,7 +182,7 @@ def _best_of(run: Callable[[Way], None]) -> dict[Way, float]:
 
 
 def choose(seconds: Mapping[str, Mapping[Way, float]]) -> Products:
-    """Products are widened where that is clearly faster: where both ways take about as long, runs must not differ by chance."""
+    """Widened if that is clearly faster. If both take about as long, noise must not make runs differ: native."""
     return Products(
         **{kind: "widened" if of["native"] > _CLEARLY * of["widened"] else "native" for kind, of in seconds.items()}
     )

@@ -1,9 +1,8 @@
-"""Random numbers that depend on names and positions, never on ranks: initial weights and dropout masks.
+"""Initial weights and dropout masks, seeded by names and positions, never by ranks: the same in every layout.
 
-A weight is cut into fixed tiles, each drawn on the CPU from its own generator seeded by (seed, name, tile); a rank draws the
-tiles that it overlaps, so every layout starts from the same weights and nobody draws more than it holds. A dropout mask
-is drawn from a generator seeded by (seed, site, layer, sample), so that recomputation derives it again from its key and
-no generator's state is ever saved.
+A weight is cut into fixed tiles. Each tile is drawn on the CPU from a generator seeded by (seed, name, tile), and a rank draws
+only the tiles that overlap its shard. A dropout mask is drawn from a generator seeded by (seed, site, layer, sample), so
+recompute derives it again from its key, and no generator state is saved.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 
 
 
 def seed_of(*key: int | str) -> int:
-    """A generator seed from a key: equal keys, equal seeds; different keys, different seeds but for accidents of 2^-63."""
+    """A 63-bit generator seed: a hash of the key."""
     return comm.fingerprint("\0".join(str(part) for part in key))
 
 
@@ -31,9 +30,9 @@ def seed_of(*key: int | str) -> int:
 
 
 def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis]) -> None:
-    """Fill every parameter of a model chunk with its part of the global initial value. Padding becomes zero.
+    """Fills each parameter of a model chunk with its shard of the global initial value. Padding becomes zero.
 
-    Parameter names must be global (layers numbered over the whole model): they seed the draws.
+    Parameter names seed the draws, so they must be global: layers numbered over the whole model.
     """
     for name, parameter in model.named_parameters():
         initialize_parameter(parameter, seed, name, mesh)
@@ -41,7 +40,7 @@ def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis])
 
 @torch.no_grad()
 def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Mapping[str, Axis]) -> None:
-    """The same of one parameter. mesh: the axes that divide it."""
+    """`initialize_parameters` for one parameter. mesh: the axes that shard it."""
     placement, init = parameter.placement, parameter.placement.init
     if init is None or parameter.is_meta:
         return
@@ -57,16 +56,15 @@ def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Ma
 
 
 def seed_of_next_parameter() -> int:
-    """From torch's generator, which every rank of a model must have seeded alike: one number, whatever the parameter is."""
+    """One draw from torch's generator, whose seed must be equal on all ranks of a model."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """The global float32 tensor as a function fills it: in place, as `torch.nn.init.xavier_normal_`, or by returning another
-    tensor.
+    """The global float32 tensor filled by `init`: in place, like `torch.nn.init.xavier_normal_`, or returned.
 
-    It is made on the CPU, whole on every rank, since nobody knows what the function makes of a part: t ranks take the time and,
-    for a moment, the memory of t. The function draws from torch's generator, which is seeded for it and put back.
+    Every rank makes the whole tensor on the CPU, since a function need not work on a shard: t ranks take t times the time and
+    memory. The function draws from torch's generator, which is seeded for the call and restored.
     """
     values, generator = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu"), torch.default_generator
     state = generator.get_state()
@@ -81,14 +79,14 @@ def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, n
     if bool(values.isnan().any()):
         raise ValueError(
             f"init_method {getattr(init, '__name__', init)!r} leaves {int(values.isnan().sum())} of {values.numel()} elements "
-            f"of a tensor of shape {shape} without a value; it must set them all in place, as torch.nn.init.xavier_normal_ does, "
-            "or return a tensor of that shape"
+            f"of a tensor of shape {shape} unset; it must set them all in place, like torch.nn.init.xavier_normal_, or return "
+            "a tensor of that shape"
         )
     return values
 
 
 def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: str) -> Tensor:
-    """The part `box` of the global float32 tensor of `shape` called `name`, with draws from N(0, std^2). On the CPU."""
+    """The box of the global tensor `name`, of `shape`, drawn from N(0, std^2): float32, on the CPU."""
     out = torch.empty(size_of(box), dtype=torch.float32)
     generator = torch.Generator()
     for tile in _tiles_overlapping(shape, box):
@@ -110,9 +108,9 @@ def _tiles_overlapping(shape: tuple[int, ...], box: Box) -> list[Box]:
 
 
 class DropoutKeys:
-    """What the dropout of one model chunk is keyed by. The executor names the samples before each forward.
+    """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 
-    `samples`: the numbers, within the whole run, of the microbatch's samples: one per row of the batch.
+    `samples`: the number of each row's sample within the whole run. The pipeline sets them before each action.
     """
 
     def __init__(self, seed: int):
@@ -121,7 +119,7 @@ class DropoutKeys:
 
     @contextlib.contextmanager
     def naming(self, samples: tuple[int, ...]) -> Iterator[None]:
-        """Key by other samples inside the block: those of the forward that is being computed again."""
+        """Other samples inside the block: recompute sets those of its forward."""
         before, self.samples = self.samples, samples
         try:
             yield
@@ -130,13 +128,13 @@ class DropoutKeys:
 
     def of(self, sample_row: int, site: str, layer: int, *more: int) -> int:
         assert sample_row < len(self.samples), (
-            f"dropout for row {sample_row}, but only {len(self.samples)} samples named"
+            f"dropout for row {sample_row} of a microbatch of {len(self.samples)} samples"
         )
         return seed_of(self.seed, site, layer, self.samples[sample_row], *more)
 
 
 def keep_mask(shape: tuple[int, ...], probability: float, key: int, device: torch.device) -> Tensor:
-    """True where dropout keeps, with probability 1 - `probability`, a function of the key (and the kind of device)."""
+    """A mask that is True with probability 1 - `probability`: a function of the key and the device type."""
     generator = torch.Generator(device).manual_seed(key)
     return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - probability, generator=generator)
 
@@ -144,7 +142,7 @@ def keep_mask(shape: tuple[int, ...], probability: float, key: int, device: torc
 class HiddenDropout(nn.Module):
     """Dropout of hidden states [s, b, h], the same in every layout.
 
-    Under sequence parallelism the rank holds a part of the sequence, and keeps that part of each sample's mask.
+    Under sequence parallelism a rank applies its shard of each sample's mask.
     """
 
     def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, sequence_axis: Axis | None):
@@ -167,7 +165,7 @@ class HiddenDropout(nn.Module):
 
 
 class AttentionDropout(nn.Module):
-    """Dropout of attention probabilities [b, heads, s, s]; a mask per sample and head, so that heads may lie anywhere."""
+    """Dropout of attention probabilities [b, heads, s, s], with one mask per sample and head: the same for every tp size."""
 
     def __init__(self, probability: float, keys: DropoutKeys, layer: int, first_head: int):
         super().__init__()

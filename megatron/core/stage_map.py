@@ -1,6 +1,6 @@
-"""Which pipeline rank runs each stage of the model. Pure integers, and the one file that computes it.
+"""The pipeline rank of each stage, a stage being consecutive layers of the model. Pure integers.
 
-A stage is a run of consecutive layers. With v stages on each of p ranks, two ways to place p * v stages:
+Two ways to place p * v stages on p ranks:
 
     p = 2, v = 2        loop                    a V
     rank 0              stages 0, 2             stages 0, 3     first and last stage on one rank
@@ -18,7 +18,7 @@ class StageMap:
 
     @property
     def last(self) -> int:
-        """The last stage, which has the loss. The first is 0."""
+        """The last stage, which computes the loss. The first is 0."""
         return len(self.ranks) - 1
 
     @property
@@ -31,23 +31,23 @@ class StageMap:
 
     @property
     def chunks(self) -> int:
-        """Stages of each rank: its model chunks."""
+        """Model chunks per rank."""
         return len(self.of_rank(self.ranks[0]))
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank` in the order of the model; entry k is the rank's chunk k."""
+        """The stages of `rank`, ascending; entry k is the rank's chunk k."""
         return tuple(stage for stage, home in enumerate(self.ranks) if home == rank)
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's chunks the stage is."""
+        """The chunk number of a stage on its rank."""
         return self.ranks[:stage].count(self.ranks[stage])
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
-        """The pairs of ranks that exchange tensors, each once. Consecutive stages on one rank exchange none."""
+        """The pairs of ranks that exchange tensors, each once. Consecutive stages on one rank exchange nothing."""
         return sorted({(min(pair), max(pair)) for pair in zip(self.ranks, self.ranks[1:]) if len(set(pair)) == 2})
 
 
 def loop(p: int, v: int = 1) -> StageMap:
-    """Stages dealt out in turn: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
+    """Stages in turn: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
     return StageMap(tuple(range(p)) * v)

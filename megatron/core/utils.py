@@ -1,4 +1,4 @@
-"""Megatron's path of its small helpers."""
+"""Megatron's import path for its small helpers."""
 
 from megatron.core.lazy import lazy_names
 

@@ -1,8 +1,7 @@
-"""Weight gradients put off: what lets a schedule fill its bubble with work that nobody waits for.
+"""Deferred weight gradients, with which zero-bubble schedules fill idle time (arXiv:2401.10241, section 2).
 
-A linear layer's backward computes the gradient of its input, which the stage before waits for, and that of its weight,
-which nobody waits for until the end of the step (arXiv:2401.10241, section 2). Layers hold the store from construction:
-a backward may run on another thread, where a global would not be found.
+A linear layer's backward computes its input gradient, which the previous stage needs, and its weight gradient, which is not
+needed before the end of the step. Layers hold the store from construction, since autograd may run a backward on another thread.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ Work = Callable[[], None]
 
 
 class WeightGradStore:
-    """Runs the work that it is given at once, or, while somebody collects, keeps it for them."""
+    """Collects deferred weight gradients while `collect` is open; otherwise layers compute them at once."""
 
     def __init__(self) -> None:
         self._kept: list[Work] | None = None
@@ -22,14 +21,14 @@ class WeightGradStore:
         return self._kept is not None
 
     def keep(self, work: Work) -> None:
-        """Put `work` with the rest; somebody must be collecting."""
-        assert self._kept is not None, "nobody collects weight gradients"
+        """Defers `work`; `collect` must be open."""
+        assert self._kept is not None, "no collect() is open for weight gradients"
         self._kept.append(work)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[list[Work]]:
-        """The weight gradients that backwards inside the block put off; whoever collects must run them, in order."""
-        assert self._kept is None, "weight gradients are being collected already"
+        """The weight gradients that backwards inside the block defer. The caller must run them, in order."""
+        assert self._kept is None, "another collect() of weight gradients is open"
         self._kept = kept = []
         try:
             yield kept

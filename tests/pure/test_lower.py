@@ -297,7 +297,7 @@ def test_receives_posted_in_another_order_than_the_sends_are_refused():
         POST_F1.1 POST_F1.0 RECV_F1.0 F1.0 RECV_F1.1 F1.1
     """
     assert refusal(check_rendezvous, parse(lists)).splitlines() == [
-        "schedule: it can never finish, every unfinished rank waits",
+        "schedule: deadlock, every unfinished rank waits",
         "  rank 0, position 4: SENT_F0.0 waits for POST_F1.1 (rank 1, position 0)",
         "  rank 1, position 2: RECV_F1.0 waits for POST_F1.1 (rank 1, position 0)",
         "rank 0 at 4 |    SEND_F0.0    F0.1         SEND_F0.1 -> SENT_F0.0    SENT_F0.1",
@@ -340,10 +340,7 @@ BROKEN = [
     ("F0.0 \n POST_F1.0 RECV_F1.0 F1.0", "1 RECV_F1.0 SEND_F0.0"),
     # a send that nobody receives, waited for or not
     ("F0.0 SEND_F0.0 SENT_F0.0 \n F1.0", "0 2 SENT_F0.0 POST_F1.0"),
-    (
-        "F0.0 SEND_F0.0 B0.0",
-        "schedule: SEND_F0.0 is begun, but POST_F1.0 is in no list\nschedule: SEND_F0.0 is begun, but SENT_F0.0 is in no list",
-    ),
+    ("F0.0 SEND_F0.0 B0.0", "SEND_F0.0 POST_F1.0 SENT_F0.0"),
     # a send that is never waited for, so that its memory is never free
     ("F0.0 SEND_F0.0 \n POST_F1.0 RECV_F1.0 F1.0", "SEND_F0.0 SENT_F0.0"),
     # a reduction before the last backward of its stage, or before its last weight gradient

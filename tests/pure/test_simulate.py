@@ -85,7 +85,7 @@ def test_simulation_names_the_waiting_actions():
         B1.0 F1.0
     """
     assert refusal(simulate, parse(lists)).splitlines() == [
-        "schedule: it can never finish, every unfinished rank waits",
+        "schedule: deadlock, every unfinished rank waits",
         "  rank 0, position 1: B0.0 waits for B1.0 (rank 1, position 0)",
         "  rank 1, position 0: B1.0 waits for F1.0 (rank 1, position 1)",
         "rank 0 at 1 |      F0.0 -> B0.0",
@@ -96,7 +96,7 @@ def test_simulation_names_the_waiting_actions():
 
 def test_an_action_standing_twice_is_refused():
     assert refusal(simulate, parse("F0.0 F0.1 F0.0")).splitlines() == [
-        "schedule: F0.0 is on rank 0 (position 0) and again on rank 0 (position 2); every action must be there once",
+        "schedule: F0.0 is on rank 0 (position 0) and again on rank 0 (position 2); an action must occur once",
         "rank 0 at 2 |     F0.0    F0.1 -> F0.0",
     ]
 

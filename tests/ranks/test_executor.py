@@ -535,9 +535,7 @@ def test_what_the_stages_did_not_agree_on_is_not_sent(boundary: tuple, agreed: s
 
     error = error_of(work, {"pp": 2})
     assert isinstance(error, ValueError)
-    assert str(error) == (
-        f"a stage hands on (TensorSpec(shape=(2, 4), dtype=torch.float64),), but the stages agreed on {agreed}"
-    )
+    assert "(TensorSpec(shape=(2, 4), dtype=torch.float64),)" in str(error) and str(error).endswith(agreed)
     assert tells(error.__notes__[0], "SEND_F0.0")
 
 

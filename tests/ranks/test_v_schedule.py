@@ -65,7 +65,7 @@ def test_its_map_is_that_of_its_lists():
 
 def test_a_rank_with_more_stages_than_another_is_refused(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "v", lambda p, m, v: [v_shaped(1, m, 2)[0], []])
-    with pytest.raises(ValueError, match=r"rank 0 has the stages \[0, 1\], not 1 of 2"):
+    with pytest.raises(ValueError, match=r"rank 0 has stages \[0, 1\], not 1 of 2"):
         make_schedule("v", 2, 2, 1)
 
 

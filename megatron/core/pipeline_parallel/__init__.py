@@ -1,11 +1,12 @@
 """Pipeline parallelism: schedules as data, the executor that runs them, and the driver of a step.
 
-Names are imported when first asked for, so that all but the executor and what it needs loads without torch.
+A new schedule is a function and a line in `SCHEDULES` (`schedule.py`). Names are imported on first use, so that schedules,
+lowering, simulation and plots load without torch.
 """
 
 from megatron.core.lazy import lazy_names
 
-# The function `simulate` is not here: the submodule of that name would shadow it as soon as anything imports it.
+# The function `simulate` is not exported: importing the submodule of that name would replace it.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {

@@ -1,6 +1,6 @@
-"""Runs one rank's list of pipeline actions: the only file that knows both the schedule and tensors.
+"""The executor: runs one rank's list of pipeline actions on tensors.
 
-There is no separate path without pipelining: one rank runs F0.0 B0.0 F0.1 B0.1 ..., and evaluation is a list of forwards.
+A run without pipelining takes the same path: one rank runs F0.0 B0.0 F0.1 B0.1 ..., and evaluation is a list of forwards.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,14 +22,14 @@ Key = tuple[int, int]  # (stage, microbatch)
 
 
 class Executor:
-    """One rank's part of one step. Holds what is in flight, by (stage, microbatch).
+    """One rank's part of one step. Holds the tensors in flight by (stage, microbatch).
 
-    chunks: the model chunks of this rank by stage; data_iterators: likewise (None where a stage reads nothing).
-    forward_step(data_iterator, model) -> (output, loss_func), as Megatron's.
-    begin(action) is called before each compute action, reduce(stage) once a stage's gradients are complete; each action runs
-    inside around(action), if that is given: a timer, a profiler's range.
-    weight_grads: the store of the chunks' linear layers, for schedules that put weight gradients off.
-    nominal_tokens: those of a full microbatch, the weight of a loss that is a mean.
+    chunks, data_iterators: by stage; an iterator may be None for a stage that reads no data.
+    forward_step(data_iterator, model) -> (output, loss_func), as in Megatron.
+    begin(action) is called before each compute action, reduce(stage) once the stage's gradients are complete. around(action):
+    a context for each action, such as a timer or a profiler range.
+    weight_grads: the store of the chunks' linear layers, for schedules that defer weight gradients.
+    nominal_tokens: tokens of a full microbatch, the weight of a loss that is a mean.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Executor:
         self.weight_grads = weight_grads or WeightGradStore()
         self.around = around
         self.inputs: dict[Key, tuple[_Input, ...]] = {}
-        self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until they are sent
-        self.roots: dict[Key, tuple[Tensor | GradientEdge, ...]] = {}  # where a backward starts
+        self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until sent
+        self.roots: dict[Key, tuple[Tensor | GradientEdge, ...]] = {}  # the start of each backward
         self.grads: dict[Key, tuple[Tensor | None, ...]] = {}
         self.weight_work: dict[Key, list[Work]] = {}
         self.transfers: dict[Action, Transfer] = {}
@@ -62,10 +62,10 @@ class Executor:
         self.training, self.loss_scale = True, 1.0
 
     def run(self, schedule: Schedule, rank: int, *, training: bool = True, loss_scale: float = 1.0) -> LossTotals:
-        """Do every action of `schedule[rank]` in order. The totals are those of the last stage, empty elsewhere.
+        """Runs the actions of `schedule[rank]` in order. Returns the totals of the last stage; empty on other ranks.
 
-        Every pipeline rank must call with the same schedule. `loss_scale` multiplies what is differentiated, not what is
-        reported. An error carries the action and the grid around it.
+        Every pipeline rank must call with the same schedule. `loss_scale` multiplies the gradients, not the reported loss.
+        An error carries the action and the part of the schedule around it.
         """
         self.training, self.loss_scale = training, loss_scale
         self.totals = LossTotals()
@@ -78,7 +78,7 @@ class Executor:
                     raise
         held = ("inputs", "outputs", "roots", "grads", "weight_work", "transfers")
         left = {name: list(getattr(self, name)) for name in held if getattr(self, name)}
-        assert not left, f"the schedule is not complete, it leaves {left}"
+        assert not left, f"the schedule is incomplete; still in flight: {left}"
         return self.totals
 
     def _do(self, action: Action) -> None:
@@ -96,7 +96,7 @@ class Executor:
         self.begin(action)
         inputs = tuple(x.enter() for x in self.inputs.get(key, ()))
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
-        del inputs  # what the stage does not keep is freed as soon as it has gone on
+        del inputs  # the executor keeps no reference, so the chunk can free its input early
         output, loss_func = read_step(
             self.forward_step(self.data_iterators[stage], chunk), is_last=stage == self.stages.last
         )
@@ -110,13 +110,13 @@ class Executor:
             self.roots[key] = outputs if stage == self.stages.last else tuple(_root(x) for x in outputs)
         else:
             self.inputs.pop(key, None)
-        if stage + 1 in self.chunks:  # the next stage lives here too
+        if stage + 1 in self.chunks:  # the next stage is on this rank: no transfer
             self.inputs[stage + 1, microbatch] = _as_inputs(outputs, self.training)
         elif stage < self.stages.last:
             self.outputs[key] = outputs
 
     def backward(self, action: Action) -> None:
-        """Gradients of the stage's input and weights. A stage of which nothing is trained has neither."""
+        """Gradients of the stage's input and weights. A root of None, of a frozen stage, has no backward."""
         stage, microbatch = action[1:]
         key = (stage, microbatch)
         self.begin(action)
@@ -152,7 +152,7 @@ class Executor:
         self.transfers[action] = self.transport.post(DIRECTION_OF[action.op], self._peer(action))
 
     def sent(self, action: Action) -> None:
-        """The tensors have left: only what a backward needs of them stays alive."""
+        """Ends a send: from here on only the autograd graph keeps the tensors."""
         self.transfers.pop(action.with_op(BEGIN_OF[action.op])).wait()
 
     def receive(self, action: Action) -> None:
@@ -166,14 +166,14 @@ class Executor:
         self.reduce(action.stage)
 
     def _peer(self, transfer: Action) -> int:
-        """The pipeline rank at the other end."""
+        """The pipeline rank at the other end of a transfer."""
         return self.stages.ranks[partner(transfer).stage]
 
 
 class _Input:
-    """What came from the stage before: the tensor until a forward takes it, then only the gradient that the stage before wants.
+    """An input of a stage: the tensor until the forward takes it, then its gradient for the previous stage.
 
-    A leaf would do for both, but the graph holds a leaf to its end, also where the layers keep their input elsewhere or in parts.
+    A leaf tensor would serve, but the graph keeps a leaf alive until its end, even if the layers shard or offload their input.
     """
 
     def __init__(self, x: Tensor, training: bool):
@@ -183,16 +183,16 @@ class _Input:
         self._grads: list[Tensor] = []
 
     def enter(self) -> Tensor:
-        """The tensor, once, as the start of the stage's graph."""
+        """The tensor as the root of the stage's graph. May be called once."""
         x, self._x = self._x, None
-        assert x is not None, "the forward of a microbatch runs once"
+        assert x is not None, "the forward of a microbatch ran twice"
         return _Start.apply(torch.empty(0, requires_grad=True), x, self._grads) if self._wants_grad else x
 
     def take_grad(self) -> Tensor:
-        """Zeros where the backward had none."""
+        """The gradient, contiguous; zeros if the backward produced none."""
         if not self._grads:
             return torch.zeros_like(self._like, device=self._device)
-        return self._grads.pop().contiguous()  # a sum's gradient is one number, expanded
+        return self._grads.pop().contiguous()  # the gradient of a sum is an expanded scalar
 
 
 class _Start(torch.autograd.Function):
@@ -212,7 +212,7 @@ def _as_inputs(tensors: tuple[Tensor, ...], training: bool) -> tuple[_Input, ...
 
 
 def _root(x: Tensor) -> GradientEdge | None:
-    """Where a backward from `x` starts, without keeping the tensor's memory; None if nothing behind it is trained."""
+    """The start of a backward from `x` that does not keep its memory alive; None if `x` needs no gradient."""
     return get_gradient_edge(x) if x.requires_grad else None
 
 

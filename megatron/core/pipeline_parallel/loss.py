@@ -1,4 +1,4 @@
-"""What a loss function may return, and what becomes of it: sums and counts that add up over microbatches and ranks."""
+"""Results of forward steps and loss functions, read as sums and counts that add up over microbatches and ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,38 +15,37 @@ class MicrobatchLoss:
     """The loss of one microbatch as sums."""
 
     objective: Tensor  # scalar to differentiate: the sum over tokens
-    value: Tensor  # the loss as it was returned, in float64
-    tokens: Tensor  # scalar: what the sum of all objectives of a step is divided by
+    value: Tensor  # the loss as returned, in float64
+    tokens: Tensor  # scalar: the step's sum of objectives is divided by the step's sum of tokens
     report: dict[str, Tensor]  # name -> (sum, count)
 
 
 def read_step(result: Any, *, is_last: bool) -> tuple[Any, Any]:
-    """(output, loss_func) of what a `forward_step` returned. Raises TypeError with what it should have been."""
+    """(output, loss_func) from the result of a `forward_step`. TypeError if the result has another form."""
     if not isinstance(result, tuple) or len(result) != 2:
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a lone {type(result).__name__}"
-        raise TypeError(
-            f"forward_step must return (output, loss_func), where loss_func(output) gives the loss, not {what}"
-        )
+        raise TypeError(f"forward_step must return (output, loss_func) with loss_func(output) the loss, not {what}")
     output, loss_func = result
     if is_last and not callable(loss_func):
         raise TypeError(
-            f"forward_step returned (output, {loss_func!r}) on the last stage; there the second must be a function, "
-            "loss_func(output) -> (loss_sum, num_tokens, report); other stages may leave it None"
+            f"forward_step returned (output, {loss_func!r}) on the last stage; the second must be a function "
+            "loss_func(output) -> (loss_sum, num_tokens, report); on other stages it may be None"
         )
     handed_on = output if isinstance(output, tuple) else (output,)
     if not is_last and not all(isinstance(x, Tensor) for x in handed_on):
         kinds = ", ".join(type(x).__name__ for x in handed_on)
-        raise TypeError(f"forward_step handed on {kinds}; before the last stage a model must return its hidden states")
+        raise TypeError(f"forward_step returned {kinds}; before the last stage a model must return its hidden states")
     return output, loss_func
 
 
 def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
-    """From what a `loss_func` returned, in either of two forms.
+    """The result of a `loss_func`, in either of two forms:
 
-    (loss_sum, num_tokens, report)   the step's loss is the mean over all its tokens, whatever the masks
-    (loss, report)                   the older form: the mean over microbatches and data-parallel ranks of their losses
-    A report entry is a scalar (averaged the same way) or a pair (sum, count). The older form is read as the mean of
-    `nominal_tokens` tokens, those of a full microbatch, so that both forms give objectives of one size.
+    (loss_sum, num_tokens, report)   the step's loss is the mean over all tokens that are not masked
+    (loss, report)                   Megatron's older form: the mean of the losses of microbatches and data-parallel ranks
+
+    A report entry is a scalar (averaged like the loss) or a pair (sum, count). The older form counts as a mean over
+    `nominal_tokens` tokens, a full microbatch, so that both forms give objectives of the same size. TypeError otherwise.
     """
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[-1], Mapping):
         raise TypeError(
@@ -55,10 +54,10 @@ def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
         )
     objective, report = result[0], result[-1]
     if not isinstance(objective, Tensor):
-        raise TypeError(f"the loss must be a tensor, to be differentiated, not {type(objective).__name__}")
+        raise TypeError(f"the loss must be a tensor, not {type(objective).__name__}")
     if objective.numel() != 1:
         raise TypeError(f"the loss must be one number, not a tensor of shape {tuple(objective.shape)}")
-    value = objective.detach().double().squeeze()  # before a product that may overflow float16, which no gradient sees
+    value = objective.detach().double().squeeze()  # before the product below, which may overflow float16
     if len(result) == 2:
         objective = objective * nominal_tokens
     device = objective.device
@@ -70,7 +69,7 @@ def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
 
 
 def _numbers(what: str, value: Any, device: torch.device) -> Tensor:
-    if isinstance(value, int | float):  # made on the device, since a copy from the host would wait for it
+    if isinstance(value, int | float):  # filled on the device: a copy from the host would synchronize
         return torch.full((1,), value, dtype=torch.float64, device=device)
     try:
         return torch.as_tensor(value).detach().double().reshape(-1).to(device)
@@ -87,27 +86,29 @@ def _pair(value: Any, device: torch.device) -> Tensor:
 
 @dataclass
 class LossTotals:
-    """The sums of a step so far; objectives are gone by then. `value` tells whether each loss was a finite number."""
+    """Sums over the microbatches of a step so far. `value` is finite if each loss was."""
 
     tokens: Tensor | float = 0.0
     value: Tensor | float = 0.0
     report: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, loss: "MicrobatchLoss | LossTotals") -> None:
-        """Add the sums of a microbatch, or those of other microbatches."""
+        """Adds the sums of one microbatch, or of several."""
         self.tokens, self.value = self.tokens + loss.tokens, self.value + loss.value
         for name, pair in loss.report.items():
             self.report[name] = self.report[name] + pair if name in self.report else pair
 
 
 def keep_reports(forward_step: ForwardStep, into: list[Any], *, non_loss: bool = False) -> ForwardStep:
-    """The same forward step, whose loss function also leaves its report in `into`. non_loss: what it returns when told
-    `non_loss_data=True` instead, the loss being zero."""
+    """The forward step with a loss function that also appends its report to `into`.
+
+    non_loss: appends loss_func(output, non_loss_data=True) instead, and the loss is zero.
+    """
 
     def step(data_iterator: Iterator | None, model: Any) -> tuple[Any, Any]:
         result = forward_step(data_iterator, model)
         if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
-            return result  # before the last stage, or an error for the executor to name
+            return result  # an earlier stage, or an error that the executor reports
         output, loss_func = result
 
         def keeping(given: Any) -> Any:

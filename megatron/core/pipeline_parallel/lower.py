@@ -1,4 +1,4 @@
-"""Lowering: from who computes what to the full list of a rank, with transfers and gradient reductions.
+"""Lowering: adds transfers and gradient reductions to the compute actions of a schedule.
 
     generate       F0.0 B0.0
                    F1.0 B1.0
@@ -7,14 +7,14 @@
     add_reduce     F0.0 SEND_F0.0 POST_B0.0 RECV_B0.0 SENT_F0.0 B0.0 REDUCE0
                    POST_F1.0 RECV_F1.0 F1.0 B1.0 SEND_B1.0 REDUCE1 SENT_B1.0
 
-A transfer is begun at both ends, by SEND and POST, which never wait; then it goes on beside the compute; SENT and RECV
-wait for its end. Activations go forward over one communicator, gradients backward over another, and a communicator
-does what a rank has begun strictly in that order (NCCL does). So the ranks must begin in orders that agree: in each
-direction all transfers have ONE global order, and what a rank begins is a projection of it.
+A transfer starts at both ends, with SEND and POST, which never wait. It overlaps with compute; SENT and RECV wait for its end.
+Activations use one communicator, gradients another, and a communicator runs a rank's transfers strictly in the order in which
+they start (NCCL does). So the ranks must start transfers in orders that agree: each direction has ONE global order, and each
+rank's order is a projection of it.
 
-Why nothing deadlocks: run compute and transfers in the order of time, a transfer at the moment its producer ends. Its
-SEND stands right behind the producer and its POST no later than that moment, and all that were begun before it in its
-direction stand before it in the global order, so they are done. SENT and RECV stand later, so they do not wait in vain.
+Why it cannot deadlock: take compute and transfers in order of time, a transfer at the moment its producer ends. Its SEND stands
+right behind the producer, its POST no later than that moment. All transfers that start before it in its direction precede it in
+the global order, so they are complete. SENT and RECV stand later, so they wait for a transfer that can run.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedule import COMPUTE, Action, Op, Schedu
 from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, locate, run_in_order, simulate
 from megatron.core.stage_map import StageMap
 
-DIRECTION_OF = {  # the communicator that carries it; SEND, SENT, POST and RECV of a transfer are named by it
+DIRECTION_OF = {  # the communicator of an op's result, or of a transfer
     **dict.fromkeys((Op.F, Op.SEND_F, Op.SENT_F, Op.POST_F, Op.RECV_F), "forward"),
     **dict.fromkeys((Op.B, Op.I, Op.SEND_B, Op.SENT_B, Op.POST_B, Op.RECV_B), "backward"),
 }
@@ -44,23 +44,22 @@ _WAIT_OF = {begin: wait for wait, begin in BEGIN_OF.items()}
 def add_transfers(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST) -> Schedule:
     """The schedule with SEND and SENT for each result that another rank needs, and POST and RECV on that rank.
 
-    Between two computes stands first what does not wait, then what does:
+    Between two computes, actions that start transfers stand before actions that wait:
       SEND  right behind the producer.
-      POST  when the producer starts, so that the receive is there when the data comes: before what the rank computes at
-            that moment, but behind whatever its direction's global order has before. At most two receives a direction
-            are posted ahead of data that is not there yet (tested; beyond those, the schedule itself holds the data).
-      SENT  where the rank begins its next send in that direction, at the latest before the backward that frees the
-            output, or at the end: a rank holds at most two leaving results a direction.
+      POST  when the producer starts, so that the receive is posted before the data comes: before the action that the rank
+            computes at that moment, in the global order of its direction. At most two receives per direction are posted
+            ahead of their data (tested; beyond those, the schedule itself holds the data).
+      SENT  where the rank starts its next send in that direction, at the latest before the backward that frees the output,
+            or at the end: a rank holds at most two outgoing results per direction.
       RECV  right before the consumer.
 
-    The global order is that of the producers' ends as simulated with `cost`. `cost` changes that order, and never what
-    is computed. All ranks must lower with the same `cost`, not with what each one measured. A stage's neighbour on the
-    same rank needs no transfer.
+    Transfers are ordered globally by the ends of their producers, simulated with `cost`. `cost` affects only that order, not
+    the results, but all ranks must lower with the same `cost`. Neighbouring stages on one rank need no transfer.
     """
     ranks = stages_in(schedule).ranks
     time, home = simulate(schedule, cost), locate(schedule)
     rows = [_Row(actions, [time.end[action] for action in actions]) for actions in schedule]
-    for producer in sorted(time.end, key=time.end.get):  # what ends together keeps one order, the same on all ranks
+    for producer in sorted(time.end, key=time.end.get):  # the sort is stable: ties have the same order on all ranks
         if producer.op is Op.W:
             continue
         direction = DIRECTION_OF[producer.op]
@@ -74,25 +73,25 @@ def add_transfers(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST) -
 
 
 class _Row:
-    """One rank's list in the making. Gap i is before compute i; the last one is the end of the list."""
+    """One rank's list under construction. Gap i is before compute i; the last gap is the end of the list."""
 
     def __init__(self, actions: list[Action], ends: list[float]):
         self.actions, self.ends = actions, ends
         self.begins: list[list[Action]] = [[] for _ in range(len(actions) + 1)]
         self.waits: list[list[Action]] = [[] for _ in range(len(actions) + 1)]
         self.gap_of_last_begin = {"forward": 0, "backward": 0}
-        self.leaving: dict[str, Action] = {}  # by direction, the SENT that has no place yet
+        self.leaving: dict[str, Action] = {}  # by direction, the SENT that is not placed yet
         self.freed_at = {action[1:]: index for index, action in enumerate(actions) if action.op in (Op.B, Op.I)}
 
     def send(self, producer: Action, direction: str, index: int) -> None:
-        """Add the SEND of compute `index`, and the SENT of the send before it."""
+        """Adds the SEND of compute `index`, and the SENT of the previous send."""
         send, sent = _OPS_OF[direction][:2]
         self._begin(producer.with_op(send), direction, index + 1)
         self._place_sent(direction, index + 1)
         self.leaving[direction] = producer.with_op(sent)
 
     def receive(self, consumer: Action, direction: str, index: int, moment: float) -> None:
-        """Add the RECV of compute `index`, and its POST before what the rank computes at `moment`."""
+        """Adds the RECV of compute `index`, and its POST before the action that the rank computes at `moment`."""
         post, recv = _OPS_OF[direction][2:]
         self._begin(consumer.with_op(post), direction, bisect_right(self.ends, moment))
         self.waits[index].append(consumer.with_op(recv))
@@ -116,10 +115,10 @@ class _Row:
 
 
 def add_reduce(schedule: Schedule) -> Schedule:
-    """The schedule with a REDUCE once a stage's last gradient is computed, and on its way where it has to be sent.
+    """The schedule with a REDUCE after each stage's last gradient is computed and its SEND_B has started. Call it last.
 
-    The SEND_B goes first because the stage below waits for it and nothing waits for the REDUCE. The first stage waits
-    for the last where one rank has both, since they may share a table. Apply it last, after `add_transfers`.
+    The SEND_B goes first because the previous stage waits for it. If one rank has the first and the last stage, the first
+    reduces after the last, since they may share a table.
     """
     lowered, last_stage = [], stages_in(schedule).last
     for actions in schedule:
@@ -135,11 +134,10 @@ def add_reduce(schedule: Schedule) -> Schedule:
 
 
 def check_rendezvous(schedule: Schedule) -> None:
-    """Run the lowered lists on paper over communicators that do, on each rank, what was begun in the order it was begun.
+    """Checks lowered lists against the strictest transport: a transfer runs when it is first in the queues of both its ends.
 
-    A transfer happens when it is first in the queues of both its ends; that is the strictest transport there is. Raises
-    ValueError, naming the waiting actions and the grid around them, if an action stands before what it needs, the ranks
-    wait for each other in a circle, or a transfer is begun and never met or never waited for.
+    Raises ValueError, with the waiting actions and the schedule around them, if an action stands before its inputs, ranks
+    wait in a cycle, or a transfer has no partner or no wait.
     """
     home, stages = locate(schedule), stages_in(schedule)
     done, wires = set(), {"forward": _Wire(stages), "backward": _Wire(stages)}
@@ -158,7 +156,7 @@ def check_rendezvous(schedule: Schedule) -> None:
 
     run_in_order(schedule, attempt)
     problems = [
-        f"{action} is begun, but {other} is in no list"
+        f"{action} starts a transfer, but {other} is in no list"
         for action in home
         if action.op in _WAIT_OF
         for other in (partner(action), action.with_op(_WAIT_OF[action.op]))
@@ -169,7 +167,7 @@ def check_rendezvous(schedule: Schedule) -> None:
 
 
 class _Wire:
-    """One direction's communicator: a queue a rank of what it has begun."""
+    """The communicator of one direction: a queue per rank of the transfers it has started."""
 
     def __init__(self, stages: StageMap):
         self.ranks = dict(enumerate(stages.ranks))  # a partner may be in no list
@@ -177,7 +175,7 @@ class _Wire:
         self.happened: set[Action] = set()
 
     def begin(self, action: Action) -> None:
-        """Queue a SEND or POST, and do every transfer that is now first at both its ends."""
+        """Queues a SEND or POST, and runs every transfer that is now first at both its ends."""
         ranks = [self.ranks[action.stage]]
         self.queues[ranks[0]].append(action)
         while ranks:
@@ -185,10 +183,10 @@ class _Wire:
             queue = self.queues[rank]
             if queue and self._first(peer := self.ranks.get(partner(queue[0]).stage)) == partner(queue[0]):
                 self.happened |= {queue.popleft(), self.queues[peer].popleft()}
-                ranks += [rank, peer]  # what stood behind it is first now
+                ranks += [rank, peer]  # the next transfers are first now
 
     def held_up_by(self, action: Action) -> list[Action]:
-        """[] if the transfer of this SEND or POST has happened, else the action that has to go before it."""
+        """[] if the transfer of this SEND or POST has run, else the action that it waits for."""
         if action in self.happened:
             return []
         other = partner(action)
@@ -196,16 +194,16 @@ class _Wire:
             first = self._first(self.ranks[mine.stage])
             if first != mine:
                 return [first if mine in self.queues[self.ranks[mine.stage]] else mine]
-        raise AssertionError(f"{action} and {other} are first in their queues and did not happen")
+        raise AssertionError(f"{action} and {other} are first in their queues, but did not run")
 
     def _first(self, rank: int) -> Action | None:
         return self.queues[rank][0] if self.queues[rank] else None
 
 
 def partner(action: Action) -> Action:
-    """The action that meets this one: SEND_F3.1 and POST_F4.1, SENT_F3.1 and RECV_F4.1, SEND_B4.1 and POST_B3.1, ...
+    """The counterpart of a transfer's action: SEND_F3.1 and POST_F4.1, SENT_F3.1 and RECV_F4.1, SEND_B4.1 and POST_B3.1, ...
 
-    The rank at the other end is that of `partner(action).stage`.
+    `partner(action).stage` is on the rank at the other end.
     """
     step = _STEP_OF[DIRECTION_OF[action.op]] * (1 if action.op in _SENDING else -1)
     return Action(_PARTNER_OF[action.op], action.stage + step, action.microbatch)
@@ -214,7 +212,7 @@ def partner(action: Action) -> Action:
 def _needs_on_rank(
     action: Action, actions: list[Action], home: Mapping[Action, tuple[int, int]], stages: StageMap
 ) -> list[Action]:
-    """What must stand before `action` in its own rank's list, which is `actions`."""
+    """The actions that must precede `action` in `actions`, its own rank's list."""
     if action.op is Op.SEND_F:
         return [action.with_op(Op.F)]
     if action.op is Op.SEND_B:

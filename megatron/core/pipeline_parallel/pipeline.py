@@ -27,37 +27,36 @@ from megatron.core.weight_grads import WeightGradStore
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How the samples of a step are dealt out."""
+    """How the samples of a step are distributed over microbatches and ranks."""
 
     micro_batch_size: int
-    num_microbatches: int  # of one rank in one step of validation, and of training unless a step says otherwise
-    tokens_per_sample: int = 1  # when none is masked
+    num_microbatches: int  # per rank in a step of validation; the default for a step of training
+    tokens_per_sample: int = 1  # if none is masked
 
     @property
     def nominal_tokens(self) -> int:
-        """Tokens in one rank's microbatch when none is masked."""
+        """Tokens of one rank's microbatch if none is masked."""
         return self.micro_batch_size * self.tokens_per_sample
 
     def samples_of(self, first_sample: int, microbatch: int, samples: Axis) -> tuple[int, ...]:
-        """The numbers, within the run, of the samples in the rows of one rank's microbatch. samples: `Mesh.samples`."""
+        """The samples in the rows of one rank's microbatch, numbered over the run. samples: `Mesh.samples`."""
         first = first_sample + (microbatch * samples.size + samples.rank) * self.micro_batch_size
         return tuple(range(first, first + self.micro_batch_size))
 
 
 class SharedTotals(NamedTuple):
-    """What all ranks have computed in a step."""
+    """Totals of a step over all ranks."""
 
     tokens: float
-    loss: float  # sum of the losses as they were returned
+    loss: float  # sum of the losses as returned
     report: dict[str, float]  # mean of each entry; on the last stage, empty elsewhere
 
 
 class Pipeline:
-    """This rank's chunks, and how they are run.
+    """Runs this rank's chunks by a schedule.
 
-    chunks: by stage, each in a DistributedDataParallel or a plain module. boundary: the tensors that pass between
-    stages, of which the ranks of `copies_over` hold equal copies. keys: of dropout; those that the chunks' modules
-    hold when None. poison: for `Transport`.
+    chunks: by stage, each a DistributedDataParallel or a plain module. boundary: the tensors that pass between stages; the
+    ranks of `copies_over` hold equal copies. keys: dropout keys; default: all found in the chunks. poison: see `Transport`.
     """
 
     def __init__(
@@ -95,9 +94,10 @@ class Pipeline:
         loss_scale: float = 1.0,
         forward_step: ForwardStep | None = None,
     ) -> LossTotals:
-        """Forwards, backwards and the start of the gradient reduction of one step; the forwards alone when not `training`.
+        """Runs the forwards, backwards and the start of gradient reduction of one step; only forwards if not `training`.
 
-        first_sample: its number within the run. forward_step: another than that of training.
+        Every pipeline rank must call. first_sample: the step's first sample, numbered over the run. forward_step: default: the
+        pipeline's own.
         """
 
         def begin(action: Action) -> None:
@@ -122,9 +122,9 @@ class Pipeline:
         return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
 
     def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
-        """The lowered lists of all pipeline ranks, kept until a step has another number of microbatches.
+        """The lowered lists of all pipeline ranks, cached for one number of microbatches.
 
-        Only the last are kept: those of all sizes of a long ramp, each with the actions of every rank, would fill gigabytes.
+        A cache of all sizes of a long batch ramp, each with the actions of every rank, would take gigabytes.
         """
         m = num_microbatches or self.batch.num_microbatches
         made_for, schedule = self._schedules.get(training, (None, []))
@@ -141,13 +141,13 @@ class Pipeline:
         name = self.schedule_name
         made = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks))
         if stages_in(made) != self.stages:
-            raise ValueError(f"{name}: {m} microbatches move its stages to other ranks; mend SCHEDULES[{name!r}]")
+            raise ValueError(f"{name}: {m} microbatches move its stages to other ranks; fix SCHEDULES[{name!r}]")
         return made
 
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
-        """The sums of all ranks from those of this one. Every rank must call.
+        """The totals of all ranks. Every rank must call.
 
-        One all-reduce over `Mesh.tokens` within the last stage carries everything; tokens and losses then go over pp.
+        One all-reduce over `Mesh.tokens` within the last stage sums everything; a second over pp shares tokens and losses.
         """
         names = sorted(totals.report)
         packed = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
@@ -163,14 +163,14 @@ class Pipeline:
         return SharedTotals(numbers[0], numbers[1], means)
 
     def _reserve(self, schedule: Schedule) -> None:
-        """Tell the layers of each chunk how many of their inputs will wait for a backward at once."""
+        """Tells the layers of each chunk the peak number of microbatches that wait for a backward."""
         for stage, chunk in self.chunks.items():
             for module in _modules_of(chunk):
                 tell(module, "reserve", peak_inputs(schedule, stage))
 
 
 def tell(module: Any, method: str, *arguments: Any, **named: Any) -> None:
-    """Call a method that not every module has: those of DistributedDataParallel on a plain module, for one."""
+    """Calls a method if the module has it: a plain module lacks those of DistributedDataParallel."""
     if hasattr(module, method):
         getattr(module, method)(*arguments, **named)
 

@@ -1,4 +1,4 @@
-"""Drawings of a schedule's time line: text for a terminal, SVG for a page, a Chrome trace to zoom into."""
+"""Plots of a schedule's timeline: text for a terminal, SVG for a page, a Chrome trace to zoom into."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, bubble, locat
 
 _FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
 _LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
-# In SVG units, which a browser shows as pixels. A letter is as wide as any of a sans-serif face at its size: 12, in titles 15.
+# SVG units, shown as pixels. Letter widths are upper bounds for a sans-serif face of size 12, for titles 15.
 _ROW, _MARGIN = 26, 60
 _SQUARE, _MAX_WIDTH = 36, 6000
 _DIGIT = _LETTER = 7
@@ -17,10 +17,10 @@ _TITLE_LETTER = 9
 
 
 def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:
-    """The time line, one row per rank and one cell per unit of time, the unit being the cheapest action.
+    """The timeline as text, one row per rank, one cell per unit of time: the duration of the cheapest action.
 
-    F0 is the forward of microbatch 0, B0 its backward, in lower case for every chunk of a rank but its first;
-    -- goes on with what the cell to the left began, blank is idle. An example opens `schedule.py`.
+    F0 is the forward of microbatch 0, B0 its backward; lower case for all chunks of a rank but the first; -- continues the
+    action to its left; blank is idle. `schedule.py` begins with an example.
     """
     start, end = simulate(schedule, cost, transfer)
     stages = stages_in(schedule)
@@ -41,9 +41,9 @@ def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, trans
 def plot_svg(
     schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0, title: str = "pipeline schedule"
 ) -> str:
-    """The same as a page of SVG that needs nothing else: one row per rank, one box per action with its microbatch.
+    """The timeline as a standalone SVG: one row per rank, one box per action with its microbatch.
 
-    Chunks after a rank's first are lighter. Pointing at a box shows its action and its times.
+    Chunks after a rank's first are lighter. A tooltip shows an action and its times.
     """
     start, end = simulate(schedule, cost, transfer)
     total, stages = max(end.values()), stages_in(schedule)
@@ -79,18 +79,18 @@ def _box(action: Action, x: float, y: float, width: float, opacity: float, when:
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 4}" fill="{_FILL[action.op]}" '
         f'fill-opacity="{opacity:.2f}" stroke="white"/>'
     )
-    if width >= _DIGIT * len(str(action.microbatch)):  # else the number does not fit
+    if width >= _DIGIT * len(str(action.microbatch)):  # the number fits
         yield f'<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle" font-size="11">{action.microbatch}</text>'
     yield "</g>"
 
 
 def _width_of(notes: list[str]) -> float:
-    """How far the legend reaches: each note has a square before it and a gap behind."""
+    """The width of the legend: each note has a square before it and a gap behind."""
     return sum(_SQUARE + _LETTER * len(note) for note in notes)
 
 
 def _legend(ops: list[Op], notes: list[str], y: float) -> Iterator[str]:
-    """A square in the colour of each op with its note; a note beyond those has none."""
+    """A coloured square and a note for each op; further notes have no square."""
     for index, note in enumerate(notes):
         x = _MARGIN + _width_of(notes[:index])
         if index < len(ops):
@@ -105,9 +105,9 @@ def chrome_trace(
     *,
     microseconds_per_unit: float = 1000.0,
 ) -> dict:
-    """The time line in the Trace Event Format, for chrome://tracing or ui.perfetto.dev: `json.dump` it to a file.
+    """The timeline in the Trace Event Format: `json.dump` it to a file for chrome://tracing or ui.perfetto.dev.
 
-    One thread per rank; arrows lead from each result that crosses ranks to the action that needs it.
+    One thread per rank; an arrow leads from each result to the action on another rank that needs it.
     """
     start, end = simulate(schedule, cost, transfer)
     home, num_stages = locate(schedule), len(stages_in(schedule).ranks)

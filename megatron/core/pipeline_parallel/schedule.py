@@ -8,9 +8,9 @@
     rank 1 |  F0F1    B0--F2B1--F3B2--  B3--    |
     rank 2 |    F0B0--F1B1--F2B2--F3B3--        |
 
-A schedule says who computes what and in which order. `simulate` runs it on paper, `lower` adds the communication, the
-executor runs one rank's list. It also says where each stage is: on the rank whose list has its actions. A new schedule
-is a new function, here or in a script, and a line in SCHEDULES; nothing else has to know.
+A schedule is the order of compute on each rank, and the stage map: a stage is on the rank whose list has its actions.
+`simulate` computes its times, `lower` adds communication, the executor runs one rank's list. A new schedule is a function,
+here or in a script, and a line in SCHEDULES.
 """
 
 from collections import defaultdict, deque
@@ -23,26 +23,24 @@ from megatron.core.stage_map import StageMap, loop
 
 
 class Op(IntEnum):
-    """What a rank can do. A transfer is two actions at each end: begin it, and wait for it."""
+    """The kinds of action. A transfer is two actions at each end: start it, and wait for it."""
 
     F = auto()  # forward of one microbatch through one stage
-    B = auto()  # backward of the same: gradients of the input and of the weights
-    I = auto()  # half of B: the gradient of the input, which the stage before waits for  # noqa: E741
-    W = auto()  # the other half: the gradients of the weights, which nobody waits for
-    SEND_F = auto()  # begin to send the output of F3.1:   SEND_F3.1, met by POST_F4.1
-    SENT_F = auto()  # wait until it has left: its memory may be used again
-    POST_F = auto()  # begin to receive the input of F4.1
+    B = auto()  # its backward: input and weight gradients
+    I = auto()  # half of B: the input gradient, which the previous stage needs  # noqa: E741
+    W = auto()  # the other half: the weight gradients, not needed before the end of the step
+    SEND_F = auto()  # start to send the output of F3.1: SEND_F3.1 meets POST_F4.1
+    SENT_F = auto()  # wait until it is sent: its memory may be reused
+    POST_F = auto()  # start to receive the input of F4.1
     RECV_F = auto()  # wait until it has arrived
-    SEND_B = (
-        auto()
-    )  # begin to send the gradient that B4.1 or I4.1 computed for its input:   SEND_B4.1, met by POST_B3.1
-    SENT_B = auto()  # wait until it has left
-    POST_B = auto()  # begin to receive the gradient that B3.1 or I3.1 starts from
+    SEND_B = auto()  # start to send the input gradient of B4.1 or I4.1: SEND_B4.1 meets POST_B3.1
+    SENT_B = auto()  # wait until it is sent
+    POST_B = auto()  # start to receive the output gradient of B3.1 or I3.1
     RECV_B = auto()  # wait until it has arrived
-    REDUCE = auto()  # start reducing the stage's gradients over the data-parallel ranks; has no microbatch
+    REDUCE = auto()  # start to reduce the stage's gradients over data-parallel ranks; has no microbatch
 
 
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # what stands in a schedule before `lower` adds the rest
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # the ops of a schedule before `lower`
 
 
 class Action(NamedTuple):
@@ -62,13 +60,13 @@ Schedule = list[list[Action]]  # [rank][position]
 
 
 def gpipe(p: int, m: int, v: int = 1) -> Schedule:
-    """All forwards, then all backwards: m activations alive on every rank (arXiv:1811.06965)."""
+    """All forwards, then all backwards: m microbatches in flight on every rank (arXiv:1811.06965)."""
     _check_sizes("gpipe", p, m, v, one_chunk=True)
     return _alternate(p, m, 1, warmup=lambda rank: m)
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
-    """PipeDream-Flush: the bubble of GPipe, min(p - rank, m) activations alive (arXiv:2104.04473, section 2.2.1)."""
+    """PipeDream-Flush: the bubble of GPipe, min(p - rank, m) microbatches in flight (arXiv:2104.04473, section 2.2.1)."""
     _check_sizes("1f1b", p, m, v, one_chunk=True)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 
@@ -76,9 +74,9 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """1F1B over v chunks per rank: 1/v of the bubble for v times the transfers (arXiv:2104.04473, section 2.2.2).
 
-    The first backward reaches `rank` only after microbatch 0 has passed every chunk, (v - 1) * p forwards, and has gone
-    to the last rank and back, 2 * (p - rank - 1) steps. That time is filled with forwards instead of waiting as 1F1B
-    does, which is why v = 1 keeps more activations alive than `one_f_one_b` for the same bubble.
+    The first backward reaches `rank` after microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the last
+    rank and back, 2 * (p - rank - 1) steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more
+    microbatches in flight than `one_f_one_b` for the same bubble.
     """
     _check_sizes("interleaved", p, m, v)
     if m % p:
@@ -92,9 +90,9 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients fill the bubble, with the memory of 1F1B (arXiv:2401.10241, section 2.2).
 
-    1F1B keeps p - r activations on rank r, which waits longest in the end, for the backwards to come down, where r is
-    small, and in the beginning where r is large. With room for p activations, as rank 0 has, rank r can put off r of its
-    W, so that the I come r * tW earlier and W fill the end. With p = 3, m = 4 and F, I, W of equal time:
+    In 1F1B rank r has p - r microbatches in flight; a low rank idles most at the end of the step, a high rank at its start.
+    With memory for p microbatches, as rank 0 has, rank r can defer r of its W: the I come r * tW earlier, and W fill the end.
+    With p = 3, m = 4 and F, I, W of equal time:
 
         rank 0 |F0F1F2    I0W0F3I1W1I2W2I3W3|
         rank 1 |  F0F1  I0F2I1W0F3I2W1I3W2W3|
@@ -105,10 +103,9 @@ def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
-    """The schedule with each B split into I and W, W standing behind the I that comes `delay(rank)` backwards later.
+    """The schedule with each B split into I and W; W follows the I of `delay(rank)` backwards later, or the last action.
 
-    The W that are left at the end follow each other there. W run in the order of their I, so the gradients of a stage
-    are summed in the order of its microbatches, as by B.
+    W run in the order of their I, so a stage's gradients are summed in the order of its microbatches, as by B.
     """
     split = []
     for rank, actions in enumerate(schedule):
@@ -126,23 +123,23 @@ def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Sched
 
 
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
-    """The forwards of `interleaved` (with v = 1, of 1F1B), for evaluation; m may be any number."""
+    """The forwards of `interleaved`, or of 1F1B with v = 1, for evaluation; m need not be a multiple of p."""
     _check_sizes("forward_only", p, m, v)
     return forwards_over(loop(p, v), m)
 
 
 def forwards_over(stages: StageMap, m: int) -> Schedule:
-    """The forwards of m microbatches, wherever the stages are."""
+    """The forwards of m microbatches, for any stage map."""
     ranks = range(len(set(stages.ranks)))
     return [_in_groups(Op.F, stages.of_rank(rank), group=len(ranks), m=m) for rank in ranks]
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """The compute actions, on whichever rank, whose results the compute action needs.
+    """The compute actions, on any rank, whose results a compute action needs.
 
-    B needs the B of the stage after it and I the I: a microbatch's backward is split on every stage or on none.
+    B needs the B of the next stage, I needs its I: the backward of a microbatch is split on every stage or on none.
     """
-    assert action.op in COMPUTE, f"{action} is no compute action"
+    assert action.op in COMPUTE, f"{action} is not a compute action"
     if action.op is Op.F:
         return [action._replace(stage=action.stage - 1)] if action.stage > 0 else []
     if action.op is Op.W:
@@ -156,7 +153,7 @@ def count_stages(schedule: Schedule) -> int:
 
 
 def stages_in(schedule: Schedule) -> StageMap:
-    """The rank of each stage, as the lists have it. Raises ValueError where a stage is on several ranks, or on none."""
+    """The stage map of a schedule. ValueError if a stage is on no rank or on several."""
     homes = defaultdict(set)
     for rank, actions in enumerate(schedule):
         for stage in {action.stage for action in actions}:
@@ -167,12 +164,12 @@ def stages_in(schedule: Schedule) -> StageMap:
         if len(homes[stage]) != 1
     ]
     if wrong:
-        raise ValueError(f"schedule: {'; '.join(wrong)}; each must be on one rank")
+        raise ValueError(f"schedule: {'; '.join(wrong)}; a stage must be on one rank")
     return StageMap(tuple(homes[stage].pop() for stage in range(len(homes))))
 
 
 def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule:
-    """On each rank `warmup(rank)` forwards, then one forward and one backward in turn, then the backwards left over."""
+    """On each rank `warmup(rank)` forwards, then one forward and one backward in turn, then the remaining backwards."""
     schedule = []
     for rank in range(p):
         stages = loop(p, v).of_rank(rank)
@@ -187,7 +184,7 @@ def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule
 
 
 def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Action]:
-    """`group` microbatches through each of `stages` in turn, then the next group; with one stage simply 0..m-1."""
+    """`group` microbatches through each of `stages` in turn, then the next group."""
     stages = list(stages)
     return [
         Action(op, stage, microbatch)
@@ -198,7 +195,7 @@ def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Act
 
 
 def _check_sizes(name: str, p: int, m: int, v: int, *, one_chunk: bool = False) -> None:
-    """Raise ValueError for sizes that no schedule has, and for several chunks where there may be one."""
+    """Raises ValueError for sizes below 1, and with `one_chunk` for v above 1."""
     problems = []
     if p < 1:
         problems.append(f"the pipeline size ({p}) must be at least 1; change --pipeline-model-parallel-size")
@@ -211,14 +208,14 @@ def _check_sizes(name: str, p: int, m: int, v: int, *, one_chunk: bool = False) 
         )
     if not problems and one_chunk and v > 1:
         problems.append(
-            f"it has one chunk per rank, not {v}; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage"
+            f"it has one chunk per rank, not {v}; use interleaved or omit --num-layers-per-virtual-pipeline-stage"
         )
     if problems:
         raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))
 
 
-# What trains, by name: (p, m, v) -> Schedule, or ValueError where the sizes do not fit. Open to scripts. The lists for
-# m = 2 p say where the stages are before the number of microbatches is known; any m must place them alike.
+# Training schedules by name: (p, m, v) -> Schedule, ValueError if the sizes do not fit. Scripts may add entries. The stage map
+# is read from the lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m.
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -228,7 +225,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def stage_map(name: str, p: int, v: int = 1) -> StageMap:
-    """Where SCHEDULES[name] places p * v stages. Raises ValueError for an unknown name, or sizes that the schedule refuses."""
+    """The stage map of SCHEDULES[name] for p * v stages. ValueError for an unknown name or sizes that do not fit."""
     if name not in SCHEDULES:
         raise ValueError(f"--pipeline-schedule is {name}; it must be one of {', '.join(SCHEDULES)}")
     return _stages_of(SCHEDULES[name], p, v)

@@ -1,4 +1,4 @@
-"""Megatron's path of `get_forward_backward_func`."""
+"""Megatron's import path for `get_forward_backward_func`."""
 
 from megatron.core.lazy import lazy_names
 

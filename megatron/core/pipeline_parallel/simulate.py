@@ -1,4 +1,4 @@
-"""Schedules on paper: start and end times, bubble, live activations, and who waits for whom in a deadlock."""
+"""Simulation of schedules: start and end times, bubble, microbatches in flight, and an explanation of deadlocks."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Schedule, count_stages, dependencies
 
-DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # backward multiplies two matrices where forward multiplies one
+DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # a backward has two matrix products for each one of the forward
 
 
 class Timeline(NamedTuple):
@@ -16,14 +16,14 @@ class Timeline(NamedTuple):
 
 
 def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The schedule that SCHEDULES has under `name`, known to do the whole step and to end. Raises ValueError otherwise.
+    """SCHEDULES[name] for these sizes, checked: each action of the step once, no deadlock. Raises ValueError otherwise.
 
-    A schedule may be a fork's. One that forgets a backward would train on a part of its gradients without a word.
+    A script may add schedules. Without the check, a missing backward would silently drop gradients.
     """
     schedule = SCHEDULES[name](p, m, v)
     if problems := problems_of(schedule, p, m, v):
-        more = f", and {len(problems) - 3} more like these" if len(problems) > 3 else ""
-        raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; mend SCHEDULES[{name!r}]")
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; fix SCHEDULES[{name!r}]")
     try:
         simulate(schedule)
     except ValueError as error:
@@ -32,19 +32,17 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
 
 
 def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
-    """What a schedule lacks to be one whole step of m microbatches through p * v stages, or has too much.
+    """Missing and surplus actions of a schedule for m microbatches through p * v stages.
 
-    Every stage computes, on its own rank, F once and B once, or I and W once, of every microbatch.
+    Each stage computes, on one rank, F and B, or F, I and W, once for each microbatch.
     """
     if len(schedule) != p:
-        return [f"it has lists for {len(schedule)} ranks, and the pipeline has {p}"]
+        return [f"it has lists for {len(schedule)} ranks, but the pipeline has {p}"]
     found = Counter((action.stage, rank) for rank, actions in enumerate(schedule) for action in actions)
     home = {stage: max(range(p), key=lambda rank: found[stage, rank]) for stage in range(p * v)}
     uneven = [rank for rank in range(p) if list(home.values()).count(rank) != v]
     if uneven:
-        return [
-            f"rank {rank} has the stages {[s for s in home if home[s] == rank]}, not {v} of {p * v}" for rank in uneven
-        ]
+        return [f"rank {rank} has stages {[s for s in home if home[s] == rank]}, not {v} of {p * v}" for rank in uneven]
     times = Counter(action for actions in schedule for action in actions)
     wanted = [
         Action(op, stage, microbatch)
@@ -54,10 +52,10 @@ def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
     needless = times.keys() - set(wanted)
     return [
         *(f"rank {home[a.stage]} lacks {a}, {_MEANING[a.op]}" for a in wanted if a not in times),
-        *(f"{action} is there {count} times" for action, count in times.items() if count > 1),
-        *(f"{action} is none of the step's" for action in sorted(needless, key=str)),
+        *(f"{action} occurs {count} times" for action, count in times.items() if count > 1),
+        *(f"{action} does not belong to the step" for action in sorted(needless, key=str)),
         *(
-            f"rank {rank} has {action}, whose stage is on rank {home[action.stage]}"
+            f"rank {rank} has {action}, but its stage is on rank {home[action.stage]}"
             for rank, actions in enumerate(schedule)
             for action in actions
             if action not in needless and home[action.stage] != rank
@@ -78,10 +76,10 @@ _MEANING = {
 
 
 def simulate(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> Timeline:
-    """Start and end of every action, in the unit of `cost`, when each rank runs its list as early as it can.
+    """Start and end of every action, in the unit of `cost`, if each rank runs its list as early as possible.
 
-    schedule: compute actions only, as before `lower.add_transfers`. transfer: from the end of an action to its result
-    being on another rank; transfers overlap with compute. Raises ValueError if the lists can never finish.
+    schedule: compute actions only, before `lower.add_transfers`. transfer: time of a result to another rank; it overlaps with
+    compute. Raises ValueError if the lists deadlock.
     """
     _check_cost(schedule, cost)
     home, num_stages = locate(schedule), count_stages(schedule)
@@ -103,7 +101,7 @@ def simulate(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transf
 
 
 def bubble(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> float:
-    """Idle time over ideal time, the ideal being the busiest rank's compute alone (arXiv:2104.04473, section 2.2)."""
+    """Idle time divided by ideal time, which is the compute of the busiest rank (arXiv:2104.04473, section 2.2)."""
     ideal = max(sum(cost[action.op] for action in actions) for actions in schedule)
     return max(simulate(schedule, cost, transfer).end.values()) / ideal - 1
 
@@ -111,11 +109,11 @@ def bubble(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer
 def bubble_in_theory(
     name: str, p: int, m: int, v: int = 1, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0
 ) -> float | None:
-    """The closed form of `bubble`; None for a schedule of a fork, and where a transfer takes time: there is none then.
+    """The closed form of `bubble`; None for a script's schedule, or if transfers take time.
 
     (p - 1) / (v m) for all but ZB-H1 (arXiv:2104.04473, section 2.2). ZB-H1 idles for (p - 1)(tF + tI - tW) if m >= p
-    and no op is cheaper than W (arXiv:2401.10241, table 1). What stands here holds for all costs and all m: it was
-    found by trying, and is tested over a grid.
+    and no op is cheaper than W (arXiv:2401.10241, table 1). The form below extends it to all costs and all m; it is empirical
+    and tested over a grid.
     """
     if transfer or name not in _PEAK_LIVE:
         return None
@@ -128,14 +126,14 @@ def bubble_in_theory(
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Per rank, the most microbatches of one stage between their F and their B or W at once: activations to hold.
+    """Per rank, the peak number of microbatches in flight, counted per chunk: between their F and their B or W.
 
-    A chunk's activation is 1/v of a rank's. Means nothing for `forward_only`, where nothing waits for a backward.
+    An activation of a chunk is 1/v of a rank's. Not meaningful for `forward_only`, which frees activations at once.
     """
     return peak_bytes(schedule, [1] * count_stages(schedule))
 
 
-# Microbatches alive on a rank, were there enough of them: section 2.2 of the same papers.
+# Microbatches in flight on a rank for large m: section 2.2 of the same papers.
 _PEAK_LIVE = {
     "gpipe": lambda rank, p, m, v: m,
     "1f1b": lambda rank, p, m, v: p - rank,
@@ -145,57 +143,56 @@ _PEAK_LIVE = {
 
 
 def peak_live_in_theory(name: str, p: int, m: int, v: int = 1) -> list[int] | None:
-    """The closed form of `peak_live`; None for a schedule of a fork."""
+    """The closed form of `peak_live`; None for a script's schedule."""
     live = _PEAK_LIVE.get(name)
     return None if live is None else [min(live(rank, p, m, v), v * m) for rank in range(p)]
 
 
 def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float], kept_for_weights: float = 1.0) -> list[float]:
-    """Per rank, the most bytes of activations at once, where each stage's F makes `bytes_of_stage[stage]` of them.
+    """Per rank, the peak bytes of saved activations, if an F of a stage saves `bytes_of_stage[stage]`.
 
-    B and W free them. I leaves `kept_for_weights` of them: the inputs of the matrices without what attention and the
-    norms had kept, and with the gradients of their outputs, which W multiplies; it may be more than 1. The peaks of
-    1F1B and ZB-H1 with 1.0 are those of `peak_live`. Buffers of transfers are not counted.
+    B and W free them. I frees the share 1 - `kept_for_weights`: it drops the tensors saved by attention and norms, keeps the
+    inputs of the linear layers, and adds their output gradients for W, so the share kept may exceed 1. Transfer buffers are not
+    counted.
     """
     share = {Op.F: 1, Op.B: -1, Op.I: kept_for_weights - 1, Op.W: -kept_for_weights}
     return [max(accumulate(share[a.op] * bytes_of_stage[a.stage] for a in actions)) for actions in schedule]
 
 
 def peak_inputs(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of `stage` at once that are between their F and their B or I, which compute the stage
-    again where it is recomputed."""
+    """The peak number of microbatches of `stage` between their F and their B or I, where recompute needs their inputs."""
     share = {Op.F: 1, Op.B: -1, Op.I: -1}
     steps = [share.get(a.op, 0) for actions in schedule for a in actions if a.stage == stage]
     return max(accumulate(steps), default=0)
 
 
 def show(schedule: Schedule, rank: int, index: int, around: int = 3) -> str:
-    """The actions around position `index` of every rank, one row per rank, with an arrow at that of `rank`.
+    """The actions around position `index`, one row per rank, with an arrow at that of `rank`: for error messages.
 
-    For error messages; works for lowered schedules too. The columns are equal positions, not equal times.
+    Lowered schedules are allowed. Columns are positions in the lists, not times.
     """
     return _grid(schedule, [index] * len(schedule), arrows={rank}, around=around)
 
 
 def locate(schedule: Schedule) -> dict[Action, tuple[int, int]]:
-    """Where every action stands, as (rank, position). Raises ValueError if one stands twice."""
+    """The (rank, position) of every action. ValueError if an action occurs twice."""
     home = {}
     for rank, actions in enumerate(schedule):
         for index, action in enumerate(actions):
             if action in home:
                 raise ValueError(
                     f"schedule: {action} is on rank {home[action][0]} (position {home[action][1]}) and again on rank "
-                    f"{rank} (position {index}); every action must be there once\n{show(schedule, rank, index)}"
+                    f"{rank} (position {index}); an action must occur once\n{show(schedule, rank, index)}"
                 )
             home[action] = rank, index
     return home
 
 
 def run_in_order(schedule: Schedule, attempt: Callable[[int, list[int]], list[Action]]) -> None:
-    """Run every rank's list from head to tail. Raises ValueError, naming who waits for what, if all are held up.
+    """Runs every rank's list in order. Raises ValueError, with the actions that each rank waits for, in a deadlock.
 
-    attempt(rank, heads) does the action schedule[rank][heads[rank]] and returns [], or leaves it and returns the
-    actions it waits for. `heads` holds every rank's position.
+    attempt(rank, heads) either runs schedule[rank][heads[rank]] and returns [], or returns the actions that it waits for.
+    `heads` has every rank's position.
     """
     heads = [0] * len(schedule)
     progress = True
@@ -225,11 +222,11 @@ def _describe_deadlock(schedule: Schedule, heads: Sequence[int], reasons: Mappin
         for rank, needs in reasons.items()
     ]
     grid = _grid(schedule, heads, arrows=reasons.keys())
-    return "\n".join(["schedule: it can never finish, every unfinished rank waits", *lines, grid])
+    return "\n".join(["schedule: deadlock, every unfinished rank waits", *lines, grid])
 
 
 def _grid(schedule: Schedule, centers: Sequence[int], *, arrows: Collection[int], around: int = 3) -> str:
-    """One row per rank, the column in the middle being the rank's position in `centers`."""
+    """One row per rank; the middle column is the rank's position in `centers`."""
     table = []
     for rank, (actions, center) in enumerate(zip(schedule, centers)):
         row = [f"rank {rank} at {center} |"]
@@ -245,10 +242,10 @@ def _check_cost(schedule: Schedule, cost: Mapping[Op, float]) -> None:
     unpriced = sorted({action.op.name for actions in schedule for action in actions if action.op not in cost})
     if unpriced:
         raise ValueError(
-            f"simulate: there is no cost for {', '.join(unpriced)}, only for {', '.join(op.name for op in cost)}; "
-            "pass the schedule as it was before add_transfers and add_reduce"
+            f"simulate: no cost for {', '.join(unpriced)}, only for {', '.join(op.name for op in cost)}; "
+            "pass the schedule before add_transfers and add_reduce"
         )
-    # A time of zero would leave open in which order two actions of the same moment run.
+    # With a cost of zero the order of actions at the same moment would be undefined.
     wrong = [f"{op.name} ({value})" for op, value in cost.items() if not value > 0]
     if wrong:
         raise ValueError(f"simulate: the cost of {', '.join(wrong)} must be positive; change `cost`")

@@ -1,4 +1,4 @@
-"""Which layers a stage has."""
+"""The split of the model's layers into pipeline stages."""
 
 from itertools import accumulate
 
@@ -17,18 +17,18 @@ def split_layers(
     embedding_as_layer: bool = False,
     loss_as_layer: bool = False,
 ) -> list[range]:
-    """The global numbers, from 0, of each stage's layers: as many in each, unless told otherwise.
+    """The global layer numbers, from 0, of each stage: by default as many in each.
 
-    first, last: layers of the pipeline rank that has the first or the last stage, over all its chunks; the other ranks
-    share the rest. embedding_as_layer, loss_as_layer: count these as one more layer of the first and the last stage,
-    which then has a layer less than the others, and may have none. stages: on which ranks; None means one on each.
+    first, last: layers of the pipeline rank with the first or the last stage, over all its chunks; the other ranks share the
+    rest. embedding_as_layer, loss_as_layer: count as a layer of the first or the last stage, which then has one layer less,
+    possibly none. stages: the stage map; default one stage per rank.
 
         8 layers, 4 stages                                          0 1    2 3    4 5    6 7
         8 layers, 4 stages, first=1, last=1                         0      1 2 3  4 5 6  7
         6 layers, 4 stages, embedding_as_layer, loss_as_layer       0      1 2    3 4    5
         8 layers, 4 stages on 2 ranks, first=2                      0      1 2 3  4      5 6 7
 
-    The same as Megatron-LM's `get_num_layers_to_build`. Raises ValueError where a number does not come out even.
+    As Megatron's `get_num_layers_to_build`. Raises ValueError if the numbers do not divide.
     """
     stages = loop(num_stages) if stages is None else stages
     assert num_stages == len(stages.ranks), f"{num_stages} stages, and a map of {len(stages.ranks)}"
@@ -36,8 +36,8 @@ def split_layers(
         counts = _count_evenly(num_layers, num_stages, embedding_as_layer, loss_as_layer)
     elif embedding_as_layer or loss_as_layer:
         raise ValueError(
-            f"pipeline: {_given(first, last)} says how many layers the end has, and so does "
-            f"{_given_accounting(embedding_as_layer, loss_as_layer)}; leave out one of the two"
+            f"pipeline: {_given(first, last)} and {_given_accounting(embedding_as_layer, loss_as_layer)} exclude each "
+            "other; omit one"
         )
     else:
         by_rank = _count_around_ends(num_layers, stages, first, last)
@@ -47,7 +47,7 @@ def split_layers(
 
 
 def _count_evenly(num_layers: int, num_stages: int, embedding: bool, loss: bool) -> list[int]:
-    """Layers by stage where the embedding and the loss may take the place of one."""
+    """Layers by stage; the embedding and the loss may each count as a layer."""
     slots = num_layers + embedding + loss
     if num_layers < 1 or slots < num_stages or slots % num_stages:
         extra = "" if slots == num_layers else f" plus {slots - num_layers} for {_given_accounting(embedding, loss)}"
@@ -63,13 +63,13 @@ def _count_evenly(num_layers: int, num_stages: int, embedding: bool, loss: bool)
 
 
 def _count_around_ends(num_layers: int, stages: StageMap, first: int | None, last: int | None) -> list[int]:
-    """Layers in each chunk of a rank, by rank, where the count of an end rank is given."""
+    """Layers of each chunk, by rank, for given counts of the end ranks."""
     given = _given(first, last)
     v, num_ranks = stages.chunks, len(set(stages.ranks))
     if num_ranks < 2:
-        raise ValueError(f"pipeline: {given} needs at least 2 pipeline ranks, not {num_ranks}; leave it out")
+        raise ValueError(f"pipeline: {given} needs at least 2 pipeline ranks, not {num_ranks}; omit it")
     if None not in (first, last) and stages.rank_of_first == stages.rank_of_last:
-        raise ValueError(f"pipeline: {given} speak of one rank, which has the first stage and the last; leave out one")
+        raise ValueError(f"pipeline: {given} are of one rank, which has the first and the last stage; omit one")
     problems = [
         f"{flag} ({count}) must be a positive multiple of the chunks per rank ({v}); change it"
         for flag, count in ((_FIRST, first), (_LAST, last))
@@ -77,7 +77,7 @@ def _count_around_ends(num_layers: int, stages: StageMap, first: int | None, las
     ]
     rest, middle = num_layers - (first or 0) - (last or 0), num_ranks - (first is not None) - (last is not None)
     if middle == 0 and rest != 0:
-        problems.append(f"{given} must add up to --num-layers ({num_layers}), since no other rank is left; change one")
+        problems.append(f"{given} must add up to --num-layers ({num_layers}): there is no other rank; change one")
     if middle and (rest < 1 or rest % (middle * v)):
         problems.append(
             f"{given} leaves {rest} of --num-layers ({num_layers}) to {middle} ranks with {v} chunks each; "

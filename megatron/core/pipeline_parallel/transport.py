@@ -1,7 +1,7 @@
 """Transfers between pipeline stages: a tuple of tensors per microbatch, forwards and backwards over separate communicators.
 
-Where tensor-parallel ranks hold equal copies of what passes (no sequence parallelism), each sends its t-th part to its
-counterpart, and the receivers put the parts together again over the faster links that they share (arXiv:2104.04473, section 4.1).
+Without sequence parallelism, tensor-parallel ranks hold equal copies of the boundary tensors. Then each rank sends a shard, and
+the receivers all-gather it over their faster links (arXiv:2104.04473, section 4.1).
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,20 +19,22 @@ from megatron.core.pending import Pending, all_of
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What both ends of a transfer know of a tensor beforehand."""
+    """Shape and dtype of a boundary tensor, known at both ends of a transfer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-Transfer = Pending[tuple[Tensor, ...]]  # whose result has arrived, or may be reused where it was sent
+Transfer = Pending[
+    tuple[Tensor, ...]
+]  # after `wait` received tensors have arrived, and sent tensors may be overwritten
 
 
 class Transport:
-    """Sends and receives of one rank. `boundary`: the tensors that pass between two stages (one for GPT).
+    """Sends and receives of one rank. Transfers between two ranks in one direction arrive in the order sent.
 
-    `copies_over`: the axis whose ranks all hold the same of them, if there is one. Transfers between two ranks in one direction
-    arrive in the order sent. poison: what is to be received is NaN until it arrives, so that a use before shows.
+    boundary: the tensors that pass between two stages (one for GPT). copies_over: the axis whose ranks hold equal copies of
+    them, or None. poison: fill receive buffers with NaN, so that a read before `wait` shows; for tests.
     """
 
     def __init__(
@@ -51,12 +53,11 @@ class Transport:
         self._copies_over = copies_over if divides and copies_over.size > 1 else None
 
     def connect(self, neighbours: Iterable[tuple[int, int]]) -> None:
-        """Let every two ranks that will exchange tensors do so once, in each direction's communicator; every rank must call.
+        """Connects each pair of `neighbours` (`StageMap.neighbours`) in both directions. Every rank must call.
 
-        NCCL makes the connection of a pair at its first transfer, for which the hosts of both ends wait. In a
-        schedule a receive is posted long before its send, so that a rank might never get there: our own schedules do,
-        a fork's need not. And a network that does not work shows at the start. neighbours: those pairs, such as
-        `StageMap.neighbours`. They come in one order: even ranks with the next, then odd ones with theirs.
+        NCCL connects a pair at its first transfer, and blocks the hosts of both ranks meanwhile. A schedule posts receives
+        long before their sends, so a first transfer inside a script's schedule could deadlock. Connecting now also shows a
+        broken network at the start. All ranks use one order: pairs of even ranks with the next rank, then those of odd ranks.
         """
         for axis in self.axes.values():
             for one, other in sorted(neighbours, key=lambda pair: pair[0] % 2):
@@ -67,11 +68,11 @@ class Transport:
                     comm.start_recv(x, axis, one).wait()
 
     def send(self, direction: str, to: int, tensors: tuple[Tensor, ...]) -> Transfer:
-        """Begin to send to pipeline rank `to`; the tensors may not be changed before the transfer's `wait`."""
+        """Starts to send to pipeline rank `to`; the tensors must not be overwritten before `wait`."""
         given = tuple(TensorSpec(tuple(x.shape), x.dtype) for x in tensors)
         if given != self.boundary:
             raise ValueError(
-                f"a stage hands on {given}, but the stages agreed on {self.boundary}{_length_hint(given, self.boundary)}"
+                f"a stage sends {given}, but the boundary is {self.boundary}{_length_hint(given, self.boundary)}"
             )
         axis, over = self.axes[direction], self._copies_over
         if over is not None:
@@ -79,7 +80,7 @@ class Transport:
         return all_of(comm.start_send(x, axis, to) for x in tensors)
 
     def post(self, direction: str, source: int) -> Transfer:
-        """Begin to receive what pipeline rank `source` sends next in this direction."""
+        """Starts to receive the next transfer of pipeline rank `source` in this direction."""
         axis, over = self.axes[direction], self._copies_over
         shapes = [spec.shape if over is None else (prod(spec.shape) // over.size,) for spec in self.boundary]
         made = [torch.empty(shape, dtype=spec.dtype, device=self.device) for shape, spec in zip(shapes, self.boundary)]
@@ -95,7 +96,7 @@ def _whole(parts: tuple[Tensor, ...], specs: tuple[TensorSpec, ...], axis: Axis)
 
 
 def _length_hint(given: tuple[TensorSpec, ...], agreed: tuple[TensorSpec, ...]) -> str:
-    """Why the hidden states may be of another length, where that is all that differs."""
+    """The hint of `sequence_parallel_hint` if only the sequence length differs; else ""."""
     for mine, other in zip(given, agreed):
         if mine.dtype == other.dtype and mine.shape[1:] == other.shape[1:] and mine.shape != other.shape:
             return sequence_parallel_hint(mine.shape[0], other.shape[0])

@@ -1,5 +1,5 @@
-"""Storage: files that appear whole or not at all, the locks of the processes that write them, tensors that need not be in memory.
+"""Storage: atomic files, file locks, and tensors that may live in files.
 
-One process writes, the others wait; it writes under a temporary name and renames, so that nobody ever reads half a file.
-The data caches, the checkpoints, the offloaded state and the tools use it. Imports row 0 alone; only `stored` needs torch.
+A writer writes under a temporary name and renames, so that no reader sees an incomplete file. Data caches, checkpoints, offload
+and tools use it. It imports only row 0 of docs/architecture.md; only `stored` needs torch.
 """

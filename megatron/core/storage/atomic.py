@@ -1,4 +1,4 @@
-"""Files that appear under their name complete, or not at all: written beside it under a temporary name, synced, renamed."""
+"""Atomic files: written under a temporary name in the same folder, synced, then renamed."""
 
 import contextlib
 import fnmatch
@@ -15,9 +15,9 @@ _A_DAY = 24 * 3600  # seconds
 
 
 class UnpublishedFile:
-    """A file under a temporary name beside `path`. At the end of the block it is gone unless `publish` has renamed it.
+    """A file under a temporary name beside `path`, removed at the end of the block unless `publish` renames it.
 
-    Its writer holds a lock on it, which ends with the process: so `remove_abandoned` recognizes the file of a dead process.
+    The writer holds a lock until its process ends; `remove_abandoned` recognizes the file of a dead process by that.
     """
 
     def __init__(self, path: str | Path):
@@ -31,17 +31,17 @@ class UnpublishedFile:
                 locked(self.file)
             if os.fstat(self.file.fileno()).st_nlink:
                 return self
-            self.file.close()  # removed as abandoned, between its making and its lock
+            self.file.close()  # another process removed it as abandoned before it was locked: try again
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.file.close()  # which may write the rest of a buffer, and fail on a full disk
+            self.file.close()  # flushes, which may fail on a full disk
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.temporary)
 
     def publish(self) -> None:
-        """Give the file its name once its content is on disk. The rename itself survives a power loss too."""
+        """Syncs the content, renames the file to `path`, and syncs the folder: the file survives a power loss."""
         sync_file(self.file)
         os.replace(self.temporary, self.path)
         sync_folder(Path(self.path).resolve().parent)
@@ -55,17 +55,16 @@ class UnpublishedFile:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file that appears under `path`, complete, when the block ends; after an error it does not."""
+    """A file that appears under `path` when the block ends without an error."""
     with UnpublishedFile(path) as unpublished:
         yield unpublished.file
         unpublished.publish()
 
 
 def remove_abandoned(folder: str | Path, pattern: str = "*") -> None:
-    """Remove the temporary files of `folder` whose name fits `pattern` and whose writer was killed.
+    """Removes temporary files of `folder` that match `pattern` and whose writer was killed: no process holds their lock.
 
-    That is a file on which nobody holds a lock. Between hosts not every file system keeps locks, so another host's file
-    must also be a day old. Where nothing can be locked or removed, nothing is.
+    Not every file system keeps locks between hosts, so a file of another host must also be a day old. Errors are ignored.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for name in fnmatch.filter((entry.name for entry in entries if entry.name.endswith(".tmp")), pattern):
@@ -81,23 +80,23 @@ def _host() -> str:
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Put the content on the disk; its name is there once `sync_folder` has returned."""
+    """Writes the content to disk; `sync_folder` does so for its name."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def write_synced(path: Path, text: str) -> None:
-    """A file that is on the disk when this returns; its name is once `sync_folder` has."""
+    """Writes a file and syncs its content; `sync_folder` syncs its name."""
     with open(path, "wb") as file:
         file.write(text.encode())
         sync_file(file)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a rename is not until its folder is synced."""
+    """Syncs the names in a folder; a rename is durable only then."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync folders: then their server orders it
+        with contextlib.suppress(OSError):  # some network file systems cannot sync folders; their server orders renames
             os.fsync(handle)
     finally:
         os.close(handle)

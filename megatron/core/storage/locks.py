@@ -1,11 +1,11 @@
-"""Locks on files and folders that end with the process that holds them, however it ends: the system gives them back."""
+"""Locks on files and folders. The system releases them when the process ends, even if it is killed."""
 
 import fcntl
 from typing import BinaryIO
 
 
 def locked(file: int | BinaryIO) -> bool:
-    """Lock the open file or folder for this process, until it is closed. False where another process holds the lock.
+    """Locks an open file or folder until it is closed. Returns False, at once, if another process holds the lock.
 
     Raises OSError on a file system without locks.
     """

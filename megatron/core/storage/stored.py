@@ -1,8 +1,8 @@
-"""One interface to a tensor in memory and to one whose values are made when they are asked for.
+"""One interface to tensors in memory and tensors in files.
 
-stored[100:200].view((10, 10))                           a view, of either
-values = start_reading(stored[100:200]).wait()               a Tensor; a file is read between the two calls
-start_writing(stored[100:200], values).wait()                the first call returns at once, the second when it is written
+stored[100:200].view((10, 10))                     a view of either
+values = start_reading(stored[100:200]).wait()     a Tensor; a file is read asynchronously between the two calls
+start_writing(stored[100:200], values).wait()      start_writing returns at once, wait after the write
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron.core.boxes import Box, flat_run, size_of, slices, whole
 from megatron.core.pending import Pending, done
 
-_CHUNK = 4 << 20  # bytes that go through memory at a time when whole tensors are copied
+_CHUNK = 4 << 20  # bytes in memory at a time while a whole tensor is copied
 
 
 class StoredTensor:
-    """A dense tensor whose values are made when they are asked for: as much of torch's interface as its users need."""
+    """A dense tensor whose values are read on demand, with the part of torch's interface that its users need."""
 
     layout = torch.strided
     shape: tuple[int, ...]
@@ -33,11 +33,11 @@ class StoredTensor:
         raise NotImplementedError
 
     def start_reading(self) -> Pending[Tensor]:
-        """Begin to read values into memory of their own."""
+        """Starts to read the values into new memory."""
         raise NotImplementedError
 
     def start_writing(self, values: Tensor) -> Pending[Any]:
-        """Begin to write `values`, which may not change until it is done."""
+        """Starts to write `values`, which must not change before `wait`."""
         raise NotImplementedError
 
     @property
@@ -56,13 +56,13 @@ class StoredTensor:
         return self.view((self.numel(),))[start:stop].view(size_of(box))
 
     def parts(self, nbytes: int = _CHUNK) -> Iterator["StoredTensor"]:
-        """Its elements in order, in flat runs of at most so many bytes."""
+        """The elements in order, in flat runs of at most `nbytes` bytes."""
         flat, length = self.view((self.numel(),)), max(nbytes // self.dtype.itemsize, 1)
         for at in range(0, self.numel(), length):
             yield flat[at : at + length]
 
     def put(self, box: Box, values: Tensor) -> None:
-        """Set the elements of a box of any kind. Needs memory for the rows that it lies in."""
+        """Writes `values` to any box. Takes memory for all rows that the box touches: partial rows are read first."""
         rows = self[slice(*box[0])] if box else self
         inside = ((0, len(values)), *box[1:]) if box else ()
         if inside == whole(rows.shape):
@@ -77,23 +77,23 @@ Stored = Tensor | StoredTensor
 
 
 def start_reading(stored: Stored) -> Pending[Tensor]:
-    """Begin to read the values: a tensor itself, of all else a copy."""
+    """Starts to read the values. A tensor is returned itself, a file as a copy."""
     return done(stored) if isinstance(stored, Tensor) else stored.start_reading()
 
 
 def start_writing(stored: Stored, values: Tensor) -> Pending[Any]:
-    """Begin to write `values`, which may not change until it is done, in the dtype stored."""
+    """Starts to write `values` in the dtype of `stored`; they must not change before `wait`."""
     if not isinstance(stored, Tensor):
         return stored.start_writing(values)
     if values.device.type == "cpu" and stored.device.type != "cpu":  # the host does not wait
         stored.copy_(torch.empty(values.shape, dtype=stored.dtype, pin_memory=True).copy_(values), non_blocking=True)
     elif values.data_ptr() != stored.data_ptr():
-        stored.copy_(values.to(stored.dtype))  # converted where the values are: half the bytes travel
+        stored.copy_(values.to(stored.dtype))  # converts before the transfer, which then moves half the bytes
     return done()
 
 
 def loaded(stored: Stored) -> Iterator[Tensor]:
-    """The elements in order: a tensor as it is, all else in flat parts, one at a time in memory."""
+    """The elements in order: a tensor as it is, a file in flat parts, one at a time in memory."""
     if isinstance(stored, Tensor):
         yield stored
         return
@@ -102,7 +102,7 @@ def loaded(stored: Stored) -> Iterator[Tensor]:
 
 
 def copy_stored(target: Stored, source: Stored) -> None:
-    """Set the elements of one flat run to another's; where one of them is no tensor, through little memory."""
+    """Copies one flat run to another, in small chunks if one is in a file."""
     if isinstance(target, Tensor) and isinstance(source, Tensor):
         target.copy_(source)
         return
