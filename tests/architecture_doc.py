@@ -2,20 +2,18 @@
 
 python tests/architecture_doc.py
 
-The floors are the rows of tests/test_architecture.py, with the lines of code of each package. The way is recorded: one training step of
-the first and one of the last rank of a pipeline of two, ranks as threads; each file stands where a function of it is entered first,
-below its caller's.
+The floors are the rows of tests/test_architecture.py, with the code lines of each package. The way is recorded: one training step of
+both ranks of a pipeline of two, ranks as threads. Each file stands once, where a function of it is entered first, below its caller's.
 """
 
-import re
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import CodeType, FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from code_lines import code_lines
 from local_ranks import run_ranks
 from script_run import trainer_of
@@ -28,105 +26,157 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 WIDTH = 116
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2 --train-iters 1 "
-    "--pipeline-model-parallel-size 2 --use-distributed-optimizer --lr 1e-3 --mock-data --eval-iters 0 --num-workers 0 --device cpu "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-distributed-optimizer --lr 1e-3 --mock-data --eval-iters 0 --num-workers 0 --device cpu "
     "--tokenizer-type NullTokenizer --vocab-size 30"
 )
-# What a step asks beside its way, and what only looks at it.
+# Asked for facts, or an observer: no station of a batch.
 BESIDE = (
     "training/settings",
     "training/watch",
     "training/ending",
     "training/memory",
+    "training/runtime.py",
+    "core/boxes.py",
     "core/config.py",
+    "core/current_mesh.py",
     "core/device.py",
+    "core/distributed/data_parallel_config.py",
+    "core/mesh.py",
+    "core/parallel_state.py",
+    "core/pending.py",
 )
 
 
-def floors() -> str:
-    """A line or more for each floor, from the top: its packages with their lines of code."""
-    upper = [("tools", "pretrain_*.py", "examples", "tests"), ("megatron/training",)]
-    rows = [*upper, *([f"megatron/core/{name}" for name in sorted(row)] for row in reversed(ROWS))]
+def floors(counted: bool = True) -> str:
+    """A line or more for each floor, from the top: its packages and files with their code lines, rounded to tens."""
+    upper = [["tools", "pretrain_*.py", "examples", "tests"], ["megatron/training"]]
+    rows = [*upper, *([f"megatron/core/{name}" for name in sorted(row.split())] for row in reversed(ROWS))]
     lines = []
     for number, row in zip(range(len(rows) - 1, -1, -1), rows):
-        boxes = [_box(name) for name in row]
         head = f"{number}  "
-        for box in boxes:
+        for box in (_box(name, counted) for name in row):
             if len(head) + len(box) > WIDTH:
                 lines, head = [*lines, head.rstrip()], "   "
             head += f"{box} "
         lines.append(head.rstrip())
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
-def _box(name: str) -> str:
-    """[transformer 640], and of a file that imports nothing of the house the same."""
-    path = ROOT / name
+def _box(name: str, counted: bool) -> str:
+    """[transformer 640]"""
+    path, short = ROOT / name, name.removeprefix("megatron/core/").removeprefix("megatron/")
+    if not counted or not name.startswith(("megatron", "tools")):
+        return f"[{short}]"
     files = [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else sorted(path.rglob("*.py"))
-    short = name.removeprefix("megatron/core/").removeprefix("megatron/")
-    lines = sum(len(code_lines(file.read_text())) for file in files)
-    return f"[{short} {lines:,}]" if name.startswith(("megatron", "tools")) else f"[{short}]"
+    return f"[{short} {round(sum(len(code_lines(file.read_text())) for file in files), -1):,}]"
 
 
-def ways() -> list[str]:
-    """Of each of two pipeline ranks: the files of one step, in the order in which they are entered, each below its caller's."""
-    steps: list[list[tuple[int, str, str]]] = [[], []]
+@dataclass
+class Station:
+    """A function on the way of a batch, the ranks that enter it from here, and the functions of other files entered from it."""
+
+    ranks: str = "both"
+    below: dict[tuple[str, str], "Station"] = field(default_factory=dict)
+
+
+def way() -> str:
+    """The functions of one step, each once and below its caller, as they are entered; at the end, which of two pipeline ranks does."""
+    ways = [Station("first"), Station("last")]
 
     def work(mesh: Mesh) -> None:
-        mine = steps[mesh["pp"].rank]
+        seen: set[tuple] = set()
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            stations = _stack(frame) if event == "call" and _is_station(frame.f_code) else []
+            # A collective stands below each of its callers.
+            key = tuple(stations[: 2 if stations and stations[0][1] == "core/comm.py" else 1])
+            if not key or key in seen:
+                return
+            seen.add(key)
+            here, last_file = ways[mesh["pp"].rank], None
+            for function, file in reversed(stations):
+                if file != last_file:
+                    here = here.below.setdefault((function, file), Station(here.ranks))
+                    last_file = file
+
         with trainer_of(pretrain_gpt, mesh, FLAGS) as run:
-            sys.setprofile(lambda frame, event, _: note(frame, mine) if event == "call" else None)
+            sys.setprofile(note if mesh["tp"].rank == mesh["dp"].rank == 0 else None)
             try:
                 run._train()
             finally:
                 sys.setprofile(None)
 
-    def note(frame: Any, mine: list[tuple[int, str, str]]) -> None:
-        name = _name_of(frame)
-        lines = {line for _, _, line in frame.f_code.co_lines()}
-        if name is None or len(lines) < 4 or any(name == known for _, _, known in mine):
-            return  # a question of one line is no station
-        depth_of, caller = {known: depth for depth, _, known in mine}, frame.f_back
-        while caller is not None and _name_of(caller) not in depth_of:
-            caller = caller.f_back
-        depth = 0 if caller is None else depth_of[_name_of(caller)] + 1
-        mine.append((depth, frame.f_code.co_qualname, name))
-
-    run_ranks({"tp": 1, "pp": 2, "dp": 1}, work)
-    return [
-        "\n".join(f"{'  ' * depth + function:<58}{name}" for depth, function, name in _plain(mine)) for mine in steps
-    ]
+    run_ranks({"tp": 2, "pp": 2, "dp": 2}, work)
+    return "\n".join(_drawn(_merged(*ways), 0)) + "\n"
 
 
-def _plain(steps: list[tuple[int, str, str]]) -> Iterator[tuple[int, str, str]]:
-    for depth, function, name in steps:
-        yield depth, re.sub(r"\.?<(locals|lambda|genexpr|listcomp|dictcomp)>.*", "", function), name
+def _merged(first: Station, last: Station) -> Station:
+    """Both ways in one; a station of the last rank alone stands behind the one before it there."""
+    names = list(first.below)
+    place = 0
+    for name in last.below:
+        if name not in first.below:
+            names.insert(place, name)
+        place = max(place, names.index(name) + 1)
+    both = {name: (first.below.get(name), last.below.get(name)) for name in names}
+    return Station("both", {name: _merged(*pair) if all(pair) else pair[0] or pair[1] for name, pair in both.items()})
 
 
-def _name_of(frame: Any) -> str | None:
-    """The file of a frame, where it is one of the house and on the way."""
-    path = frame.f_code.co_filename
+def _drawn(station: Station, depth: int) -> list[str]:
+    lines = []
+    for (function, file), below in station.below.items():
+        name = ("  " * depth + function).ljust(58)
+        lines += [f"{name}{file:<50}{'' if below.ranks == 'both' else below.ranks}".rstrip(), *_drawn(below, depth + 1)]
+    return lines
+
+
+def _stack(frame: FrameType | None) -> list[tuple[str, str]]:
+    """The functions that are entered, with their files, innermost first."""
+    found = []
+    while frame is not None:
+        if (file := _file(frame.f_code)) is not None:
+            found.append((_name(frame.f_code), file))
+        frame = frame.f_back
+    return found
+
+
+@cache
+def _name(code: CodeType) -> str:
+    """A function in a function, and a comprehension, go by the name of what they stand in."""
+    return code.co_qualname.partition(".<locals>")[0].partition(".<")[0]
+
+
+@cache
+def _is_station(code: CodeType) -> bool:
+    """No helper, and no question that is answered in a line or two."""
+    return (
+        _file(code) is not None
+        and _name(code).rpartition(".")[2][0] not in "_<"
+        and len({line for _, _, line in code.co_lines()}) > 3
+    )
+
+
+@cache
+def _file(code: CodeType) -> str | None:
+    """The file of a function, where it is the project's and on the way."""
+    path = code.co_filename
     if not path.startswith(f"{ROOT}/") or "/.venv/" in path or path.startswith(f"{ROOT}/tests/"):
         return None
     name = path.removeprefix(f"{ROOT}/").removeprefix("megatron/")
     return None if name.startswith(BESIDE) else name
 
 
-def pictures() -> dict[str, str]:
-    torch.set_num_threads(1)
-    first, last = ways()
-    return {"floors": floors(), "way-of-the-first-stage": first, "way-of-the-last-stage": last}
+MARK = "<!-- picture: {} -->\n```\n"  # the picture follows, and a line ```
 
 
-def with_pictures(page: str) -> str:
-    """The page with its pictures as the code is now: each stands in a block of code behind a line `<!-- picture: NAME -->`."""
-    for name, text in pictures().items():
-        mark = f"<!-- picture: {name} -->\n```\n"
-        assert mark in page, f"{PAGE.name} has no place for the picture {name}"
-        before, after = page.split(mark)
-        page = f"{before}{mark}{text}\n```{after.split('```', 1)[1]}"
-    return page
+def picture(page: str, name: str) -> str:
+    """A picture as it stands in the page."""
+    return page.split(MARK.format(name))[1].partition("```\n")[0]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_pictures(PAGE.read_text()))
+    text = PAGE.read_text()
+    for name, drawn in (("floors", floors()), ("way", way())):
+        text = text.replace(MARK.format(name) + picture(text, name), MARK.format(name) + drawn)
+    PAGE.write_text(text)
