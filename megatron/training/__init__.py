@@ -1,4 +1,4 @@
-"""The training loop and what top-level scripts need of it. Names are imported when first asked for."""
+"""The training loop, and the functions that top-level scripts import. Names are imported on first use."""
 
 from megatron.core.lazy import lazy_names
 

@@ -1,4 +1,4 @@
-"""The command line: flags from the components' dataclasses, Megatron's other flags by table, the user's own by function."""
+"""The command line: flags of the components' dataclasses, Megatron's other flags (tables), the script's own (a function)."""
 
 import argparse
 import dataclasses
@@ -32,7 +32,7 @@ from megatron.training.settings.yaml_settings import YAML_FLAG, read_yaml
 
 
 class ArgumentsError(ConfigError):
-    """A command line that cannot be; `parts` are the components that can."""
+    """An invalid command line. parts: the components that are valid."""
 
     def __init__(self, problems: list[str], parts: dict[str, Any]):
         super().__init__(problems)
@@ -43,13 +43,13 @@ ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
 class Arguments:
-    """A read-only view of all settings by field name, as `get_args()` gives it to users' scripts."""
+    """All settings by field name, read-only: the result of `get_args()`."""
 
     def __init__(self, values: Mapping[str, Any]):
         object.__setattr__(self, "_values", dict(values))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_values":  # asked for by copy, before there are values
+        if name.startswith("__") or name == "_values":  # `copy` asks for these before `_values` exists
             raise AttributeError(name)
         try:
             return self._values[name]
@@ -65,7 +65,7 @@ class Arguments:
         return name in self._values
 
     def and_also(self, more: Mapping[str, Any]) -> "Arguments":
-        """A view that has these too, where nothing else was given."""
+        """A copy in which `more` fills the settings that are missing or None."""
         return Arguments({**self._values, **{n: v for n, v in more.items() if self._values.get(n) is None}})
 
 
@@ -74,7 +74,7 @@ def make_parser(
     args_defaults: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
 ) -> FlagParser:
-    """The parser of every flag that a run accepts, refuses or passes over; help shows the defaults of the script."""
+    """The parser of all flags: accepted, refused or without effect. args_defaults: the script's, shown in help."""
     defaults, unread = args_defaults or {}, unread or {}
     parser = FlagParser(description="Pretrain a transformer.", add_help=False)
     for title, text, fields in flag_groups():
@@ -82,7 +82,7 @@ def make_parser(
         for component, field in fields:
             add_flag(group, component, field, default=defaults.get(field.name), hidden=field.name in unread)
     shorthand = parser.add_argument_group("Other ways to say it")
-    yaml_help = "read flags from FILE, by name: one `key: value` a line, in groups or not; the command line wins"
+    yaml_help = "read flags from FILE: `key: value` lines, with or without groups; the command line takes precedence"
     shorthand.add_argument(YAML_FLAG, metavar="FILE", default=argparse.SUPPRESS, dest=YAML_FLAG, help=yaml_help)
     for flag in SHORTHAND:
         text = f"the same as {meaning_of_shorthand(flag)}"
@@ -91,7 +91,7 @@ def make_parser(
     if extra_args_provider is not None:
         with parser.flags_of_script():
             _add_own_flags(parser, extra_args_provider)
-    known = set(parser.known_flags())  # a script may mean something of its own by --temperature or --num-classes
+    known = set(parser.known_flags())  # a script may have its own --temperature or --num-classes
     for other in OTHERS.values():
         if other.flag not in known:
             takes = {"action": "store_true"} if other.values == "0" else {"nargs": "*" if other.values == "*" else None}
@@ -109,7 +109,7 @@ def _add_own_flags(parser: FlagParser, extra_args_provider: ExtraArgs) -> None:
 
 @cache
 def _plain_parser(defaults: tuple[tuple[str, str], ...], unread: tuple[tuple[str, str], ...]) -> FlagParser:
-    """The parser without flags of a script's own, which nothing changes: to make it takes longer than to parse."""
+    """The parser without a script's own flags, cached: creating it takes longer than parsing."""
     return make_parser(None, dict(defaults), dict(unread))
 
 
@@ -123,22 +123,22 @@ def _parser_for(
 
 @dataclass
 class GivenFlags:
-    """What one source of flags, the command line or a file, says."""
+    """The flags of one source: the command line, or a YAML file."""
 
     settings: dict[str, Any]
     problems: list[str]
     no_effect: dict[str, str]  # flag -> why
-    warned: dict[str, str]  # flag and value -> what the user gets instead
-    hides_positions: bool  # --no-position-embedding, which counts only where no kind of position is given
-    unreadable: list[str]  # settings whose value could not be read
+    warned: dict[str, str]  # flag and value -> what happens instead
+    hides_positions: bool  # --no-position-embedding; counts only without --position-embedding-type
+    unreadable: list[str]  # settings with an invalid value
 
 
 class ParsedArgs(NamedTuple):
-    """A command line, read."""
+    """A parsed command line."""
 
     config: Config
-    args: Arguments  # the view for scripts
-    notes: list[str]  # about flags that do not do what they say, or are given twice
+    args: Arguments  # for `get_args()`
+    notes: list[str]  # about flags without effect, or given twice
 
 
 def parse_args(
@@ -147,10 +147,9 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
 ) -> ParsedArgs:
-    """The settings of a command line.
+    """The settings of a command line. Raises ConfigError with all problems at once.
 
-    args_defaults: values for settings that the command line leaves out. unread: fields that this script does not look
-    at, with the reason. Raises ConfigError with all problems at once.
+    args_defaults: defaults of the script, by setting. unread: fields that this script does not read, with the reason.
     """
     parser = _parser_for(extra_args_provider, args_defaults or {}, unread or {})
     words = sys.argv[1:] if argv is None else list(argv)
@@ -166,7 +165,7 @@ def parse_args(
         raise ArgumentsError(problems + more, parts)
     config = Config(**parts, own=own_flags(parser, settings, _names_of_settings()))
     flat = {name: value for part in config.component_values().values() for name, value in part.items()}
-    flat["log_interval"] = config.log.steps_between_lines  # scripts count steps by it, as in Megatron
+    flat["log_interval"] = config.log.steps_between_lines  # scripts use it as a number, as in Megatron
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
     no_effect |= in_vain | _without_effect(config)
     warned = {given: reason for source in sources for given, reason in source.warned.items()}
@@ -175,10 +174,10 @@ def parse_args(
 
 
 def _without_effect(config: Config) -> dict[str, str]:
-    """The flags to which the other settings leave nothing to change, with the reason."""
+    """The given flags that other settings make ineffective, with the reason."""
     parallel = config.parallel
     undivided = parallel.sequence_parallel and not parallel.sequence_parallel_on
-    reason = "it divides work of tensor-parallel ranks, and --tensor-model-parallel-size is 1"
+    reason = "it needs --tensor-model-parallel-size above 1"
     more = {"--sequence-parallel": reason} if undivided else {}
     return more | config.without_effect | config.checkpoint.without_effect
 
@@ -188,12 +187,12 @@ def _names_of_settings() -> set[str]:
 
 
 def _flag_of(name: str) -> str:
-    """How the command line spells the field `name` of some component."""
+    """The first flag of the field `name`."""
     return next(flags_of(f)[0] for part in COMPONENTS.values() for f in knobs(part) if f.name == name)
 
 
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
-    """What the file of --yaml-cfg says, if there is one; values of the script's own flags become their defaults."""
+    """The flags of the --yaml-cfg file, or []. The file's values of the script's own flags become their defaults."""
     path = vars(parser.read(words).values).get(YAML_FLAG)
     if path is None:
         return []
@@ -210,14 +209,14 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
 
 
 def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
-    """What a line of flags says, and what is wrong with it."""
+    """The flags of a command line, with their problems."""
     read = parser.read(words)
     given = vars(read.values)
     problems = [*read.unreadable.values(), *(unknown_problems(read.unknown, parser) if read.unknown else [])]
     no_effect, warned = {}, {}
     for flag, other in ((flag, OTHERS[flag]) for flag in given if flag in OTHERS):
         if other.is_harmless(given[flag]):
-            no_effect[flag] = "the value asks for what happens anyway"
+            no_effect[flag] = "the value asks for the only behaviour there is"
         elif flag in REFUSED:
             problems.append(f"{flag}: {other.reason}")
         elif flag in WARNED:
@@ -230,7 +229,7 @@ def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Put what the shorthands stand for into `settings`; the problems are where that contradicts what is there."""
+    """Add the settings that shorthand flags stand for to `settings`. Returns contradictions with settings given already."""
     problems = []
     said_by = {name: f"--{name.replace('_', '-')} {value}" for name, value in settings.items()}
     for flag in (flag for flag in SHORTHAND if flag in given):
@@ -252,8 +251,7 @@ def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
 
 
 def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Fill in a script's defaults; but not a tokenizer of which nothing is given, which would be blamed for a choice
-    nobody made."""
+    """Add the script's defaults, except a default tokenizer without any of its files: errors would blame a choice nobody made."""
     kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
     guessed = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
     for name, value in defaults.items():
@@ -262,7 +260,7 @@ def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None
 
 
 def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Each component's config, and the problems of those that could not be built; one with an unreadable setting is left out."""
+    """(config of each valid component, problems of the others). A component with an unreadable setting is skipped."""
     parts, problems = {}, []
     for name, component in COMPONENTS.items():
         if unreadable & {field.name for field in knobs(component)}:
@@ -276,7 +274,7 @@ def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[
 
 @dataclass(frozen=True)
 class _CoreSettings(TransformerConfig):
-    """The model's settings, and of the others those that Megatron's layers read from the same object."""
+    """The model's settings, and the parallel sizes that Megatron's layers read from the same object."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -303,15 +301,15 @@ class _CoreSettings(TransformerConfig):
 
 
 class CoreTransformerConfig(_CoreSettings):
-    """FlagConfig that stay as they are, and to which a script attaches what it likes: it is no frozen dataclass itself."""
+    """Settings that stay frozen, on an object to which a script may add attributes: a subclass that is not a dataclass."""
 
-    # What `get_forward_backward_func` scales the loss with, and what it calls once gradients are to be summed.
+    # `get_forward_backward_func` calls these to scale the loss, and to reduce gradients after the last backward.
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
 
 
 def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
-    """The settings of the model as one config: of `config_class`, a dataclass of a fork's own, if one is given."""
+    """The model's settings as one config. config_class: a fork's own dataclass; default: CoreTransformerConfig."""
     config_class = config_class or CoreTransformerConfig
     return build(
         config_class, {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}

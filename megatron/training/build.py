@@ -1,4 +1,4 @@
-"""What a run is built of, from its settings and what a script provides: model chunks, optimizer, data."""
+"""Build model chunks, optimizer and data from the settings and a script's providers."""
 
 import json
 from collections import defaultdict
@@ -29,7 +29,7 @@ DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 def get_model(
     model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule = default_group
 ) -> dict[int, DistributedDataParallel]:
-    """This rank's model chunks by stage: built, filled with initial weights, in contiguous buffers. Every rank must call."""
+    """This rank's model chunks by stage: initialized, in contiguous buffers. Every rank must call."""
     room = Room.now(runtime)
     made = make_chunks(model_provider, runtime)
     if problems := name_problems(made, runtime.mesh["pp"], runtime.device.torch_device):
@@ -40,10 +40,10 @@ def get_model(
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
-    """Parameters of different stages under one name: they would start with the same values, and overwrite one another in a
+    """Parameter names that occur in several stages: those parameters would get equal initial values and overwrite each other in a
     checkpoint. Every rank of `pp` must call; all get the same answer."""
     mine = defaultdict(list)
-    for stage, chunk in chunks.items():  # all but tied tables, which are meant to be in two
+    for stage, chunk in chunks.items():  # tied tables are left out: they belong to two stages
         mine[stage] += [name for name, p in chunk.named_parameters() if "embd" not in p.placement.partial_grad]
     stages_of = defaultdict(list)
     for text in comm.all_gather_texts(json.dumps(mine), pp, device):
@@ -56,7 +56,7 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
     name, stages = next(iter(twice.items()))
     return [
         f"{len(twice)} parameter name(s) exist in several pipeline stages, for example {name} in stages "
-        f"{', '.join(map(str, stages))}; name what belongs to a layer by the layer's number over the whole model: "
+        f"{', '.join(map(str, stages))}; name layers by their number over the whole model: "
         "nn.ModuleDict({str(first_layer + i): layer ...})"
     ]
 
@@ -64,8 +64,8 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
 def setup_model_and_optimizer(
     model_provider: ModelProvider, model_type: ModelType | None = None, *, group_of: GroupRule = default_group
 ) -> tuple[list[DistributedDataParallel], FlatOptimizer, AnySchedule]:
-    """This rank's model chunks, their optimizer and its learning rates, after `initialize_megatron`. Every rank must call."""
-    del model_type  # every model so far passes one tensor between stages
+    """(model chunks, optimizer, learning rate schedule) of this rank, after `initialize_megatron`. Every rank must call."""
+    del model_type  # a model's `boundary` says which tensors pass between stages
     runtime = get_runtime()
     chunks, optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
     schedule = learning_rate_schedule(runtime.config.learning_rate, runtime.run_length)
@@ -75,7 +75,7 @@ def setup_model_and_optimizer(
 def build_model_and_optimizer(
     model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule
 ) -> tuple[dict[int, DistributedDataParallel], FlatOptimizer]:
-    """This rank's model chunks by stage, and what updates them. Every rank must call."""
+    """This rank's model chunks by stage, and their optimizer. Every rank must call."""
     chunks = get_model(model_provider, runtime, group_of)
     return chunks, build_optimizer(chunks, runtime, group_of)
 
@@ -83,9 +83,9 @@ def build_model_and_optimizer(
 def build_train_valid_test_data_iterators(
     provider: DatasetsProvider,
 ) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
-    """This rank's batches of each data set from its beginning, for a loop of a script's own. Every rank must call.
+    """This rank's batches of each data set from the start, for a script's own loop. Every rank must call.
 
-    None for a data set that is not there, and, for all, on ranks that read nothing: those inside a tensor-parallel group.
+    None for a missing data set. Only the first rank of a tensor-parallel group reads data; on the others all three are None.
     """
     runtime = get_runtime()
     samples, micro_batch_size = runtime.mesh.samples, runtime.config.training.micro_batch_size
@@ -98,9 +98,9 @@ def build_train_valid_test_data_iterators(
 
 
 def build_run_datasets(provider: DatasetsProvider, runtime: Runtime) -> tuple[Any, Any, Any]:
-    """The provider's data sets, of as many samples as the settings ask for. Every rank must call."""
+    """The provider's data sets, with as many samples as the settings need. Every rank must call."""
     training = runtime.config.training
-    # By the settings alone, whatever the run goes on from: what a data set holds may depend on how much is asked for.
+    # From the settings alone, not from a checkpoint: a data set's order may depend on the number of samples requested.
     train_iters = runtime.config.train_iters(runtime.world_size)
     sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, runtime.batch_sizes.last)
     sizes[0] = training.train_samples or sizes[0]

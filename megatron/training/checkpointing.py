@@ -1,12 +1,12 @@
-"""What a checkpoint of a run holds: parameters and optimizer state as boxes, everything else as JSON.
+"""Save and load a run: parameters and optimizer state as boxes of tensors, everything else as JSON.
 
     model/<parameter>                       in the model's precision
     optimizer/exp_avg/<parameter>           Adam's moments, float32
     optimizer/exp_avg_sq/<parameter>
-    optimizer/momentum_buffer/<parameter>   those of SGD
+    optimizer/momentum_buffer/<parameter>   SGD's moment
     optimizer/master/<parameter>            float32 masters of half-precision parameters
 
-There is no state of random generators to save: draws follow from the seed and from the position in the run.
+No generator state is saved: random numbers follow from the seed and the position in the run.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _MASTER = "optimizer/master/"
 
 
 def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of every parameter, by its name in the checkpoint: in ZeRO stage 3 its shard."""
+    """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name."""
     return {
         f"model/{name}": _local(parameter, parameter.data, mesh)
         if name not in shards
@@ -57,7 +57,7 @@ def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict
 
 
 def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of the optimizer's state, by its name in the checkpoint."""
+    """This rank's part of the optimizer state, by checkpoint name."""
     parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
     replicas = {name: buffer.axes.replica for buffer in optimizer.buffers for name in buffer.parameters}
     kept = optimizer.kept_of()
@@ -71,7 +71,7 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
 
 
 def count_parameters(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> int:
-    """Elements of the whole model, each counted once. One all-reduce of a number; every rank must call."""
+    """Parameters of the whole model, each counted once. One all-reduce of a scalar; every rank must call."""
     mine = sum(
         math.prod(size_of(box))
         for tensor in model_tensors(chunks, mesh).values()
@@ -90,7 +90,7 @@ def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
 
 
 def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis) -> LocalTensor:
-    """The same of a parameter in shards, of which `values` are the elements `kept`, on every rank of `replicas`."""
+    """`_local` for a sharded parameter: `values` are its elements `kept` (start, stop), equal on all ranks of `replicas`."""
     whole = _local(parameter, parameter, mesh)
     owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
     return LocalTensor(values, whole.shape, list(owned), bool(owned) and replicas.is_first, copies)
@@ -103,7 +103,7 @@ def save(
     state: TrainState,
     log_state: dict[str, Any],
 ) -> None:
-    """Write a checkpoint of this step. Every rank must call. `log_state` is that of the rank that logs."""
+    """Write a checkpoint of this step. Every rank must call. log_state: only the logging rank's is saved."""
     mesh, device = runtime.mesh, runtime.device.torch_device
     root = runtime.config.checkpoint.save
     for chunk in chunks:
@@ -143,8 +143,8 @@ def _products_of(runtime: Runtime) -> dict[str, Any]:
 
 
 def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:
-    """How the run that this one goes on from multiplied; None where there is none, or it cannot be read, which `load`
-    then says. Every rank must call."""
+    """The checkpoint's record of how half-precision products are computed; None if there is none, or it is unreadable (`load`
+    reports that). Every rank must call."""
     found = None
     if world.is_first:
         with contextlib.suppress(ValueError, OSError):
@@ -155,7 +155,7 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
 
 
 def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) -> Start | None:
-    """`where_to_start` as the first rank sees it. Every rank must call."""
+    """`where_to_start`, decided by the first rank for all. Every rank must call."""
     with comm.together(world, device):
         chosen = json.dumps(where_to_start(config)) if world.is_first else None
     chosen = json.loads(comm.broadcast_text(chosen, world, device))
@@ -165,10 +165,10 @@ def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) ->
 def load(
     runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """(where to go on, the log's state), with parameters and optimizer filled from --load. Every rank must call.
+    """Fill parameters and optimizer from --load; returns (train state, log state). Every rank must call.
 
-    The checkpoint may come from any layout. Where there is none yet the run starts anew, and says so, or from the weights of
-    --pretrained-checkpoint.
+    The checkpoint may come from any layout. Without a checkpoint in --load the run starts from --pretrained-checkpoint, or from
+    initial weights, with a note.
     """
     config, mesh = runtime.config.checkpoint, runtime.mesh
     device = runtime.device.torch_device
@@ -193,7 +193,7 @@ def load(
     if goes_on:
         check_same_optimizer(runtime, checkpoint.state)
     _read_tensors(checkpoint, wanted, optimizer, mesh, device, goes_on=goes_on)
-    if optimizer.config.reuse_fp32_param:  # the rank's part of a weight is now its master rounded; the rest are others'
+    if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:
             chunk.gather_params()
             chunk.finish_param_gather()
@@ -217,23 +217,22 @@ def _read_tensors(
     *,
     goes_on: bool,
 ) -> None:
-    """Fill the parameters, and of a run that goes on the optimizer's state; masters from the weights where there are no
-    others."""
+    """Fill the parameters and, if `goes_on`, the optimizer state. Masters not in the checkpoint are filled from the weights."""
     state = optimizer_tensors(optimizer, mesh)
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
     saves_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
-    if goes_on and saves_masters and not masters:  # going on in full precision: the masters are the weights
+    if goes_on and saves_masters and not masters:  # resumed in full precision: the masters become the weights
         model = {_master_of(name, checkpoint): tensor for name, tensor in model.items()}
     wanted = [model]
-    if goes_on:  # after the parameters, as masters may hold weights
+    if goes_on:  # after the parameters: with --reuse-fp32-param masters share memory with weights
         wanted.append(state if saves_masters else {n: x for n, x in state.items() if n not in masters})
-    if not (goes_on and saves_masters):  # the saved weights, which may have more digits than this run's parameters
+    if not (goes_on and saves_masters):  # from the saved weights, which may be wider than this run's parameters
         wanted.append({name.replace(_MASTER, "model/", 1): tensor for name, tensor in masters.items()})
     for tensors in wanted:
         checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
 
 
 def _master_of(name: str, checkpoint: Checkpoint) -> str:
-    """The name of a parameter's master copy, or its own where it was not trained and has none."""
+    """The checkpoint name of a parameter's master, or of the parameter itself if it was not trained."""
     master = name.replace("model/", _MASTER, 1)
     return master if master in checkpoint.names else name

@@ -1,7 +1,4 @@
-"""The parts that a rank trains with, from a script's `model_provider`: model chunks, optimizer, pipeline.
-
-No rank waits for another here.
-"""
+"""Build this rank's model chunks, optimizer and pipeline from a script's `model_provider`. No function here communicates."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +24,9 @@ ModelProvider = Callable[..., nn.Module]
 
 
 def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn.Module]:
-    """This rank's model chunks by stage, without values. Raises ConfigError where one cannot be trained.
+    """This rank's model chunks by stage, uninitialized. Raises ConfigError if a chunk cannot be trained.
 
-    A provider that takes `vp_stage` is told which chunk it makes; any provider may ask mpu for it.
+    A provider with the parameter `vp_stage` gets the chunk number; any provider may ask mpu for it.
     """
     stages, config = runtime.mesh.stages, runtime.config
     made: dict[int, nn.Module] = {}
@@ -37,7 +34,7 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
     for chunk_number, stage in enumerate(stages.of_rank(runtime.mesh["pp"].rank)):
         current().virtual_rank = chunk_number
         chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
-        # On the device, where a module that is told nothing makes its tensors.
+        # torch's own modules create their tensors on the current default device.
         with runtime.device.torch_device, filling_by_name():
             chunk = model_provider(pre_process=stage == 0, post_process=stage == stages.last, **chunk_argument)
         place_plain_parameters(chunk, config.transformer.params_dtype, config.parallel.sequence_parallel_on)
@@ -50,9 +47,9 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
 
 
 def share_tables(made: Mapping[int, nn.Module]) -> list[str]:
-    """Let a tied table lie once on a rank that has both the first stage and the last: later chunks use the first's.
+    """Store a tied table once on a rank with both the first and the last stage: later chunks use the first chunk's tensor.
 
-    Returns the names of the tables that do."""
+    Returns the names of the shared tables."""
     tables: dict[str, nn.Parameter] = {}
     shared = []
     for chunk in made.values():
@@ -61,17 +58,17 @@ def share_tables(made: Mapping[int, nn.Module]) -> list[str]:
                 *path, attribute = name.split(".")
                 owner = chunk.get_submodule(".".join(path))
                 delattr(owner, attribute)
-                owner.__dict__[attribute] = tables[name]  # not registered: it is trained with the chunk that holds it
+                owner.__dict__[attribute] = tables[name]  # unregistered: only the first chunk trains it
                 shared.append(name)
     return shared
 
 
 def refuse_shared_tables(names: list[str], config: DataParallelConfig) -> None:
-    """Raise ConfigError for what counts on a parameter being used by the chunk that holds it alone."""
+    """Raise ConfigError for settings under which only the chunk that holds a parameter may use it."""
     flags = {"--zero-stage 3": config.stage == 3, "--fixed-order-grad-reduce": config.fixed_order_grad_reduce}
     if asked := [flag for flag, is_set in flags.items() if is_set]:
         raise ConfigError(
-            f"{', '.join(asked)}: the schedule has the first stage and the last on one rank, where they share {names[0]}; "
+            f"{', '.join(asked)}: the schedule places the first and the last stage on one rank, where they share {names[0]}; "
             "leave it out, or give --untie-embeddings-and-output-weights"
         )
 
@@ -79,7 +76,7 @@ def refuse_shared_tables(names: list[str], config: DataParallelConfig) -> None:
 def in_buffers(
     made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group
 ) -> dict[int, DistributedDataParallel]:
-    """Model chunks filled with their initial weights, in contiguous buffers."""
+    """Initialize the chunks' parameters and lay them out in contiguous buffers."""
     mesh, config = runtime.mesh, runtime.config
     chunks: dict[int, DistributedDataParallel] = {}
     params_tier = runtime.tier if config.offload.offload_params else None
@@ -93,19 +90,18 @@ def in_buffers(
 
 
 def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
-    """Whether to tell a provider which of a rank's chunks it makes: if it names `vp_stage`, or takes any option and there are
-    several chunks, as Megatron tells all."""
+    """Whether to pass `vp_stage` to a provider: if it has that parameter, or takes **kwargs and a rank has several chunks.
+    (Megatron passes it to every provider.)"""
     parameters = inspect.signature(model_provider).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return "vp_stage" in parameters or (takes_any and chunks > 1)
 
 
 def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bool) -> None:
-    """Take in the parameters of torch's own layers that are the same in any layout: those filled with one value, as a norm's.
+    """Set the placement of constant parameters of torch's own layers, such as a norm's: whole on every tensor-parallel rank.
 
-    Every tensor-parallel rank holds them whole. Under sequence parallelism it has to be said whether the layer stands where the
-    sequence is divided: parameter.sequence_parallel = True or False, as in Megatron. What was drawn at random depends on what
-    was drawn before it, and so on the layout: it stays without a placement.
+    Under sequence parallelism the script must set parameter.sequence_parallel, as in Megatron: True if the layer works on a part
+    of the sequence, else False. Randomly drawn parameters get no placement, as their values would depend on the layout.
     """
     for p in chunk.parameters() if isinstance(chunk, nn.Module) else ():
         said = getattr(p, "sequence_parallel", None if sequence_parallel else False)
@@ -117,7 +113,7 @@ def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bo
 
 
 def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
-    """Why what a model_provider returned cannot be trained."""
+    """The reasons why a model_provider's result cannot be trained."""
     if not isinstance(chunk, nn.Module):
         return [
             f"model_provider returned {type(chunk).__name__}, not a torch.nn.Module; return the model of this stage"
@@ -125,15 +121,15 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
     problems = []
     if lost := [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]:
         problems.append(
-            f"parameters without a placement: {', '.join(lost)}. Nothing says which ranks hold what of them: build the model "
+            f"parameters without a placement: {', '.join(lost)}. A placement says which ranks hold which part: build the model "
             "from megatron.core.tensor_parallel's layers, or set parameter.placement = Placement(shape, init, "
-            'replicated_over=("tp",)) where each is created. Of torch\'s own layers those without random values, such as '
-            "LayerNorm, may stay as they are; under --sequence-parallel they need parameter.sequence_parallel = True, or False "
-            "where every rank has the whole sequence"
+            'replicated_over=("tp",)) where the parameter is created. Layers of torch with constant initial values, such as '
+            "LayerNorm, need none; under --sequence-parallel they need parameter.sequence_parallel = True, or False if every "
+            "rank has the whole sequence"
         )
     if in_pipeline and not hasattr(chunk, "set_input_tensor"):
         problems.append(
-            f"{type(chunk).__name__} has no method set_input_tensor(x), which hands a pipeline stage the output of the one before"
+            f"{type(chunk).__name__} has no method set_input_tensor(x), which gives a pipeline stage the previous stage's output"
         )
     return problems
 
@@ -155,7 +151,7 @@ def build_optimizer(
 
 
 def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
-    """What runs the chunks, and the others' by way of the ranks before and after this one."""
+    """The pipeline that runs this rank's chunks and exchanges tensors with the neighbouring stages."""
     config, tp = runtime.config, runtime.mesh["tp"]
     batch = BatchShape(config.training.micro_batch_size, runtime.num_microbatches, config.data.seq_length)
     sends_parts = config.parallel.scatter_gather_tensors_in_pipeline and not config.parallel.sequence_parallel_on
@@ -175,10 +171,9 @@ def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime,
 
 
 def boundary_of(models: Iterable[nn.Module], runtime: Runtime) -> tuple[TensorSpec, ...]:
-    """The tensors that a stage hands to the next: those that the model declares, or else its hidden states.
+    """Specs of the tensors between two stages: the model's boundary(micro_batch_size, seq_length), else its hidden states.
 
-    A declaration is a method boundary(micro_batch_size, seq_length). All tensor-parallel ranks hold the same values of these
-    tensors, or, under sequence parallelism, each its own part.
+    Tensor-parallel ranks hold equal copies of these tensors, or parts of them under sequence parallelism.
     """
     config = runtime.config
     shape = config.training.micro_batch_size, config.data.seq_length

@@ -1,4 +1,4 @@
-"""From the command line to a `Runtime`: parse, check, join the other processes, agree."""
+"""From the command line to a `Runtime`: parse, check, join the other ranks, agree on the settings."""
 
 import contextlib
 import os
@@ -45,7 +45,7 @@ from megatron.training.watch.watch_config import watch_notes
 
 @dataclass(frozen=True)
 class Settings:
-    """What one rank knows before it meets the others."""
+    """The state of a rank before it joins the others."""
 
     config: Config
     args: Arguments
@@ -64,10 +64,10 @@ def initialize_megatron(
     get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
 ) -> Runtime:
-    """Everything that precedes the model. Every rank must call.
+    """Build the runtime: everything before the model. Every rank must call.
 
-    The ranks may have been started with different settings, some of which cannot work: the first thing they do together is to
-    agree. Raises ConfigError on a rank whose settings are wrong and PeerError on the others, before any group is made.
+    Ranks may be started with different or invalid settings, so they agree first. Raises ConfigError on ranks with invalid
+    settings and PeerError on the others, before any group is made.
     """
     settings, problem = None, None
     try:
@@ -107,7 +107,7 @@ def initialize_megatron(
 
 
 def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
-    """The parts of a run below the model. Every rank must call."""
+    """The `Runtime` of checked settings and a mesh. Every rank must call."""
     config, device = settings.config, settings.device
     log, world = config.log, mesh["world"]
     timers = Timers(
@@ -144,7 +144,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
 
 
 def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> products.Products:
-    """How matrices are multiplied, which goes on as in the checkpoint. Every rank must call; `notes` gets a line about it."""
+    """How to compute half-precision products: as in the checkpoint, or as measured, with a note. Every rank must call."""
     dtype, asked = config.transformer.params_dtype, config.transformer.cpu_half_products
     measures = asked == "auto" and products.has_two_ways(dtype, device.torch_device)
     kept = saved_products(config.checkpoint, world, device.torch_device) if measures else None
@@ -159,7 +159,7 @@ def read_settings(
     argv: Sequence[str] | None,
     rules: ModelRules = NO_RULES,
 ) -> Settings:
-    """The command line, checked, and what follows from it on this rank alone. Raises ConfigError with all problems."""
+    """Parse and check the command line and prepare this rank's device. Raises ConfigError with all problems."""
     world_size = parallel_state.launched_world_size()
     try:
         parsed = parse_args(argv, extra_args_provider, args_defaults, rules.unread)
@@ -189,29 +189,29 @@ def read_settings(
 
 
 def _groups_of_one(config: Config, world_size: int) -> list[str]:
-    """What is asked to be in shards, and is whole, since each group that holds all shards is one rank."""
+    """A note if ZeRO shards nothing, since each sharding group is a single rank."""
     stage, instances = config.data_parallel.stage, config.data_parallel.num_distributed_optimizer_instances
     if not stage or instances == 1 or instances != config.data_parallel_size(world_size):
         return []
     return [
         f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, so "
-        "that each group is one rank, which holds everything"
+        "each group has one rank, which holds all shards"
     ]
 
 
 def _breaks_ties(config: Config) -> list[str]:
-    """How a run that keeps 16 bits beside each weight parts from one that keeps whole masters."""
+    """A note on how --reuse-fp32-param changes rounding."""
     if not config.optimizer.reuse_fp32_param:
         return []
     return [
-        "--reuse-fp32-param: weights are the masters rounded to nearest even, as without it; of the masters half way between "
-        "two weights, those that round towards zero (one in 131,072, by chance) are kept one unit in the last place nearer to "
-        "zero, so that losses may in time differ in their last digits from those of a run without it"
+        "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. A master half way between two "
+        "weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last place nearer to zero; losses may "
+        "in time differ in their last digits from a run without the flag"
     ]
 
 
 class Examined(NamedTuple):
-    """What is wrong with settings together, on this host, and the device and the tokenizer that they ask for."""
+    """The problems of settings on this host, and the device and tokenizer that they name."""
 
     problems: list[str]
     device: Device | None
@@ -219,7 +219,7 @@ class Examined(NamedTuple):
 
 
 def examine(config: Config, world_size: int, rules: ModelRules) -> Examined:
-    """Check settings against one another and against this host's files and devices."""
+    """Check settings against each other and against this host's files and devices."""
     problems: list[str] = []
     device = tokenizer = None
     with collected(problems):
@@ -233,13 +233,13 @@ def examine(config: Config, world_size: int, rules: ModelRules) -> Examined:
             tokenizer = build_or_say(config.tokenizer)
     if tokenizer is not None and config.fim.fim_data:
         with collected(problems):
-            FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # its tokens are in the vocabulary
+            FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # raises if the vocabulary lacks its tokens
     problems += rules.problems(config, tokenizer)
     return Examined(problems, device, tokenizer)
 
 
 def build_or_say(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer. A package that it needs and that is not installed is a ConfigError too."""
+    """The tokenizer. Raises ConfigError also for a missing package."""
     try:
         return build_tokenizer(config)
     except ImportError as error:
@@ -255,28 +255,28 @@ def select_device(config: DeviceConfig) -> Device:
 
 
 def a_device() -> Device:
-    """That of a rank whose settings say none, by the kind that the others probably have: it is not computed on."""
+    """A device for a rank with invalid settings, of the kind that the others probably have. The rank only agrees on it."""
     return Device.select(local_rank=parallel_state.launched_local_rank())
 
 
 def check_backend(backend: str | None, device: Device) -> None:
-    """Raise ConfigError if processes on `device` cannot meet over `backend`. One process alone may name any."""
+    """Raise ConfigError if `backend` cannot connect processes on `device`. A single process may name any backend."""
     if backend not in (None, "gloo", device.backend) and parallel_state.will_join():
         raise ConfigError(
-            f"--distributed-backend {backend} does not connect processes that compute on --device {device.name}; "
-            f"leave it out ({device.backend} is used then), or change --device"
+            f"--distributed-backend {backend} does not connect processes on --device {device.name}; leave it out (default: "
+            f"{device.backend}), or change --device"
         )
 
 
 def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:
-    """Files that this rank should find and does not, and a --save folder that cannot come to be. Nothing is made yet."""
+    """Missing files, and folders that cannot be written, on this host. Creates nothing."""
     problems = config.data.missing_files() if reads_text else []
     for flag, folder in (
         ("--save", config.checkpoint.save),
         ("--data-cache-path", config.data.data_cache_path),
         ("--offload-dir", config.offload.offload_dir),
     ):
-        # A cache that was built before may be read-only; where it lacks something, its builder says so.
+        # An existing cache may be read-only; if it lacks an index, the builder of that index reports it.
         is_built = flag == "--data-cache-path" and folder and any(Path(folder).glob("*-description.txt"))
         if folder is not None and not is_built and (obstacle := _obstacle(Path(folder))):
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
@@ -288,7 +288,7 @@ def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:
 
 
 def _obstacle(folder: Path) -> str | None:
-    """Why files cannot be written into `folder`, whose parents may have to be made first."""
+    """Why files cannot be written into `folder`, which may not exist yet; None if they can."""
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
     if not there.exists():
         return f"{there} is a link to {os.readlink(there)}, which does not exist"
@@ -299,7 +299,7 @@ def _obstacle(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def collected(problems: list[str]) -> Iterator[None]:
-    """What is wrong with settings, or with files that they name, joins `problems`, so that all can be said at once."""
+    """Add the block's ConfigError, ValueError or OSError to `problems`, so that all are reported at once."""
     try:
         with as_settings_problem():
             yield
@@ -308,7 +308,7 @@ def collected(problems: list[str]) -> Iterator[None]:
 
 
 def share_cores(launch: Launch) -> list[str]:
-    """Give this process its part of the cores that the ranks of a node share, and say so. Where it runs is left alone."""
+    """Set this process's number of threads to its share of the node's cores; returns a note. Sets no core affinity."""
     cores, bound = available_cores()
     threads = threads_per_rank(os.environ, launch, cores, bound=bound)
     if threads is None:
@@ -321,19 +321,19 @@ def share_cores(launch: Launch) -> list[str]:
 
 
 def available_cores() -> tuple[int, bool]:
-    """(cores that this process may run on, whether whoever started it has taken others away from it)."""
+    """(cores that this process may use, whether the launcher has restricted them)."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1, False
     mine = os.sched_getaffinity(0)
     try:
         return len(mine), mine < os.sched_getaffinity(os.getppid())
-    except OSError:  # the parent has ended, or is another user's
+    except OSError:  # the parent has ended, or belongs to another user
         return len(mine), False
 
 
 @contextlib.contextmanager
 def as_settings_problem() -> Iterator[None]:
-    """What a file that the user named makes fail is a problem with the settings: said once, without a traceback."""
+    """Turn ValueError and OSError, raised for files that the user named, into ConfigError: reported once, without traceback."""
     try:
         yield
     except ConfigError:
@@ -343,12 +343,12 @@ def as_settings_problem() -> Iterator[None]:
 
 
 def agree_on_settings(settings: Settings | None, problem: ConfigError | None) -> None:
-    """Stop every rank if some cannot start, or were started with other settings: they would hang, or train a wrong model."""
+    """Raise on every rank if a rank has a `problem` or other settings: the run would hang, or train a wrong model."""
     world = parallel_state.agreement_axis()
     with comm.together(world):
         if problem is not None:
             raise problem
-    # A script's own flags may tell ranks apart, unless they decide what the parameters mean.
+    # A script's own flags may differ between ranks, unless the meaning of the parameters depends on them ("own_model").
     shared = {name: part for name, part in settings.config.as_json().items() if name not in ("device", "own")}
     mine = comm.fingerprint(f"{shared} {settings.tokenizer_sha256}")
     ends = torch.tensor([mine, -mine], dtype=torch.int64)
@@ -358,7 +358,7 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None) ->
 
 
 def _remove_left_behind(config: Config, world_size: int) -> list[str]:
-    """Free the disk of this node of what killed runs have left of offloaded state, which one rank does; what was found."""
+    """Remove the files of offloaded state that killed runs have left on this node; the node's first rank does, with a note."""
     if config.offload.tier != "file" or parallel_state.launched_local_rank() != 0:
         return []
     found = remove_left_behind(config.offload.offload_dir, world_size)
@@ -369,7 +369,7 @@ def _remove_left_behind(config: Config, world_size: int) -> list[str]:
 
 
 def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What Megatron's `args` hold beside the flags, and scripts ask for."""
+    """The entries of Megatron's `args` that are not flags."""
     tensor, words = config.parallel.tensor_model_parallel_size, vocab_size_of(config, tokenizer)
     return {
         "rank": parallel_state.launched_rank(),
@@ -386,7 +386,7 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
 
 
 def seed_generators(seed: int, mesh: Mesh) -> None:
-    """For a fork's own random numbers: python's, numpy's and torch's generators, by stage as Megatron's, and the tracked ones."""
+    """Seed python's, numpy's, torch's and the tracked generators, by stage as in Megatron. Only scripts draw from them."""
     seed += 100 * mesh["pp"].rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -395,7 +395,7 @@ def seed_generators(seed: int, mesh: Mesh) -> None:
 
 
 def announce(runtime: Runtime, notes: Sequence[str]) -> None:
-    """Say, once, what is about to run."""
+    """Print the layout, the settings that differ from their defaults, and the notes, once."""
     config, mesh = runtime.config, runtime.mesh
     layout = ", ".join(f"{name} {mesh[name].size}" for name in ("tp", "pp", "dp"))
     sizes = [size // runtime.samples_at_once for size in runtime.batch_sizes.sizes]
@@ -411,12 +411,12 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
 
 
 def stop_with(error: ConfigError | comm.PeerError) -> NoReturn:
-    """Print what is wrong, once, leave the job in order and end the process. Every rank calls, with its own error."""
+    """Print the problems once, leave the job in order and exit with code 2. Every rank calls it, with its own error."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     lines = "\n".join(f"  - {problem}" for problem in problems)
     told = f"cannot start, {len(problems)} problem(s):\n{lines}"
     write_error_file(told)
-    if parallel_state.launched_rank() == 0 or not parallel_state.has_joined():  # alone, each speaks for itself
+    if parallel_state.launched_rank() == 0 or not parallel_state.has_joined():  # without a job every process prints
         print(told, file=sys.stderr, flush=True)
     parallel_state.stop_distributed()
     sys.exit(2)

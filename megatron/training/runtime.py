@@ -1,4 +1,4 @@
-"""The parts that a run is made of once its processes have met, and the read-only view that users' scripts have of them."""
+"""`Runtime`: the parts of a run below the model, and the functions by which scripts read them (get_args, get_timers, ...)."""
 
 import contextlib
 import threading
@@ -27,21 +27,21 @@ from megatron.training.watch.timers import Timers
 
 @dataclass(frozen=True)
 class Runtime:
-    """What `pretrain` builds first and hands on."""
+    """Built by `pretrain` before the model, then passed on."""
 
     config: Config
     args: Arguments
     mesh: Mesh
     device: Device
-    tokenizer: Tokenizer | None  # None: the script has data of its own, and no text
+    tokenizer: Tokenizer | None  # None for scripts with data of their own
     dropout_keys: DropoutKeys
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
-    tier: Tier | None = None  # where offloaded state lives
-    products: Products = NATIVE  # how a CPU multiplies in half precision
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what is given back at the end of the run
-    tokenizer_sha256: str | None = None  # of what its files hold
-    data_sha256: str | None = None  # likewise; known to the first rank alone
+    tier: Tier | None = None  # of offloaded state
+    products: Products = NATIVE  # how a CPU computes half-precision products
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # resources released at the end of the run
+    tokenizer_sha256: str | None = None  # of its files' content
+    data_sha256: str | None = None  # of the data's content; only on the first rank
 
     @property
     def world_size(self) -> int:
@@ -69,28 +69,28 @@ class Runtime:
 
     @property
     def vocab_size_if_any(self) -> int | None:
-        """Words of the model: the tokenizer's, or without one those of --vocab-size; None where neither is given."""
+        """Vocabulary size: the tokenizer's, or without one --vocab-size; None if neither is given."""
         return vocab_size_of(self.config, self.tokenizer)
 
     @property
     def vocab_size(self) -> int:
-        """The same. Raises ConfigError where neither is given."""
+        """Vocabulary size. Raises ConfigError if neither a tokenizer nor --vocab-size is given."""
         if self.vocab_size_if_any is None:
             raise ConfigError(
-                "this model needs the size of its vocabulary: give --vocab-size N, the number of words, or "
-                '--tokenizer-type with its files; a script says its own with pretrain(..., args_defaults={"vocab_size": N})'
+                "this model needs a vocabulary size: give --vocab-size N, or --tokenizer-type with its files; a script sets its "
+                'own by pretrain(..., args_defaults={"vocab_size": N})'
             )
         return self.vocab_size_if_any
 
     @property
     def model_shape(self) -> ModelShape:
-        """What a token costs."""
+        """The sizes that determine the model's FLOPs."""
         config = self.config
         return ModelShape.of(config.transformer, self.vocab_size, config.data.seq_length)
 
     @property
     def layer_context(self) -> LayerContext:
-        """All that the layers of this rank's model are handed."""
+        """The context that every layer of this rank gets."""
         return LayerContext.on(
             self.mesh,
             self.config.transformer.params_dtype,
@@ -119,12 +119,12 @@ class Runtime:
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer | None) -> int | None:
-    """Words of the model, where something says them."""
+    """Vocabulary size of the tokenizer, else --vocab-size; None if neither is given."""
     return config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 _runtime: Runtime | None = None
-_override = threading.local()  # as for the mesh: a test with ranks as threads gives each its own
+_override = threading.local()  # tests run ranks as threads, each with its own runtime
 
 
 def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> None:
@@ -136,20 +136,20 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
 
 
 def get_runtime() -> Runtime:
-    """The parts of the run. For top-level scripts; nothing in megatron/core calls it."""
+    """The parts of the run, for top-level scripts; megatron/core never calls it."""
     runtime = getattr(_override, "runtime", None) or _runtime
     if runtime is None:
-        raise RuntimeError("the run is not initialised; pretrain() or initialize_megatron() does that")
+        raise RuntimeError("the run is not initialised; call pretrain() or initialize_megatron() first")
     return runtime
 
 
 def get_args() -> Arguments:
-    """Every setting by name, read-only. For users' scripts."""
+    """Every setting by name, read-only."""
     return get_runtime().args
 
 
 def get_tokenizer() -> Tokenizer:
-    """The tokenizer of the run. Raises ConfigError where there is none."""
+    """The tokenizer of the run. Raises ConfigError if the run has none."""
     tokenizer = get_runtime().tokenizer
     if tokenizer is None:
         raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")
@@ -157,12 +157,12 @@ def get_tokenizer() -> Tokenizer:
 
 
 def get_timers() -> Timers:
-    """The timers of the run: `with get_timers()("name", log_level=2): ...`. For users' scripts."""
+    """The timers of the run: `with get_timers()("name", log_level=2): ...`."""
     return get_runtime().timers
 
 
 def is_last_rank() -> bool:
-    """Whether this rank logs: the last of those with the last pipeline stage, where losses are known."""
+    """Whether this rank logs: the last rank with the last pipeline stage, where losses are known."""
     if parallel_state.model_parallel_is_initialized():
         mesh = parallel_state.get_mesh()
         return mesh["world"].rank == mesh.reporter()

@@ -1,4 +1,4 @@
-"""How many samples a run asks its data sets for, and whether those it got will do. Numbers in, words out."""
+"""How many samples a run requests from its data sets, and checks of the data sets it gets. Pure."""
 
 from typing import Any
 
@@ -10,10 +10,9 @@ from megatron.training.settings.config import TrainingConfig
 
 
 def samples_to_request(training: TrainingConfig, train_iters: int, batch_size: int, state: TrainState) -> list[int]:
-    """Samples of [train, valid, test] for a run that goes on from `state`, with `batch_size` samples a step at its end.
+    """Samples of [train, valid, test] for a run resumed at `state`. batch_size: global, at the end of a ramp.
 
-    A run asks for no fewer training samples than before it was stopped: data sets may be shuffled by how much is asked
-    for, and the order is to stay.
+    A resumed run requests at least as many training samples as before, as a data set's order may depend on the number requested.
     """
     counts = requested_samples(
         train_iters,
@@ -30,39 +29,34 @@ SPLITS = ("train", "valid", "test")
 
 
 def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) -> dict[str, Any]:
-    """`datasets` as a provider returned them, by split, the first with the `needed` samples of `steps` more steps.
-
-    Raises ConfigError otherwise.
-    """
+    """A provider's data sets by split. Raises ConfigError unless there are three, with `needed` samples for `steps` steps."""
     if not isinstance(datasets, tuple | list) or len(datasets) != 3:
         given = f"{len(datasets)} of them" if isinstance(datasets, tuple | list) else type(datasets).__name__
         raise ConfigError(
-            f"train_valid_test_datasets_provider must return three data sets, None for one that is not there, not {given}"
+            f"train_valid_test_datasets_provider must return three data sets (None for a missing set), not {given}"
         )
     train = datasets[0]
     if steps > 0 and train is None:
-        raise ConfigError(
-            f"there are {steps} iterations to train, and no training data: give --split a first share above 0"
-        )
+        raise ConfigError(f"no training data for {steps} iterations: give --split a first share above 0")
     if steps > 0 and len(train) < needed:
         consumed = state.consumed_train_samples
         after = f" after the {consumed} already consumed" if consumed else ""
         raise ConfigError(
-            f"the training set has {len(train)} samples, but {steps} iterations of {needed - consumed} samples together{after} "
+            f"the training set has {len(train)} samples, but {steps} iterations with {needed - consumed} samples{after} "
             f"need {needed}; use more data, or lower --train-iters (--train-samples) or --global-batch-size"
         )
     return dict(zip(SPLITS, datasets))
 
 
 def notes_of_no_validation(training: TrainingConfig, data: DataConfig, datasets: dict[str, Any]) -> list[str]:
-    """What a run says that is asked to validate and has no data set for it."""
+    """The note of a run that should validate, but has no validation set."""
     if datasets["valid"] is not None or training.eval_iters == 0:
         return []
     nothing = "nothing is validated" if datasets["test"] is not None else "nothing is validated or tested"
     is_zero = not data.has_own_splits and parse_split(data.split_shares)[1] == 0
     advice = (
-        f"; --split {data.split_shares} leaves it no share; give the second one above 0"
+        f"; --split {data.split_shares} leaves it no share; give a second share above 0"
         if is_zero
-        else "; give --valid-data-path, or data of more documents, each of which belongs to one split as a whole"
+        else "; give --valid-data-path, or data with more documents: splits are divided between documents"
     )
     return [f"no validation set: {nothing}, whatever --eval-iters ({training.eval_iters}){advice}"]

@@ -1,4 +1,4 @@
-"""What top-level scripts of Megatron import from here."""
+"""Functions that Megatron's top-level scripts import from `megatron.training.utils`."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """The mean of each loss over the data-parallel ranks, [len(losses)], detached. Every rank of the stage must call."""
+    """Mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
     tokens = parallel_state.get_mesh().tokens
     mine = torch.cat([loss.detach().clone().view(1) for loss in losses])
     return comm.all_reduce(mine, tokens) / tokens.size
@@ -29,18 +29,18 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
 def get_ltor_masks_and_position_ids(
     data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What left-to-right models are given beside the tokens `data` [b, s].
+    """(attention_mask, loss_mask, position_ids) of the tokens `data` [b, s] for a left-to-right model.
 
-    attention_mask: True where a query may not look, [1, 1, s, s]; with `reset_attention_mask` [b, 1, s, s], and nobody looks
-        into an earlier document
-    loss_mask: float [b, s], with `eod_mask_loss` 0 at each end-of-document token
-    position_ids: [b, s], with `reset_position_ids` counting from 0 after each end-of-document token
+    attention_mask: bool [1, 1, s, s], True where attention is forbidden; with `reset_attention_mask` [b, 1, s, s], and earlier
+        documents are forbidden too
+    loss_mask: float [b, s]; with `eod_mask_loss` 0 at end-of-document tokens
+    position_ids: [b, s]; with `reset_position_ids` they restart at 0 after each end-of-document token
 
         tokens  a b E c d       positions  0 1 2 0 1        documents  0 0 0 1 1
     """
     b, s = data.shape
     ends = data == eod_token
-    documents = ends.cumsum(dim=1) - ends.long()  # an end belongs to the document that it ends
+    documents = ends.cumsum(dim=1) - ends.long()  # an end token belongs to its document
     positions = torch.arange(s, device=data.device).expand(b, s)
     future = positions[0][None, :] > positions[0][:, None]
     attention_mask = future[None, None]

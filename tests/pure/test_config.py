@@ -268,7 +268,7 @@ FLAGS_AND_SAID = [
     (
         "--optimizer-cpu-offload --optimizer-offload-fraction 0",
         None,
-        "--optimizer-cpu-offload: --optimizer-offload-fraction 0 leaves",
+        "--optimizer-cpu-offload: --optimizer-offload-fraction 0",
     ),
     (f"--vocab-size 9 {_OF_A_FILE}", None, "--vocab-size --tokenizer-type HuggingFaceTokenizer"),
 ]

@@ -354,10 +354,10 @@ def test_another_optimizers_state_is_refused(tmp_path):
     saved = mine.config.as_json()
     check_same_optimizer(mine, {"config": saved})
     for settings, message in (
-        ({"optimizer": "sgd"}, "holds the state of --optimizer adam, this run has sgd; --no-load-optim starts"),
+        ({"optimizer": "sgd"}, "holds the state of --optimizer adam, this run has sgd; --no-load-optim"),
         (
             {"optimizer": "sgd", "sgd_momentum": 0.9},
-            "holds no momentum_buffer (--sgd-momentum was 0.0); --no-load-optim starts",
+            "holds no momentum_buffer (--sgd-momentum was 0.0); --no-load-optim",
         ),
     ):
         theirs = saved

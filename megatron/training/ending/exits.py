@@ -1,4 +1,4 @@
-"""Why a run may stop before its last step: a request that any rank may have heard, and that all of them have to follow."""
+"""Requests to stop before the last step: SIGTERM, duration, iteration. All ranks stop after the same step."""
 
 import signal
 import time
@@ -13,9 +13,9 @@ from megatron.training.settings.config import TrainingConfig
 
 
 class Exits:
-    """Asked after each step. Time and signals are agreed on: clocks differ, and a launcher may signal some ranks only.
+    """The exit flags, checked after each step. Ranks agree, since clocks differ and a launcher may signal only some ranks.
 
-    began: `time.monotonic()` of the start, for --exit-duration-in-mins.
+    began: `time.monotonic()` at the start of the run, for --exit-duration-in-mins.
     """
 
     def __init__(self, config: TrainingConfig, world: Axis, device: torch.device | str, began: float):
@@ -25,7 +25,7 @@ class Exits:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block SIGTERM is a request to stop, if --exit-signal-handler is given. In the main thread only."""
+        """In the block SIGTERM is a request to stop, if --exit-signal-handler is given. Call in the main thread."""
         if not self.config.exit_signal_handler:
             yield
             return
@@ -39,9 +39,9 @@ class Exits:
         self.signalled = True
 
     def reason(self, iteration: int, *, last: bool) -> str | None:
-        """Why all ranks stop after this step, or None; the interval stops no run that is at its last step anyway.
+        """Why all ranks stop after this step, or None. --exit-interval does not count at the last step.
 
-        Every rank must call; one all-reduce of two numbers, if time or signals can be a reason.
+        Every rank must call. One all-reduce of two numbers, if a duration or the signal handler is set.
         """
         config = self.config
         if config.exit_signal_handler or config.exit_duration_in_mins is not None:

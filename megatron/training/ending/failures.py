@@ -1,16 +1,14 @@
-"""A run that fails ends on every rank, in order: one rank says what happened, the others whose message to read.
+"""End a failed run in order on every rank: one rank prints the error, the others name that rank.
 
-    failing rank    claims the word in the job's store, prints its error, leaves its groups
-    others          see their calls end, since a peer is gone; find its rank in the store, say one line, leave
+    failing rank    claims the report in the job's store, prints its error, leaves its groups
+    other ranks     their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
 
-Of a process that was killed there is no word in the store: the others have its number, host and process from the lines
-that they keep (`core/job/lines.py`). Ctrl-C is such a failure, and reaches several ranks as a rule: one of them says so.
-What a rank says is left for torchrun too, whose last block shows that of the rank that ended first: so the others
-repeat it there.
+A killed process leaves nothing in the store: the others know its rank, host and process from their line to it
+(`core/job/lines.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports it. Messages also go to
+torchrun's error file. torchrun shows the file of the rank that ended first, so the other ranks repeat the first error there.
 
-Where devices are connected and not hosts (NCCL), no call ends when a peer is gone: its kernel waits, and so would whoever reads a
-result, until the time limit of calls is over. There each rank has a thread that looks into the store (`Listener`). And
-groups are not closed, which waits for the calls that are under way: the process ends as it is.
+Under NCCL a collective does not fail when a peer is gone: its kernel waits until the timeout. There each rank has a thread that
+watches the store (`Listener`), and the process exits without closing its groups, which would wait for collectives in flight.
 """
 
 import contextlib
@@ -37,18 +35,18 @@ _CLAIMS, _FAILED = "megatron/failure/claims", "megatron/failure/rank"  # keys of
 _SAID, _LEFT = "megatron/failure/said", "megatron/failure/left"
 _LONGEST_SAID = 20_000  # characters
 _FAILS, _INTERRUPTED = "failed", "was interrupted"
-_SECONDS = 3.0  # in which ranks find the word of one that failed
+_SECONDS = 3.0  # within which a rank's failure is found in the store
 _LISTENS_EVERY = 2.0  # seconds
 
 
 def explains_itself(error: BaseException) -> bool:
-    """Whether the message says what to change, so that the calls which led there would only hide it."""
+    """Whether the error's message says what to change, so that a traceback would only hide it."""
     return isinstance(error, ConfigError | NotFiniteError | CheckpointError | OffloadError | OutOfMemory)
 
 
 def report(error: BaseException, farewell: str | None = None) -> int:
-    """Say of `error` what this rank has to say; the code to end with. Every rank that fails in a job of several calls
-    it, and then `leave`. farewell: what a rank that was interrupted says instead, if it is the first."""
+    """Print this rank's part of the report of `error`; returns the exit code. Each failing rank of a multi-process job calls it,
+    then `leave`. farewell: of an interrupted rank, printed instead of the error if the rank is the first."""
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
     code = 1 if farewell is None else interrupt.CODE
     at_first_hand = farewell is not None or not isinstance(error, PeerError)
@@ -61,7 +59,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
             store.set(_SAID, told[:_LONGEST_SAID])
             store.set(_FAILED, f"rank {rank} {how}")
     elif farewell is not None:
-        pass  # which another rank has said, or why this one is alone
+        pass  # another rank has reported the interrupt
     elif failed := _rank_that_failed(store):
         _say(f"rank {rank}: stopping, because {failed}")
         write_error_file(f"rank {rank}: stopping, because {failed}{_what_it_said(store)}", follows=True)
@@ -71,7 +69,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
         _say(told)
         write_error_file(told)
     else:
-        told = f"rank {rank}: stopping, because a rank has ended without a word ({error})"
+        told = f"rank {rank}: stopping, because another rank has ended without a message ({error})"
         _say(told)
         write_error_file(told, follows=True)
     _let_go(error)
@@ -79,15 +77,15 @@ def report(error: BaseException, farewell: str | None = None) -> int:
 
 
 def account_of(error: BaseException) -> str:
-    """What is said of an error: its message, where that tells what to change, else with the calls that led to it."""
+    """The error's message alone if that says what to change, else with its traceback."""
     return f" {error}" if explains_itself(error) else f"\n{''.join(traceback.format_exception(error))}"
 
 
 def leave(code: int) -> NoReturn:
-    """Leave the job in order and end the process with `code`.
+    """Leave the job in order and exit with `code`.
 
-    The rank that keeps the store stays until the others have read it, its groups closed: that is how they notice. Of a death they
-    know already.
+    The rank that hosts the store closes its groups, by which the others notice the failure, and stays until they have read the
+    store; after a rank's death it need not stay, as all ranks know.
     """
     if not parallel_state.notices_lost_ranks():
         _end_as_it_is(code)
@@ -95,7 +93,7 @@ def leave(code: int) -> NoReturn:
     keeps_store = parallel_state.launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     keeps_store = keeps_store and parallel_state.lost_rank() is None
     parallel_state.stop_distributed()
-    with contextlib.suppress(Exception):  # the store may have gone with its keeper
+    with contextlib.suppress(Exception):  # the store is gone if its host is
         if _keeper_lives():
             store.add(_LEFT, 1)
         deadline = time.monotonic() + _SECONDS
@@ -105,8 +103,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_as_it_is(code: int) -> NoReturn:
-    """End the process with `code`, without closing anything. The rank that keeps the store stays while others may look
-    into it."""
+    """Exit with `code` without closing anything. The rank that hosts the store first waits for the other ranks' listeners."""
     parallel_state.say_goodbye()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,7 +113,7 @@ def _end_as_it_is(code: int) -> NoReturn:
 
 
 class Listener:
-    """A thread that ends this process when another rank has failed and this one does not hear of it by itself."""
+    """A thread that ends this process when another rank has failed, where collectives would not notice."""
 
     def __init__(
         self, store: Any, rank: int, end: Callable[[int], None] = _end_as_it_is, every: float = _LISTENS_EVERY
@@ -134,7 +131,7 @@ class Listener:
         while not self._stopped.wait(self._every):
             try:
                 failed = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
-            except Exception:  # its keeper has gone: nobody will say more
+            except Exception:  # the store is gone with its host: no more messages will come
                 return
             is_other = failed is not None and not failed.startswith(f"rank {self._rank} ")
             if is_other and not self._stopped.wait(self._every):
@@ -145,14 +142,14 @@ class Listener:
 
 
 def listen() -> Listener | None:
-    """Listen for failures of other ranks, where they would not be noticed otherwise."""
+    """Start a `Listener` if collectives would not notice the failure of a peer (NCCL), else None."""
     if not parallel_state.has_joined() or parallel_state.notices_lost_ranks():
         return None
     return Listener(parallel_state.job_store(), parallel_state.launched_rank())
 
 
 def _claims(store: Any) -> bool:
-    """Whether this rank is the first to have an error of its own; True where nobody can be asked."""
+    """Whether this rank is the first with an error of its own; True if the store is unreachable."""
     try:
         return store.add(_CLAIMS, 1) == 1
     except Exception:
@@ -160,7 +157,7 @@ def _claims(store: Any) -> bool:
 
 
 def _rank_that_failed(store: Any) -> str | None:
-    """ "rank 3 failed" of the rank whose error is the first, once it has been printed; or which rank has died."""
+    """ "rank 3 failed" for the first rank with an error, once that is printed; or the message of a rank's death."""
     has_store, deadline = store is not None and _keeper_lives(), time.monotonic() + _SECONDS
     while time.monotonic() < deadline and (has_store or parallel_state.has_line()):
         with contextlib.suppress(Exception):
@@ -179,13 +176,13 @@ def _what_it_said(store: Any) -> str:
 
 
 def _keeper_lives() -> bool:
-    """Whether the process that keeps the store is there. Asked first, because torch prints a stack of calls where it is not."""
+    """Whether the store's host is alive. Checked first, because torch prints a stack trace if it is not."""
     try:
         with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=_SECONDS):
             return True
     except OSError:
         return False
-    except KeyError:  # the caller has joined in another way
+    except KeyError:  # a script has joined the job without these variables
         return True
 
 
@@ -194,7 +191,7 @@ def _say(text: str) -> None:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free what the error's frames hold: groups among it, whose threads would abort the process at its end."""
+    """Release the objects in the error's frames. Process groups among them have threads that would abort the process at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,10 +1,10 @@
-"""Ctrl-C: a run ends where it is, on every rank, with one line and exit code 130.
+"""Ctrl-C: a run ends at once, on every rank, with one line and exit code 130.
 
-    main thread    the first SIGINT raises KeyboardInterrupt where the run is; what is half done is never under a final name
-    a thread       hears each SIGINT too, also while the main thread waits in a library that runs no Python (for a peer that has
-                   gone, for a device): a second one, or a first that has led nowhere for some seconds, ends the process at once
+    main thread      the first SIGINT raises KeyboardInterrupt; unfinished files never have their final names
+    second thread    receives each SIGINT too, even while the main thread waits inside a library (for a device or a lost peer).
+                     It ends the process at the second SIGINT, or if the first has no effect for some seconds
 
-A terminal and a launcher may both send the signal for one Ctrl-C, so signals within a second count as one.
+A terminal and a launcher may both send SIGINT for one Ctrl-C: signals within a second count once.
 """
 
 import os
@@ -13,16 +13,16 @@ import signal
 import threading
 import time
 
-CODE = 130  # of a process that SIGINT has ended, as shells count: 128 + 2
-_ONE_PRESS = 1.0  # seconds
-_PATIENCE = 5.0  # seconds from the first signal until the run has begun to leave
+CODE = 130  # exit code after SIGINT, as in shells: 128 + 2
+_ONE_PRESS = 1.0  # seconds within which signals count once
+_PATIENCE = 5.0  # seconds that the run has to react to the first signal
 
 
 class Interrupt:
-    """Listens for SIGINT within a `with` block; a KeyboardInterrupt that nobody has seen to ends the process at the block's end.
+    """Handles SIGINT within a `with` block; an uncaught KeyboardInterrupt becomes exit code 130 at the end of the block.
 
-    Only in the main thread, and only where Python's own handler is in place: a shell's background job ignores the signal, and a
-    script may have a handler of its own. rank: who speaks.
+    Active only in the main thread, and only if Python's default handler is installed: background jobs ignore the signal, and a
+    script may have its own handler. rank: named in messages.
     """
 
     def __init__(self, rank: int):
@@ -43,11 +43,11 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:
-        """Leave SIGINT as it was found."""
+        """Restore SIGINT's handler and wakeup descriptor."""
         if self._thread is not None:
             signal.set_wakeup_fd(self._before)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.close(self._mouth)  # which the thread takes for the end
+            os.close(self._mouth)  # ends the thread
             self._thread.join()
             os.close(self._ear)
             self._thread = None
@@ -60,12 +60,12 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def is_reason_of(self, error: BaseException) -> bool:
-        """Whether the run ends because of a signal, whatever error that has become. From now on none raises anything."""
+        """Whether `error` follows from a SIGINT. From now on SIGINT raises nothing."""
         self._leaving.set()
         return self._heard or isinstance(error, KeyboardInterrupt)
 
     def _listen(self) -> None:
-        """Of the thread: numbers of signals come in, one byte each."""
+        """The thread's loop: reads signal numbers, one byte each."""
         first = None
         while True:
             left = None if first is None or self._leaving.is_set() else max(0.0, first + _PATIENCE - time.monotonic())
@@ -87,6 +87,6 @@ class Interrupt:
 
 
 def farewell(iteration: int | None, where_to_go_on: str) -> str:
-    """What an interrupted run says. iteration: steps it has made, None before training."""
+    """The last message of an interrupted run. iteration: steps done, None before training."""
     where = "before the first step" if not iteration else f"after iteration {iteration}"
     return f"interrupted {where}; {where_to_go_on}"

@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint: which folder, whether its model and settings fit, and who may write to --save.
+"""Resuming from a checkpoint: which folder, whether its model and settings fit, and the lock on --save.
 
-May import: core and `training.settings`. To add a setting that may change between runs: a line in `compared`.
+May import: core and `training.settings`. To let a setting change between runs: add a line to `compared`.
 """

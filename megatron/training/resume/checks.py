@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one that this run can go on from: of the same model and optimizer; and what else has changed since."""
+"""Checks of a checkpoint before a run resumes from it: same model, same optimizer; other changed settings are reported."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ _POSITIONS = "embedding.position_embeddings.weight"
 def check_same_parameters(
     mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
-    """Refuse a checkpoint with parameters that no rank's part of the model has. One all-reduce; every rank must call."""
+    """Refuse a checkpoint with parameters that this run's model lacks on all ranks. One all-reduce; every rank must call."""
     names = sorted(name for name in checkpoint.names if name.startswith("model/"))
     holders = torch.tensor([name in mine for name in names], dtype=torch.int32, device=device)
     comm.all_reduce(holders, world)
@@ -30,11 +30,11 @@ def check_same_parameters(
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise ConfigError(
             f"{checkpoint.folder} holds parameters that this run's model lacks: {', '.join(lacking[:3])}{more}; it was written "
-            "by another kind of model, or with other flags of this one"
+            "by another model, or with other model flags"
         )
 
 
-# What a run reads of a checkpoint's state without asking what it is: where -> kinds of value.
+# The entries of a checkpoint's state that a run reads, and their types. `*`: every entry of that object.
 _NEEDED: dict[str, tuple[type, ...]] = {
     "config": (dict,),
     "config/*": (dict,),
@@ -63,13 +63,10 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
 
 
 def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
-    """Refuse a state that no run has written, before anything reads it: a manifest may come from anywhere.
-
-    given: the flag and folder that the checkpoint comes from.
-    """
+    """Refuse an invalid state before anything reads it: a manifest may come from anywhere. given: its flag and folder."""
     config = state.get("config")
     if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
-        raise ConfigError(f"{given} does not say what model it holds; it was not written by a pretraining run")
+        raise ConfigError(f"{given} names no model; it was not written by a pretraining run")
     problems = [problem for where, kinds in (_NEEDED | _OPTIONAL).items() for problem in _misfits(state, where, kinds)]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
@@ -78,8 +75,7 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
 
 
 def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iterator[str]:
-    """What at `where` is missing or of another kind; nothing where what holds it is, which is said of that. `*`:
-    everything there."""
+    """The problems of the entry `where`: missing, or of another type. If a parent is at fault, only the parent is reported."""
     *parents, last = where.split("/")
     for name in parents:
         state = state.get(name)
@@ -96,17 +92,16 @@ def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iter
 
 
 def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool) -> None:
-    """Refuse a checkpoint of another model or tokenizer, and for a run that goes on from it of another precision.
+    """Refuse a checkpoint of another model or tokenizer, and if `goes_on` of another precision. Names all settings that differ.
 
-    Every setting that differs is named. model: what this run's is called. given: the flag and folder that the
-    checkpoint comes from.
+    model: `model_name` of this run. given: the checkpoint's flag and folder.
     """
     changes, config = _changes(runtime, saved), runtime.config
     problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
     if (theirs := saved.get("model", model)) != model:
         problems.append(
-            f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: start it with the script of "
-            f'the model that was saved. A class that computes what {theirs} does says so: model_name = "{theirs}"'
+            f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: run the script of the saved model. "
+            f'A class that computes the same as {theirs} declares it: model_name = "{theirs}"'
         )
     if saved["vocab_size"] != runtime.vocab_size_if_any:
         problems.append(
@@ -118,7 +113,7 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given:
     ):
         problems.append(
             f"{given} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
-            "give that one, or --allow-tokenizer-change if the ids mean the same, or are to be learned anew"
+            "give that tokenizer, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
         )
     if goes_on and changes.precision and not config.checkpoint.allow_precision_change:
         then, now = (precision_of(parts["transformer"]) for parts in (saved["config"], config.as_json()))
@@ -131,7 +126,7 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given:
 
 
 def _changes(runtime: Runtime, saved: dict[str, Any]) -> Changes:
-    """All settings that differ. Tokenizer and data are compared by what they hold, where the checkpoint says that."""
+    """All settings that differ. Tokenizer and data are compared by content if the checkpoint holds their hashes."""
     mine, config = runtime.config.as_json(), saved["config"]
     by_content = {
         *(BY_TOKENIZER if saved.get("tokenizer_sha256") and runtime.tokenizer_sha256 else ()),
@@ -147,12 +142,12 @@ def _is_other(saved: dict[str, Any], name: str, mine: str | None) -> bool:
 
 def _difference(change: Change) -> str:
     if change.is_unknown:
-        return f"{change.name}: the checkpoint has {change.before}, and this code does not know it; use the code that wrote it"
+        return f"{change.name}: the checkpoint has {change.before}; this code has no such setting: use the code that wrote it"
     return f"{change.name}: the checkpoint has {change.before}, this run has {change.now}"
 
 
 def _flags_then_and_now(runtime: Runtime, saved: dict[str, Any], part: str, names: Sequence[str]) -> str:
-    """The flags of a tokenizer or of data that differ; where none does, the files have changed."""
+    """The flags of tokenizer or data that differ, then and now; if none does, the files have changed."""
     now, before = runtime.config.as_json()[part], saved["config"].get(part, {})
     differ = [name for name in names if before.get(name) != now[name]]
     texts = [f"{name} {_shown(before.get(name))} before, {_shown(now[name])} now" for name in differ]
@@ -167,7 +162,7 @@ def _shown(value: Any) -> str:
 def check_same_positions(
     config: Config, mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
-    """Refuse a learned position table of other rows, by the flag that sets them. One all-reduce; every rank must call."""
+    """Refuse a learned position table with another number of rows. One all-reduce; every rank must call."""
     with comm.together(world, device):
         for name in (name for name in mine if name.endswith(_POSITIONS) and name in checkpoint.names):
             saved, rows = checkpoint.manifest.tensors[name].shape[0], mine[name].shape[0]
@@ -178,7 +173,7 @@ def check_same_positions(
 
 
 def _other_positions(config: Config, saved: int) -> str:
-    """What this run has instead of that many, and the flags that go with the saved ones."""
+    """This run's number of positions, and the flags that keep the `saved` number."""
     length, rows = config.data.seq_length, config.transformer.max_position_embeddings
     has = f"this run {rows} (--max-position-embeddings)" if rows else f"this run {length} (--seq-length)"
     shorter = f" with --seq-length {saved} or less, which is now {length}" if length > saved else ""
@@ -186,17 +181,17 @@ def _other_positions(config: Config, saved: int) -> str:
 
 
 def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
-    """Refuse the state of an optimizer that keeps other moments, or a checkpoint without any."""
+    """Refuse a checkpoint without optimizer state, or with other moments."""
     if not saved["config"]["checkpoint"].get("save_optim", True):
         raise ConfigError(
             f"--load {runtime.config.checkpoint.load} holds no optimizer state (saved with --no-save-optim); --no-load-optim "
-            "starts with the weights alone"
+            "loads the weights alone"
         )
     mine, theirs = runtime.config.as_json()["optimizer"], {"optimizer": "adam"} | saved["config"]["optimizer"]
     if mine["optimizer"] != theirs["optimizer"]:
         raise ConfigError(
             f"--load {runtime.config.checkpoint.load} holds the state of --optimizer {theirs['optimizer']}, this run has "
-            f"{mine['optimizer']}; --no-load-optim starts with the weights alone"
+            f"{mine['optimizer']}; --no-load-optim loads the weights alone"
         )
     before = build(OptimizerConfig, theirs)
     if lacking := [kind for kind in runtime.config.optimizer.moments if kind not in before.moments]:
@@ -207,22 +202,22 @@ def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
         )
         raise ConfigError(
             f"--load {runtime.config.checkpoint.load} holds no {', '.join(lacking)} ({was}); "
-            "--no-load-optim starts with the weights alone"
+            "--no-load-optim loads the weights alone"
         )
 
 
 def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = True) -> None:
-    """Say which settings differ from the saved ones, though neither refused nor without effect on the course of the run.
+    """Print the settings that differ from the checkpoint's and change the course of the run.
 
-    goes_on: whether the run does; one that takes the weights alone has a course of its own, and only its script's flags are said.
+    goes_on: False for a run that loads the weights alone; then only the script's own flags are printed.
     """
     changes = _changes(runtime, saved)
     names_of_own = {*saved["config"].get("own", ()), *(flag.name for flag in runtime.config.own.flags)}
     what = "resumed" if goes_on else "weights are of a run"
     if "model" not in saved:
-        print_rank_0("the checkpoint does not name its model: it is taken for one of this run's")
+        print_rank_0("the checkpoint does not name its model: assuming this run's model")
     if runtime.config.own.flags and "own" not in saved["config"]:
-        print_rank_0("the checkpoint does not hold the flags of its script: they are not compared")
+        print_rank_0("the checkpoint holds no flags of its script: they are not compared")
     if goes_on and changes.precision:
         then, now = (precision_of(parts["transformer"]) for parts in (saved["config"], runtime.config.as_json()))
         print_rank_0(f"resumed with another precision: {then} before, {now} now")
@@ -235,7 +230,7 @@ def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = Tru
         print_rank_0(f"{what} with another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}")
     if goes_on and _is_other(saved, "data_sha256", runtime.data_sha256):
         print_rank_0(f"resumed with other data: {_flags_then_and_now(runtime, saved, 'data', BY_DATA)}")
-    before = saved.get("global_batch_size")  # older checkpoints do not say
+    before = saved.get("global_batch_size")  # older checkpoints lack it
     before = before or TrainState.from_json(saved["train"]).samples_per_iter
     if goes_on and runtime.global_batch_size != before:
         print_rank_0(f"resumed with another global_batch_size: {before} before, {runtime.global_batch_size} now")

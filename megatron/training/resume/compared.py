@@ -1,12 +1,11 @@
-"""Which settings a run shares with the checkpoint that it goes on from: all of them, but for those listed here. Pure.
+"""Compare a run's settings with those of the checkpoint that it resumes from. Pure.
 
-    NOT_COMPARED (and _PARTS)    changes nothing that is computed, or is compared in another way
-    PRECISION                    refused, unless --allow-precision-change
-    the rest of the model        refused: the parameters would mean something else
-    the rest                     said, and allowed
+    NOT_COMPARED (and _PARTS)    no effect on what is computed, or compared in another way
+    PRECISION                    refused without --allow-precision-change
+    other model settings         refused: the parameters would mean something else
+    all other settings           reported and allowed
 
-A setting that nothing here names is compared: one of the model refuses, any other is said. So is one that only the
-checkpoint has, or only this code.
+A setting not named here is compared, also if only the checkpoint or only this code has it.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,43 +21,41 @@ from megatron.training.settings.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
 
-# Whole components that are not compared, and why; and single settings of the others.
+# Components that are not compared, and why; then single settings of the other components, by reason.
 NOT_COMPARED_PARTS = {
-    "parallel": "layout: any gives the numbers of one process",
-    "offload": "memory: what is moved",
+    "parallel": "layout: every layout gives the numbers of one process",
+    "offload": "memory: which state is offloaded",
     "device": "device and processes",
     "log": "logs",
     "tensorboard": "curves",
     "profile": "profiles",
-    "checkpoint": "where checkpoints are",
-    "learning_rate": "compared as the schedule that follows from it",
+    "checkpoint": "checkpoint folders",
+    "learning_rate": "compared as a schedule",
 }
 NOT_COMPARED = {
-    "layout: any gives the numbers of one process": (
+    "layout: every layout gives the numbers of one process": (
         *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "make_vocab_size_divisible_by"),
         *("use_distributed_optimizer", "zero_stage", "data_parallel_sharding_strategy"),
         *("num_distributed_optimizer_instances", "outer_dp_sharding_strategy"),
     ),
     "the global batch size in force is compared": ("micro_batch_size", "global_batch_size"),
-    "memory: what is kept, computed again or moved": (
+    "memory: activations that are saved, recomputed or offloaded": (
         *("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
         *("distribute_saved_activations", "contiguous_checkpointing", "poison_released_buffers"),
         *("cpu_offloading_num_layers", "min_offloaded_tensor_size"),
     ),
     "how this run starts and stops": ("skip_train", "exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
-    "compared as the schedule that follows from them": (
-        *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-    ),
+    "compared as a schedule": (*("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),),
     "compared as the rows of the position table": ("max_position_embeddings",),
     "how samples are read, not which": ("data_cache_path", "mmap_bin_files", "num_workers"),
 }
 PRECISION = ("bf16", "fp16", "fp64", "fp32_residual_connection")
-# Of the model's settings those that change its course, and not what its parameters mean.
+# Model settings that change the course of training, but not the meaning of parameters.
 COURSE_OF_MODEL = (
     *("hidden_dropout", "attention_dropout", "init_method_std", "label_smoothing", "z_loss_coeff"),
     *("attention_backend", "cpu_half_products"),
 )
-# Compared by what the files hold, where both sides say that.
+# Compared by the files' content, if both sides have its hash.
 BY_TOKENIZER = tuple(f.name for f in knobs(TokenizerConfig))
 BY_DATA = (
     *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -67,7 +64,7 @@ BY_DATA = (
 
 
 class Change(NamedTuple):
-    """One setting of two values. is_unknown: only the checkpoint has it."""
+    """A setting whose value has changed. is_unknown: only the checkpoint has it."""
 
     name: str
     before: Any
@@ -85,10 +82,10 @@ class Changes:
 def compare(
     mine: Parts, saved: Parts, own_defaults: Mapping[str, Any] = MappingProxyType({}), skipped: Collection[str] = ()
 ) -> Changes:
-    """What differs between the settings of a run and those of a checkpoint, without those in `skipped`.
+    """The settings that differ between a run and a checkpoint, except those in `skipped`.
 
-    own_defaults: of the script's own flags. A checkpoint older than a setting has its default; one that is older than
-    the saving of a script's own flags says nothing of them.
+    own_defaults: of the script's own flags. A setting that the checkpoint lacks counts as its default; a checkpoint without any
+    own flags is not compared in them.
     """
     changes, leave_out = Changes(), {*skipped, *(name for names in NOT_COMPARED.values() for name in names)}
     own_of_model = {*mine.get("own_model", ()), *saved.get("own_model", ())}
@@ -112,7 +109,7 @@ OF_WIDTHS = ("hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channe
 
 
 def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
-    """The settings with what those that are unset stand for, and the script's own in one part."""
+    """The settings with unset ones resolved to their effective values, and the script's own flags in one part."""
     found = {part: dict(settings) for part, settings in parts.items()}
     if "transformer" in found:
         model = found["transformer"]
@@ -126,6 +123,6 @@ def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """What a model is trained in, by its settings."""
+    """The training precision that a model's settings say, in words."""
     name = next((name for name in ("bf16", "fp16", "fp64") if model.get(name)), "fp32")
     return name + (" with its residual stream in fp32" if model.get("fp32_residual_connection") else "")

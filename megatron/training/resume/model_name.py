@@ -1,4 +1,4 @@
-"""What a model is called, in a checkpoint and in messages: two models may have parameters of equal names and sizes."""
+"""The name of a model in checkpoints and messages: tells models apart whose parameters have equal names and sizes."""
 
 import json
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from megatron.core.grid import Axis
 
 
 def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:
-    """The same in every layout: `GPTModel`, or `GPTModel of SideBySideLayer` with modules of a script's classes in it.
+    """`GPTModel`, or `GPTModel of SideBySideLayer` if it contains a script's modules; the same in every layout.
 
-    A class may say it itself, `model_name = "GPTModel"`, where it computes the same from the same parameters; and has
-    to, where the stages of a pipeline are of different classes. Every rank of `pp` must call.
+    A class may set its name, `model_name = "GPTModel"`, if it computes the same from the same parameters; it must, if pipeline
+    stages have different classes. Every rank of `pp` must call.
     """
     chunks = list(chunks)
     named = {getattr(chunk, "model_name", None) for chunk in chunks}
@@ -31,16 +31,16 @@ def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str
 
 
 def _names_of_parts(chunk: nn.Module) -> set[str]:
-    """The classes that are not ours, of the modules in a chunk: what they compute does not follow from the model's name."""
+    """Class names of the script's own modules in a chunk: the model's name says nothing about them."""
     return {type(part).__name__ for part in chunk.modules() if part is not chunk and not _is_known(type(part))}
 
 
 def _name_of(model: type) -> str:
-    """The name of a model's class: of one that is not ours never that of ours."""
+    """The name of a model's class; a script's class with the name of one of ours is marked as the script's."""
     borrows = model.__name__ in dir(models) and not _is_known(model)
     return f"script's {model.__name__}" if borrows else model.__name__
 
 
 def _is_known(kind: type) -> bool:
-    """Whether a class is this project's or torch's."""
+    """Whether a class is this project's or torch's own."""
     return kind.__module__.startswith(("megatron.core.", "torch."))

@@ -1,4 +1,4 @@
-"""The folder of --save: written by one run at a time, and tried out before the first step."""
+"""The --save folder: checked before the first step, and locked against other runs."""
 
 import contextlib
 import os
@@ -18,9 +18,9 @@ from megatron.training.settings.config import CheckpointConfig
 
 
 def prepare_folder(root: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
-    """Find out at the start, not after hours, whether checkpoints can be written to `root`. Every rank must call.
+    """Check at the start, not after hours, that `root` is writable. Every rank must call.
 
-    No other run may save there until `held` is closed. What an earlier one left half-way is removed.
+    Locks the folder until `held` is closed, and removes incomplete checkpoints of earlier runs.
     """
     with comm.together(world, device):
         if root is not None and world.is_first:
@@ -40,15 +40,15 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device, held: co
 
 
 def _remove_if_empty(root: str) -> None:
-    """What a run that was refused, or ended before its first checkpoint, has made."""
+    """Remove the folder that a refused run, or a run without any checkpoint, has created."""
     with contextlib.suppress(OSError):
         os.rmdir(root)
 
 
 def _lock(root: str, held: contextlib.ExitStack) -> bool:
-    """Lock the folder itself, so that no file is left there, and the system unlocks it when this process is killed.
+    """Lock the folder itself: no lock file stays behind, and the system unlocks it if this process is killed.
 
-    False on a network file system that does not lock folders: then nobody is refused.
+    False on network file systems without folder locks; no run is refused there.
     """
     handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     held.callback(os.close, handle)
@@ -58,22 +58,22 @@ def _lock(root: str, held: contextlib.ExitStack) -> bool:
         return False
     if not is_ours:
         raise ConfigError(
-            f"--save {root}: another run saves there, and is alive; each would remove what the other is writing. End that run or "
-            "choose another folder"
+            f"--save {root}: another run saves there, and is alive; each would remove the other's unfinished files. End that run "
+            "or choose another folder"
         )
     return True
 
 
 def warn_of_other_checkpoints(config: CheckpointConfig, iteration: int, world: Axis) -> None:
-    """Say of a run that begins after `iteration` that --save holds later checkpoints, which it will replace."""
+    """Warn if --save holds checkpoints later than `iteration`, which this run will replace."""
     if config.save is None or not world.is_first:
         return
     if iteration and loads_what_it_saves(config):
-        return  # they are later than the one that is loaded, which has been said where it was found
+        return  # already reported when the checkpoint was found
     newest = newest_iteration(Path(config.save))
     if newest is not None and newest > iteration:
-        instead = f"give --load {config.save} to go on from them, or " if config.load is None else ""
+        instead = f"give --load {config.save} to resume from them, or " if config.load is None else ""
         print_rank_0(
             f"WARNING: --save {config.save} holds checkpoints up to iteration {newest}, and this run begins after iteration "
-            f"{iteration}: it replaces those that it comes to; {instead}give another --save to keep them"
+            f"{iteration}: it will replace them one by one; {instead}give another --save to keep them"
         )

@@ -1,4 +1,4 @@
-"""Where a run starts: which folder it goes on from, or why it cannot. Paths only."""
+"""Which checkpoint a run starts from, or why it cannot start. Paths only."""
 
 import os
 from pathlib import Path
@@ -13,23 +13,21 @@ from megatron.training.settings.config import CheckpointConfig
 class Start(NamedTuple):
     """A checkpoint to start from."""
 
-    flag: str  # which names it
+    flag: str  # that gave `root`
     root: str
     weights_only: bool
 
 
 def where_to_start(config: CheckpointConfig) -> Start | None:
-    """What the run goes on from; None where --load names a folder that has no checkpoint yet, and the run may start anew.
+    """The checkpoint to start from; None if --load has no checkpoint yet and the run may start anew.
 
-    Raises ConfigError for anything else, with what is there and what to give: a run that starts anew by mistake costs more than
-    one that does not start. One rank asks for all, since a shared file system may not show all of them the same.
+    Raises ConfigError otherwise, with the folder's content: a run that starts anew by mistake costs more than a refused run. Call
+    on one rank for all, since a shared file system may look different to each.
     """
     try:
         return _choose(config)
-    except OSError as error:  # a name that is too long, a folder of another user
-        raise ConfigError(
-            f"{error.filename}, which a run would start from, cannot be read: {error.strerror}; check --load"
-        ) from error
+    except OSError as error:  # for example a folder of another user
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; check --load") from error
 
 
 def _choose(config: CheckpointConfig) -> Start | None:
@@ -52,7 +50,7 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     if (root / LATEST).is_file():
         return True
     if is_save and saved_iterations(root):
-        return True  # the run was killed after its first checkpoint was complete and before the pointer named it
+        return True  # killed between completing the first checkpoint and writing the pointer file
     if problem := mistake_in(root):
         raise ConfigError(f"--load {config.load} {problem}")
     reasons = {
@@ -66,7 +64,7 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     if not root.is_dir():
         raise ConfigError(
             f"--load {config.load} does not exist; give the folder that --save wrote to, or leave --load out to start anew "
-            "(only the folder of this run's own --save may be missing)"
+            "(only this run's --save folder may be missing)"
         )
     if any(root.iterdir()):
         raise ConfigError(
@@ -77,7 +75,7 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
 
 
 def loads_what_it_saves(config: CheckpointConfig) -> bool:
-    """Whether --load and --save name one folder, by whatever path."""
+    """Whether --load and --save are the same folder, by any path."""
     if config.load is None or config.save is None:
         return False
     if os.path.exists(config.load) and os.path.exists(config.save):
@@ -86,7 +84,7 @@ def loads_what_it_saves(config: CheckpointConfig) -> bool:
 
 
 def latest_in(root: str) -> str | None:
-    """The iteration that a run with --load goes on from; None where there is none."""
+    """The iteration that --load `root` would resume from; None if there is no checkpoint."""
     try:
         return str(find(Path(root)).iteration)
     except (OSError, CheckpointError):
@@ -94,7 +92,7 @@ def latest_in(root: str) -> str | None:
 
 
 def where_to_go_on(save: str | None) -> str:
-    """What a run that ends before its time leaves in its --save folder."""
+    """How to resume a run that ended early, for its last message."""
     if save is None:
         return "nothing is saved without --save"
     saved = latest_in(save)
@@ -104,25 +102,25 @@ def where_to_go_on(save: str | None) -> str:
 
 
 def mistake_in(root: Path) -> str | None:
-    """What is wrong with a path that is not, and will not become, a folder of checkpoints."""
+    """Why `root` cannot be a folder of checkpoints, and which folder to give; None if it can."""
     if root.exists() and not root.is_dir():
         folder = next((p for p in root.absolute().parents if (p / LATEST).is_file()), None)
         return "is a file; give the folder that --save wrote to" + (f": {folder}" if folder else "")
     if iteration_of(root.name) is not None or (root / MANIFEST).is_file():
         if not root.is_dir():
             return f"does not exist; give the folder that --save wrote to: {root.parent}"
-        return f"is the folder of one iteration; give the one that it lies in: --load {root.absolute().parent}"
+        return f"is the folder of one iteration; give its parent: --load {root.absolute().parent}"
     iterations = sorted(number for path in root.glob("iter_*") if (number := iteration_of(path.name)) is not None)
     if iterations:
         return (
-            f"holds the iterations {', '.join(map(str, iterations))}, but no {LATEST}, which says where to go on; write one of "
-            f"these numbers into {root / LATEST}"
+            f"holds the iterations {', '.join(map(str, iterations))}, but no {LATEST}, which names the one to resume from; write "
+            f"one of these numbers into {root / LATEST}"
         )
     return None
 
 
 def _content(root: Path) -> str:
-    """What is there, for a message."""
+    """The folder's content, for a message."""
     if not root.is_dir():
         return "it does not exist"
     names = sorted(path.name for path in root.iterdir())

@@ -1,4 +1,4 @@
-"""Where a run stands: all that is neither a tensor nor a setting."""
+"""The position of a run: everything in a checkpoint that is neither a tensor nor a setting."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,12 +11,14 @@ class TrainState:
 
     iteration: int = 0  # steps done
     consumed_train_samples: int = 0
-    scheduled_train_samples: int = 0  # consumed by steps that were not skipped: the learning rate follows these
-    # What an iteration counts among those, in a run that counts iterations: its first batch size, so that with another one
-    # the schedules keep their place. 0: not known yet, or the run counts samples.
+    scheduled_train_samples: int = 0  # without skipped steps; the learning rate follows this count
+    # With --train-iters: scheduled samples per iteration, the run's first batch size. It stays when the batch size changes, so
+    # the schedules keep their position. 0: not known yet, or the run has --train-samples.
     samples_per_iter: int = 0
-    requested_train_samples: int = 0  # what the order of the data was made for: another request may give another order
-    schedules: dict[str, dict[str, Any]] = field(default_factory=dict)  # of learning rate and weight decay, as numbers
+    requested_train_samples: int = 0  # from the data set; its order may depend on this number
+    schedules: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # parameters of learning rate and weight decay schedules
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -28,7 +30,7 @@ class TrainState:
             iteration,
             consumed,
             int(saved.get("scheduled_train_samples", consumed)),
-            int(saved.get("samples_per_iter", consumed // max(iteration, 1))),  # older checkpoints do not say
+            int(saved.get("samples_per_iter", consumed // max(iteration, 1))),  # older checkpoints lack it
             int(saved.get("requested_train_samples", 0)),
             dict(saved.get("schedules", {})),
         )

@@ -1,4 +1,4 @@
-"""The configuration of a run: every component's own, side by side. `rules` says what cannot stand together."""
+"""The configuration of a run: one dataclass per component. `rules` holds the rules between them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -73,7 +73,7 @@ class TrainingConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
             given = " ".join(map(str, self.rampup_batch_size))
-            yield f"--rampup-batch-size {given}: it takes three numbers, START INCREMENT SAMPLES"
+            yield f"--rampup-batch-size {given}: it needs three numbers, START INCREMENT SAMPLES"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class CheckpointConfig(FlagConfig):
 
     @property
     def without_effect(self) -> dict[str, str]:
-        """The flags that are given and change nothing, with the reason."""
+        """The given flags that have no effect, with the reason."""
         if self.load is not None or self.pretrained_checkpoint is not None:
             return {}
         about_loading = {
@@ -115,12 +115,12 @@ class CheckpointConfig(FlagConfig):
             "--allow-precision-change": self.allow_precision_change,
             "--allow-tokenizer-change": self.allow_tokenizer_change,
         }
-        return {flag: "there is no --load, and nothing is loaded" for flag, given in about_loading.items() if given}
+        return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that is known before the first process group exists."""
+    """All settings, known before the first process group exists."""
 
     transformer: TransformerConfig
     parallel: ParallelConfig
@@ -145,11 +145,11 @@ class Config:
         return world_size // self.parallel.ranks_per_sample
 
     def samples_at_once(self, world_size: int) -> int:
-        """Samples of one micro-batch of every rank, of which a step has a multiple."""
+        """Samples of one microbatch over all data-parallel ranks; a step's batch is a multiple of it."""
         return self.training.micro_batch_size * self.data_parallel_size(world_size)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
-        """Samples of each step. Raises ConfigError for a ramp or a table that cannot be."""
+        """Global batch size of each step. Raises ConfigError for an invalid ramp or table."""
         training, at_once = self.training, self.samples_at_once(world_size)
         size = training.global_batch_size or at_once
         if training.step_batch_size_schedule is not None:
@@ -161,20 +161,20 @@ class Config:
         return replace(sizes, multiple=at_once) if training.decrease_batch_size_if_needed else sizes
 
     def global_batch_size(self, world_size: int) -> int:
-        """Samples of one step, at the end of a ramp, and of one step of validation."""
+        """Samples of a training step at the end of a ramp, and of a validation batch."""
         return self.batch_sizes(world_size).last
 
     def num_microbatches(self, world_size: int) -> int:
-        """Forwards of one rank in one step, at the end of a ramp."""
+        """Microbatches per rank in one step, at the end of a ramp."""
         return self.global_batch_size(world_size) // self.samples_at_once(world_size)
 
     def train_iters(self, world_size: int) -> int:
-        """Steps of the whole run, made from its start."""
+        """Iterations of the whole run, from its start."""
         training = self.training
         return training.train_iters or self.batch_sizes(world_size).steps(0, training.train_samples)
 
     def run_length(self, world_size: int) -> RunLength:
-        """What schedules are measured by: the size that was asked for is their unit, also where a smaller one runs."""
+        """Length of the run, in the unit of its schedules. An iteration counts the batch size asked for, even if rounded down."""
         training = self.training
         if training.train_samples is not None:
             return RunLength(training.train_samples, "samples")
@@ -182,7 +182,7 @@ class Config:
 
     @property
     def chunks_per_rank(self) -> int:
-        """Model chunks (virtual stages) of each pipeline rank. Raises ConfigError when the layers cannot be divided so."""
+        """Model chunks (virtual stages) per pipeline rank. Raises ConfigError if the layers do not divide into them."""
         parallel, num_layers = self.parallel, self.transformer.num_layers
         if parallel.num_layers_per_virtual_pipeline_stage is None:
             return parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -197,7 +197,7 @@ class Config:
 
     @property
     def layer_split(self) -> list[range]:
-        """The global numbers of the layers of each stage. Raises ValueError when they cannot be divided so."""
+        """The layer numbers, over the whole model, of each stage. Raises ValueError if the layers cannot be divided."""
         parallel = self.parallel
         return split_layers(
             self.transformer.num_layers,
@@ -216,7 +216,7 @@ class Config:
 
     @property
     def stages(self) -> StageMap:
-        """The pipeline rank of each stage. Raises ValueError for a schedule that is not there, or not for such sizes."""
+        """The pipeline rank of each stage. Raises ValueError for an unknown schedule, or sizes that it does not support."""
         return stage_map(self.schedule_name, self.parallel.pipeline_model_parallel_size, self.chunks_per_rank)
 
     @property
@@ -226,20 +226,19 @@ class Config:
 
     @property
     def without_effect(self) -> dict[str, str]:
-        """Flags given whose values change nothing beside the others, with the reason."""
+        """The given flags that other settings make ineffective, with the reason."""
         found, parallel = self.data.without_effect | self.tokenizer.without_effect, self.data_parallel
         offload = self.offload
         if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
             found["--ddp-bucket-size"] = (
-                "ZeRO stage 3 sums and gathers layer by layer"
+                "ZeRO stage 3 reduces and gathers layer by layer"
                 if parallel.stage == 3
-                else "a buffer is one bucket, unless --overlap-grad-reduce, --overlap-param-gather or --zero-stage 2 divides it"
+                else "a buffer is one bucket without --overlap-grad-reduce, --overlap-param-gather or --zero-stage 2"
             )
         moves = offload.optimizer_offload_fraction or self.transformer.cpu_offloading_num_layers
         if offload.tier != "device" and not moves:
             found[f"--{'offload-dir' if offload.tier == 'file' else 'optimizer-cpu-offload'}"] = (
-                "--optimizer-offload-fraction 0 leaves masters and moments where they are, and --cpu-offloading-num-layers is "
-                "not given"
+                "--optimizer-offload-fraction 0 offloads no masters or moments, and --cpu-offloading-num-layers is not given"
             )
         return found
 
@@ -251,12 +250,11 @@ class Config:
         }
 
     def as_json(self) -> dict[str, dict[str, Any]]:
-        """The same with the script's own flags."""
+        """Every knob's value by component, and the script's own flags."""
         return self.component_values() | self.own.as_json()
 
     def changed_lines(self) -> list[str]:
-        """One line per setting that is not its default, under the name of its component, for the start of the log; and one for
-        each flag of the script's own, which no document lists."""
+        """Lines for the start of the log: settings that are not at their default, by component, and all flags of the script."""
         groups = {title_of(component): changes(getattr(self, name)) for name, component in COMPONENTS.items()}
         groups = {title: dict(sorted(pairs.items())) for title, pairs in groups.items()}
         for title, flags in self.own.by_title().items():
@@ -270,7 +268,7 @@ class Config:
 
 
 def _shown(default: Any, value: Any) -> str:
-    """A value beside its default, where there is one and it is another."""
+    """A value, and its default if that differs."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if default is None or default == value else f"{text}  (default {default})"
 

@@ -1,4 +1,4 @@
-"""What help shows: the flags that every run needs first, a script's own next, then all that work; --help-all adds the others."""
+"""--help: first the flags that every run needs, then all that work, by component; --help-all adds the other flags of Megatron."""
 
 import argparse
 from collections import defaultdict
@@ -15,7 +15,7 @@ NEEDED = (
     *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "data_path", "mock_data"),
 )
 NEEDED_TITLE = "What every run needs"
-NEEDED_TEXT = """A batch, a length, a learning rate, iterations or samples, a tokenizer with its files, and data.
+NEEDED_TEXT = """Batch size, sequence length, learning rate, iterations or samples, a tokenizer with its files, and data.
 To try things out:
   --num-layers 2 --hidden-size 64 --num-attention-heads 4
   --micro-batch-size 4 --seq-length 64 --lr 1e-3 --train-iters 100 --log-interval 10
@@ -29,7 +29,7 @@ OTHER_KINDS = {
 
 
 class FlagGroup(NamedTuple):
-    """Settings that help and documents show together, each with the component that it belongs to."""
+    """Settings that help and docs/flags.md show together. fields: (component, field)."""
 
     title: str
     text: str | None
@@ -37,7 +37,7 @@ class FlagGroup(NamedTuple):
 
 
 def flag_groups() -> Iterator[FlagGroup]:
-    """The flags that every run needs, then those of each component that are left."""
+    """First the flags that every run needs, then the other flags of each component."""
     fields = {field.name: (component, field) for component in COMPONENTS.values() for field in knobs(component)}
     yield FlagGroup(NEEDED_TITLE, NEEDED_TEXT, [fields[name] for name in NEEDED])
     for component in COMPONENTS.values():
@@ -46,18 +46,20 @@ def flag_groups() -> Iterator[FlagGroup]:
 
 
 def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> None:
-    """Add --help and --help-all. unread: flag -> why giving it to this script has no effect."""
+    """Add --help and --help-all. unread: flag -> why it has no effect in this script."""
     parser.epilog = (
-        f"--help-all also lists {len(OTHERS)} flags of Megatron-LM that are no settings here: accepted without effect, accepted\n"
-        "with a WARNING, or refused with what to do instead."
+        f"--help-all also lists {len(OTHERS)} flags of Megatron-LM that set nothing here: accepted without effect, accepted\n"
+        "with a WARNING, or refused with an alternative."
     )
     group = parser.add_argument_group("Help")
-    group.add_argument("-h", "--help", action="help", default=argparse.SUPPRESS, help="show the flags that work here")
-    group.add_argument("--help-all", action=_HelpAll, unread=unread, help="show also those that do not, and why")
+    group.add_argument(
+        "-h", "--help", action="help", default=argparse.SUPPRESS, help="show the flags that have an effect"
+    )
+    group.add_argument("--help-all", action=_HelpAll, unread=unread, help="show all flags, and why some have no effect")
 
 
 class _HelpAll(argparse.Action):
-    """--help, with the flags at its end that are no settings here."""
+    """--help, followed by the flags without effect."""
 
     def __init__(self, option_strings: list[str], dest: str, unread: Mapping[str, str], help: str):
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -70,7 +72,7 @@ class _HelpAll(argparse.Action):
 
 
 def _text_of_others(unread: Mapping[str, str]) -> str:
-    """All flags that are no settings, by kind and reason; those that this script does not look at are without effect too."""
+    """All flags that set nothing, by kind and reason, with the flags that this script does not read."""
     lines = []
     for kind, others in OTHER_KINDS.items():
         flags = {reason: [other.flag for other in same] for reason, same in by_reason(others).items()}
@@ -84,7 +86,7 @@ def _text_of_others(unread: Mapping[str, str]) -> str:
 
 
 def by_reason(others: Mapping[str, OtherFlag]) -> dict[str, list[OtherFlag]]:
-    """The flags that share a reason, in the order of the table."""
+    """The flags of each reason, in the order of the table."""
     grouped = defaultdict(list)
     for other in others.values():
         grouped[other.reason].append(other)

@@ -1,5 +1,4 @@
-"""The flags that a script adds to those of every run: printed at the start, kept in the checkpoint, compared when it is
-loaded."""
+"""The script's own flags: printed at the start of the run, saved in checkpoints, compared on resume."""
 
 import argparse
 import math
@@ -13,23 +12,23 @@ from megatron.core.config import FlagParser, default_of
 
 @dataclass(frozen=True)
 class OwnFlag:
-    """One of them. value, default: as JSON."""
+    """A flag of the script. value, default: as JSON."""
 
     name: str
-    title: str  # of its group
+    title: str  # of its argument group
     value: Any
     default: Any
-    of_model: bool  # whether the parameters mean something else with another value
+    of_model: bool  # whether the meaning of the parameters depends on the value
 
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """All of them, in the order in which the script adds them."""
+    """All flags of the script, in the order in which it adds them."""
 
     flags: tuple[OwnFlag, ...] = ()
 
     def as_json(self) -> dict[str, dict[str, Any]]:
-        """Those that decide what the parameters mean, apart from the others."""
+        """{"own": ordinary flags, "own_model": flags that the meaning of the parameters depends on}."""
         return {
             "own": {flag.name: flag.value for flag in self.flags if not flag.of_model},
             "own_model": {flag.name: flag.value for flag in self.flags if flag.of_model},
@@ -43,8 +42,8 @@ class OwnFlags:
 
 
 def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:
-    """The flags that a script added to `parser`, with their values in `settings` or else their defaults; but for other
-    spellings of the settings `ours`."""
+    """The flags that a script added to `parser`, with values from `settings` or their defaults. Aliases of the settings `ours`
+    are left out."""
     titles = {id(action): group.title for group in parser._action_groups for action in group._group_actions}
     flags: dict[str, OwnFlag] = {}
     for action in parser.own:
@@ -54,13 +53,13 @@ def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[
         default = _default_of(parser, action)
         value = settings.get(action.dest, default)
         of_model = field is not None and field.metadata["of_model"]
-        # --do and --dont, which share a name, are one setting.
+        # --do and --dont share a name and are one setting.
         flags.setdefault(action.dest, OwnFlag(action.dest, title or "", plain(value), plain(default), of_model))
     return OwnFlags(tuple(flags.values()))
 
 
 def _default_of(parser: FlagParser, action: argparse.Action) -> Any:
-    """What a flag that is not given stands for."""
+    """The value of a flag that is not given."""
     if (field := getattr(action, "knob", None)) is not None:
         return default_of(field)
     if action.default is argparse.SUPPRESS:
@@ -69,7 +68,7 @@ def _default_of(parser: FlagParser, action: argparse.Action) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON holds it, or a text that is the same in every process."""
+    """`value` as JSON, or else as text that is equal in every process."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The rules between the components of a configuration: everything that is wrong, found before a process group exists."""
+"""Rules between the components of a configuration. All problems are found before a process group exists."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from megatron.training.watch.watch_config import watch_problems
 
 
 def check(config: Config, world_size: int) -> None:
-    """Rules across components; all problems at once. Every rank calls, before anything communicates."""
+    """Raise ConfigError with all violated rules at once. Every rank calls it, before anything communicates."""
     groups = (_missing, _data_problems, _model_problems, _batch_problems, _unit_problems, _schedule_problems)
     rules = (*groups, _checkpoint_problems, _watch_problems)
     if problems := [problem for rule in rules for problem in rule(config, world_size)]:
@@ -23,7 +23,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
-    """Flags about a checkpoint, without one: a run that starts anew by mistake costs more than one that does not start."""
+    """Flags about checkpoints that need another flag: a run that starts anew by mistake costs more than a refused run."""
     checkpoint, stage = config.checkpoint, config.data_parallel.stage
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield "--save-interval needs --save, the folder to write to"
@@ -33,13 +33,12 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         yield "--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing"
     if checkpoint.load is None and config.training.skip_train and config.training.eval_iters == 0:
         yield (
-            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (--load says what), or "
-            "leave out --skip-train to train"
+            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (with --load DIR), or leave "
+            "out --skip-train to train"
         )
     if config.offload.offload_params and stage < 3:
         yield (
-            f"--offload-params keeps shards of parameters, and in ZeRO stage {stage} there are none; give --zero-stage 3, or "
-            "leave it out"
+            f"--offload-params offloads parameter shards, and ZeRO stage {stage} has none; give --zero-stage 3, or leave it out"
         )
 
 
@@ -49,7 +48,7 @@ def _watch_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _missing(config: Config, _: int) -> Iterator[str]:
-    """The settings that no run can do without, and this one lacks."""
+    """Required settings that are not given."""
     for part in (getattr(config, part.name) for part in fields(config)):
         lacks = (f for f in knobs(type(part)) if f.metadata["required"] and getattr(part, f.name) is None)
         yield from (f"{flags_of(f)[0]} is required" for f in lacks)
@@ -58,18 +57,20 @@ def _missing(config: Config, _: int) -> Iterator[str]:
 
 
 def flags_in(problems: Iterable[str]) -> set[str]:
-    """The flags that messages name."""
+    """The flags named in messages."""
     return {flag for problem in problems for flag in re.findall(r"--[\w-]*\w", problem)}
 
 
 def filled_in(parts: Mapping[str, Any]) -> Config:
-    """These components, and defaults for the others: for the rules that can be checked although a component is missing."""
+    """A config of these components and defaults for the others, to check rules although a component is invalid."""
     return Config(**parts, **{name: component() for name, component in COMPONENTS.items() if name not in parts})
 
 
 def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[str]) -> list[str]:
-    """Of what was found with defaults for the components that are not in `parts`, whatever cannot follow from these defaults, nor
-    from the problems `known`: it shares no flag with them."""
+    """The problems in `found` that are real although `filled_in` used defaults for the components missing in `parts`.
+
+    A problem is dropped if it names a flag of a missing component, or of the problems `known`.
+    """
     failed = [name for name in COMPONENTS if name not in parts]
     doubtful = flags_in(known) | {
         flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)
@@ -81,7 +82,7 @@ def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[s
 def _data_problems(config: Config, _: int) -> Iterator[str]:
     yield from config.data.source_problems(needed=False)
     if config.fim.fim_data and config.data.mock_data:
-        yield "--fim-data rearranges text, which --mock-data has none of; leave one of them out"
+        yield "--fim-data rearranges text, and --mock-data has no text; leave one of them out"
 
 
 def _model_problems(config: Config, _: int) -> Iterator[str]:
@@ -90,32 +91,32 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     yield from tensor_parallel_problems(model, tensor)
     if is_divided and (length or 0) % tensor:
         yield (
-            f"--sequence-parallel divides --seq-length ({length}) over --tensor-model-parallel-size ({tensor}), "
-            "which does not divide it; change one"
+            f"--sequence-parallel needs a --seq-length ({length}) that is a multiple of --tensor-model-parallel-size ({tensor}); "
+            "change one"
         )
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
-        yield "--main-grads-dtype bf16 is for models of --bf16; give that too, or leave it out"
+        yield "--main-grads-dtype bf16 needs --bf16; give both, or leave it out"
     if config.optimizer.reuse_fp32_param and not model.bf16:
         given = (
             "--fp16, whose weights are no half of a float32" if model.fp16 else "float32, whose weights are the masters"
         )
-        yield f"--reuse-fp32-param is for models of --bf16, and this one is of {given}; leave it out"
+        yield f"--reuse-fp32-param needs --bf16, and this model is in {given}; leave it out"
     if model.distribute_saved_activations and (tensor == 1 or is_divided):
         instead = (
             "with --sequence-parallel, where they hold parts" if tensor > 1 else "or use --tensor-model-parallel-size"
         )
-        yield f"--distribute-saved-activations divides what tensor-parallel ranks hold copies of; leave it out {instead}"
+        yield f"--distribute-saved-activations shards copies that tensor-parallel ranks hold; leave it out {instead}"
     yield from _layer_problems(config)
     limit = model.max_position_embeddings
     if limit is not None and length is not None and limit < length:
         yield f"--max-position-embeddings ({limit}) must be at least --seq-length ({length})"
 
 
-_MOST_ACTIONS = 1_000_000  # of a schedule, which every rank holds whole: some 300 MB once its transfers are added
+_MOST_ACTIONS = 1_000_000  # of a schedule; every rank holds all of it, about 300 MB with its transfers
 
 
 def _layer_problems(config: Config) -> Iterator[str]:
-    """Layers that cannot be dealt out to the stages, or computed again in the groups asked for."""
+    """Layers that cannot be divided between stages, or into the recompute and offload groups asked for."""
     try:
         largest = max(map(len, config.layer_split))
     except ValueError as error:
@@ -138,7 +139,7 @@ def _layer_problems(config: Config) -> Iterator[str]:
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:
-    """What does not come out even between the ranks, the layers and the batch."""
+    """Sizes of ranks, chunks and batch that do not divide; only the first problem, since the others would follow from it."""
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
     try:
@@ -148,7 +149,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     try:
         chunks = config.stages.chunks
     except ValueError:
-        return []  # which `_layer_problems` says
+        return []  # reported by `_layer_problems`
     if chunks > 1 and stages == 1:
         return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
     if training.micro_batch_size is None:
@@ -165,14 +166,16 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return [f"--train-samples ({training.train_samples}) do not fill one step of {sizes[0]}; raise it"]
     most = max(sizes) // config.samples_at_once(world_size)
     actions = 2 * most * stages * chunks
-    if actions > _MOST_ACTIONS:  # which is said without making them
+    if actions > _MOST_ACTIONS:  # checked before the schedule is made
         return [
-            f"--global-batch-size ({max(sizes)}) makes {most:,} microbatches per rank and step, whose schedule has {actions:,} "
-            f"forwards and backwards over all stages, and {_MOST_ACTIONS:,} is the most; lower it, or raise --micro-batch-size "
-            "or the number of data-parallel ranks"
+            f"--global-batch-size ({max(sizes)}) makes {most:,} microbatches per rank and step: a schedule of {actions:,} "
+            f"forwards and backwards over all stages, above the limit of {_MOST_ACTIONS:,}; lower it, or raise "
+            "--micro-batch-size or the number of data-parallel ranks"
         ]
     for size in sorted(set(sizes)):
-        make = make_schedule if size == min(sizes) else _made_unseen  # one size shows what a schedule forgets
+        make = (
+            make_schedule if size == min(sizes) else _made_unseen
+        )  # simulating one size is enough to show a wrong schedule
         try:
             make(config.schedule_name, stages, size // config.samples_at_once(world_size), chunks)
         except ValueError as error:
@@ -186,7 +189,7 @@ def _made_unseen(name: str, p: int, m: int, v: int) -> Schedule:
 
 
 def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | None:
-    """What is wrong with the sizes of steps; found before the run, and not when it comes to a size."""
+    """The problem with the batch sizes of all steps, found before the run reaches them."""
     training, at_once = config.training, config.samples_at_once(world_size)
     product = (
         f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size "
@@ -207,7 +210,7 @@ def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | No
 
 
 def _unit_problems(config: Config, _: int) -> Iterator[str]:
-    """A run counts in iterations or in samples, and so do all its settings."""
+    """Settings that count samples in a run of --train-iters, or iterations in a run of --train-samples."""
     training, rate = config.training, config.learning_rate
     if training.train_iters is not None and training.train_samples is not None:
         yield "--train-iters and --train-samples exclude each other; give one"
@@ -229,7 +232,7 @@ def _unit_problems(config: Config, _: int) -> Iterator[str]:
 
 
 def _schedule_problems(config: Config, _: int) -> list[str]:
-    """A learning rate that could not be followed, whatever the batch."""
+    """An impossible learning rate schedule, whatever the batch size."""
     training = config.training
     if config.learning_rate.lr is None or not (training.train_iters or training.train_samples):
         return []

@@ -1,14 +1,13 @@
-"""Flags from a YAML file: `key: value` becomes the flag of that name, so that the file is checked as the command line is.
+"""Flags from a YAML file: `key: value` becomes the flag of that name, with the checks of the command line.
 
     tensor-model-parallel-size: 2     # hyphens or underscores, with or without the leading --
-    model:                            # groups may have any name, and any depth
+    model:                            # groups: any name, any depth
       num_layers: 24
-      add_bias_linear: false          # a switch: true gives the flag; where the flag says no, false for its field does too
+      add_bias_linear: false          # a switch: true gives the flag; false gives the flag that turns the field off
       data_path: [0.3, books, 0.7, web]
 
-Values are taken as they are written: 1e-4 is a number here, although YAML 1.1 reads it as text. A key without a value (null) says
-nothing, whatever its name. The files that Megatron-LM ships name fields of its config classes, some of which are no
-flags: these are below.
+Values are read as written: 1e-4 is a number, although YAML 1.1 reads it as text. A key without a value (null) has no effect.
+Megatron-LM's own files name fields of its config classes; fields without a flag are listed below.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from megatron.core.config import ConfigError, FlagParser, nearest_flag
 YAML_FLAG = "--yaml-cfg"
 _OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all")
 
-# Fields of Megatron's config classes: the flag for the same thing, or why they say nothing here.
+# Fields of Megatron's config classes: the equivalent field here, a hint, or why they have no effect.
 _OTHER_NAMES = {
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "num_moe_experts": "num_experts",
@@ -35,19 +34,19 @@ _NO_EFFECT = {
     for reason, names in {
         "kernels are chosen by what the device can do": "bias_activation_fusion memory_efficient_layer_norm",
         "products and communication are overlapped where the code can": "tp_comm_atomic_ag tp_comm_atomic_rs",
-        "transfers between stages are always begun early and waited for late": """
+        "transfers between stages always overlap with computation": """
             overlap_p2p_comm batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs
         """,
-        "initial weights are always drawn; a checkpoint then takes their place": "perform_initialization",
-        "--fp16 and --bf16 say what is computed in which precision": "enable_autocast autocast_dtype params_dtype",
-        "--cpu-offloading-num-layers says how many layers' activations are offloaded, and weights never are": """
+        "weights are always initialized; a checkpoint then replaces them": "perform_initialization",
+        "--fp16 and --bf16 set the precision": "enable_autocast autocast_dtype params_dtype",
+        "--cpu-offloading-num-layers sets how many layers' activations are offloaded; weights are not": """
             cpu_offloading cpu_offloading_weights cpu_offloading_activations
         """,
-        "--position-embedding-type says it": "add_position_embedding",
+        "--position-embedding-type sets it": "add_position_embedding",
     }.items()
     for name in names.split()
 }
-_LARGEST = 16 << 20  # bytes of a file: some hundred thousand settings, or prefixes of data
+_LARGEST = 16 << 20  # bytes of a file: about a hundred thousand settings or data prefixes
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -60,10 +59,7 @@ class YamlFlags(NamedTuple):
 
 
 def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
-    """The command line that says the same as the file.
-
-    Raises ConfigError for a file that cannot be read as YAML.
-    """
+    """The file as a command line. Raises ConfigError for a file that is not YAML."""
     try:
         import yaml
     except ImportError:
@@ -77,15 +73,13 @@ def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
     except OSError as error:
         raise ConfigError(f"{YAML_FLAG} {path} cannot be read: {error.strerror}; name a YAML file") from None
     except RecursionError:
-        raise ConfigError(
-            f"{YAML_FLAG} {path} is nested too deeply to be read; write fewer groups within groups"
-        ) from None
+        raise ConfigError(f"{YAML_FLAG} {path} is nested too deeply; write fewer groups within groups") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; mend it") from None
+        raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; correct it") from None
     if root is None:
         return YamlFlags([], [], {})
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{YAML_FLAG} {path} must hold `key: value` lines; it holds something else")
+        raise ConfigError(f"{YAML_FLAG} {path} must hold `key: value` lines, not a list or a single value")
     reader = _Reader(path, parser)
     reader.read_group(root)
     return YamlFlags(reader.words, reader.problems, reader.no_effect)
@@ -100,17 +94,17 @@ class _Reader:
         self.words: list[str] = []
         self.problems: list[str] = []
         self.no_effect: dict[str, str] = {}
-        self.lines: dict[str, int] = {}  # setting -> where it was given
-        self.groups: set[int] = set()  # nodes that were read: an alias may name one again, or one that it is part of
+        self.lines: dict[str, int] = {}  # setting -> line number
+        self.groups: set[int] = set()  # ids of nodes read so far: an alias may repeat a node, or contain itself
 
     def read_group(self, group: Any) -> None:
-        """The pairs of a mapping; a key whose value is a mapping is a group, unless it is a flag."""
+        """Read the pairs of a mapping. A key with a mapping as its value is a group, unless it names a flag."""
         self.groups.add(id(group))
         for key, value in group.value:
             line = key.start_mark.line + 1
             if key.id != "scalar":
                 self.problems.append(
-                    f"{self.path}:{line}: a list or a group cannot be the name of a setting; give it one"
+                    f"{self.path}:{line}: a list or a group cannot be the name of a setting; give a name"
                 )
             elif value.id == "mapping" and id(value) in self.groups:
                 self.problems.append(
@@ -122,8 +116,7 @@ class _Reader:
                 self._read_setting(str(key.value), value)
 
     def _flag(self, key: str) -> str | None:
-        """The flag that a key names: `num_layers` is --num-layers, `local_rank` either of its spellings, or the name of
-        the field."""
+        """The flag that a key names, in any spelling: `num_layers` is --num-layers; or None."""
         field = key.lstrip("-").replace("-", "_")
         name = "--" + _OTHER_NAMES.get(field, key.lstrip("-"))
         of_field = (f for f, action in self.actions.items() if action.dest == field and action.const is not False)
@@ -131,8 +124,7 @@ class _Reader:
         return next((flag for flag in candidates if flag in self.actions and flag not in _OF_THE_COMMAND_LINE), None)
 
     def _opposite_flag(self, key: str) -> str | None:
-        """The switch that turns the field `key` off: --disable-bias-linear for add_bias_linear, --no-rope-fusion for
-        rope_fusion."""
+        """The switch that turns the field `key` off, such as --disable-bias-linear for add_bias_linear; or None."""
         field = key.lstrip("-").replace("-", "_")
         opposite = f"--no-{field.removeprefix('apply_').replace('_', '-')}"
         if opposite in self.actions and self.actions[opposite].nargs == 0:
@@ -166,12 +158,12 @@ class _Reader:
             self._read_switch(key, value, action, when=flag is not None)
         else:
             texts = [item.value for item in value.value] if value.id == "sequence" else [value.value]
-            # A value may begin with a hyphen, which only --flag=value allows; a flag of several takes them apart.
+            # Only --flag=value allows a value that begins with a hyphen; a flag with several values needs separate words.
             several = action.nargs in ("+", "*") or isinstance(action.nargs, int)
             self.words += [action.option_strings[0], *texts] if several else [f"{flag}={' '.join(texts)}"]
 
     def _read_switch(self, key: str, value: Any, action: argparse.Action, *, when: bool) -> None:
-        """Give a switch's flag if the value is `when`: the field add_bias_linear gives its flag when it is false."""
+        """Give the switch's flag if the value equals `when` (False for a switch that turns its field off)."""
         switch = _SWITCH.get(str(value.value).lower())
         if switch is None:
             line = value.start_mark.line + 1
