@@ -101,7 +101,7 @@ class RowParallelLinear(linear_layers.RowParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        return super().forward(y if self.input_is_parallel else mappings.scatter_last(y, self.axis))
+        return super().forward(y if self.input_is_parallel else mappings.scatter_last(y, self.tp.axis))
 
 
 class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):

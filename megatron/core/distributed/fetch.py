@@ -100,13 +100,10 @@ class ParamFetcher(ParamGather):
     def _after_forward(self, unit: str, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         for x in _tensors(output) if self._needs[unit] else ():
             if x.requires_grad:
-                x.register_hook(partial(self._before_backward, unit))
+                x.register_hook(lambda _: self._fetch(unit, -1))
         if not self._in_backward:
             for bucket in self._needs[unit]:
                 bucket.release_params()
-
-    def _before_backward(self, unit: str, _: Tensor) -> None:
-        self._fetch(unit, -1)
 
     def _fetch(self, unit: str, direction: int) -> None:
         for bucket in self._needs[unit]:

@@ -11,7 +11,6 @@ from megatron.core.models.rules import BERT_RULES
 from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.linear import linear
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,13 +21,12 @@ class Dense(nn.Module):
 
     def __init__(self, width: int, out: int, std: float, context: LayerContext, *, partial: bool | None = None):
         super().__init__()
-        tp = context.tp
-        self.store, self.products = tp.weight_grads, tp.products
-        self.weight = tp.replicated((out, width), Normal(std), partial=partial)
-        self.bias = tp.replicated((out,), Constant(0.0), partial=partial)
+        self.tp = context.tp
+        self.weight = self.tp.replicated((out, width), Normal(std), partial=partial)
+        self.bias = self.tp.replicated((out,), Constant(0.0), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, store=self.store, products=self.products) + self.bias
+        return self.tp.linear(x, self.weight) + self.bias
 
 
 class Pooler(nn.Module):

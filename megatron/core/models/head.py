@@ -1,11 +1,13 @@
 """The output layer: hidden states become scores over the vocabulary, divided over the tensor-parallel ranks."""
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from megatron.core.placement import Normal, Placement
-from megatron.core.tensor_parallel.linear import column_linear
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.weight_grads import WeightGradStore
 
 
 class LanguageModelHead(nn.Module):
@@ -20,11 +22,8 @@ class LanguageModelHead(nn.Module):
     ):
         super().__init__()
         tp = context.tp
-        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
-        self.store, self.products = tp.weight_grads, tp.products
-        if shares_table:
-            # Its gradient has two sources on this stage; put off, one would be added in another order than without.
-            self.store = None
+        # A shared table's gradient has two sources on this stage; deferred, they would be added in another order.
+        self.tp = replace(tp, weight_grads=WeightGradStore()) if shares_table else tp
         self.weight = None
         if config.untie_embeddings_and_output_weights:
             rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
@@ -35,6 +34,4 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         weight = tied_weight if self.weight is None else self.weight
-        return column_linear(
-            x, weight, self.axis, sequence_parallel=self.sequence_parallel, store=self.store, products=self.products
-        )
+        return self.tp.column_linear(x, weight)

@@ -68,13 +68,11 @@ class SlicedUpdater:
                 f"bits than a whole update; give a multiple of {ALIGN}"
             )
         self._update_of = update_of
-        self._slices = [
-            segment.part(start, stop)
-            for segment in segments
-            for start, stop in cut_in_slices(
-                0, segment.gradients.numel(), length * (1 if _on_host(segment) else _LONGER_ON_DEVICE)
-            )
-        ]
+        self._slices: list[Segment] = []
+        for segment in segments:
+            on_host = segment.is_away or segment.gradients.device.type == "cpu"
+            cuts = cut_in_slices(0, segment.gradients.numel(), length if on_host else length * _LONGER_ON_DEVICE)
+            self._slices += [segment.part(*cut) for cut in cuts]
 
     @torch.no_grad()
     def step(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
@@ -95,11 +93,6 @@ class SlicedUpdater:
 
 
 _LONGER_ON_DEVICE = 8  # of an accelerator: 8 M elements, else starting kernels would take longer than they do
-
-
-def _on_host(segment: Segment) -> bool:
-    """Whether it is updated by the processor."""
-    return segment.is_away or segment.gradients.device.type == "cpu"
 
 
 def _start_reading(part: Segment) -> Pending[Segment]:

@@ -105,7 +105,7 @@ def _accumulate_for(
     return _widened
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """x [s(/t), b, in] -> [s, b, out/t], with the moves of the input on either side of the product; on an axis of one rank there
     are none."""
 
@@ -160,23 +160,7 @@ def _write(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, way: Way)
     weight_gradient(weight, grad, comm.all_gather(x, gather_over), way)
 
 
-def column_linear(
-    x: Tensor,
-    weight: Tensor,
-    axis: Axis,
-    *,
-    sequence_parallel: bool = False,
-    store: WeightGradStore | None = None,
-    products: Products = NATIVE,
-) -> Tensor:
-    """x A_i for my columns. x: [s, b, in], or my part of the sequence [s/t, b, in]; weight [out/t, in] -> [s, b, out/t].
-
-    `store`: where the weight gradient may be put off.
-    """
-    return _Linear.apply(x, weight, axis, sequence_parallel and axis.size > 1, store, products)
-
-
 def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, products: Products = NATIVE) -> Tensor:
     """x [.., in] times weight [out, in] transposed -> [.., out], as in a row-parallel layer. `store`: where the weight gradient
     may be put off."""
-    return _Linear.apply(x, weight, ALONE, False, store, products)
+    return LinearFunction.apply(x, weight, ALONE, False, store, products)

@@ -21,7 +21,7 @@ from megatron.core.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import initialize_parameter, seed_of_next_parameter
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.linear import column_linear, linear
+from megatron.core.tensor_parallel.linear import LinearFunction, linear
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.tensor_parallel.word_ids import check_word_ids
 from megatron.core.weight_grads import WeightGradStore
@@ -38,14 +38,23 @@ class TensorParallel:
     weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
     kv: Axis | None = None  # the neighbours on `axis` that share one key/value head, if ranks outnumber heads
     products: Products = NATIVE  # how a CPU multiplies in half precision
-    fills: bool = (
-        True  # parameters when they are made; False where `initialize_parameters` or a checkpoint will, by name
-    )
+    # Parameters when they are made; False where `initialize_parameters` or a checkpoint fills them later, by name.
+    fills: bool = True
 
     @property
     def sequence_axis(self) -> Axis | None:
         """The axis that the sequence is divided over between the layers, if it is."""
         return self.axis if self.sequence_parallel else None
+
+    def column_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x A_i, for this rank's columns. x: [s, b, in], or [s/t, b, in] under sequence parallelism; weight: [out/t, in]
+        -> [s, b, out/t]. Every rank of the axis must call."""
+        divided = self.sequence_parallel and self.axis.size > 1
+        return LinearFunction.apply(x, weight, self.axis, divided, self.weight_grads, self.products)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [.., in] times weight [out, in] transposed -> [.., out], without communication."""
+        return linear(x, weight, store=self.weight_grads, products=self.products)
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
         """A parameter that knows where it lives, with this rank's part of its initial value: the same values in every layout, by
@@ -94,10 +103,8 @@ class ColumnParallelLinear(nn.Module):
         rows: tuple[Rows, ...] = (),
     ):
         super().__init__()
-        self.axis, self.sequence_parallel = tp.axis, tp.sequence_parallel
-        self.store, self.products = tp.weight_grads, tp.products
+        self.tp, self.blocks = tp, blocks
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.blocks = blocks
         if rows:
             local, division = sum(run.stop - run.start for run in rows), {"rows": rows}
         else:
@@ -110,18 +117,11 @@ class ColumnParallelLinear(nn.Module):
         self.bias = tp.parameter((local,), Placement((output_size,), Constant(0.0), **division)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = column_linear(
-            x,
-            self.weight,
-            self.axis,
-            sequence_parallel=self.sequence_parallel,
-            store=self.store,
-            products=self.products,
-        )
+        y = self.tp.column_linear(x, self.weight)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
-            y = _whole_blocks(mappings.gather_last(y, self.axis), self.blocks, self.axis.size)
+            y = _whole_blocks(mappings.gather_last(y, self.tp.axis), self.blocks, self.tp.axis.size)
         return y, self.bias if self.skip_bias_add else None
 
 
@@ -151,8 +151,7 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: bool = False,
     ):
         super().__init__()
-        self.axis, self.skip_bias_add = tp.axis, skip_bias_add
-        self.store, self.products = tp.weight_grads, tp.products
+        self.tp, self.skip_bias_add = tp, skip_bias_add
         self.leave = mappings.reduce_scatter_sequence if tp.sequence_parallel else mappings.reduce
         columns = size_per_rank("input size of a row-parallel layer", input_size, tp.axis)
         self.weight = tp.parameter(
@@ -161,7 +160,7 @@ class RowParallelLinear(nn.Module):
         self.bias = tp.replicated((output_size,), Constant(0.0)) if bias else None
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        z = self.leave(linear(y, self.weight, store=self.store, products=self.products), self.axis)
+        z = self.leave(self.tp.linear(y, self.weight), self.tp.axis)
         if self.skip_bias_add:
             return z, self.bias
         return z if self.bias is None else z + self.bias, None

@@ -15,6 +15,7 @@ Every rank of the axis must call, forward and backward.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
-def _all_gather_last(x: Tensor, axis: Axis) -> Tensor:
-    return comm.all_gather(x, axis, dim=-1)
+_all_gather_last = partial(comm.all_gather, dim=-1)
 
 
 def _part(x: Tensor, axis: Axis) -> Tensor:

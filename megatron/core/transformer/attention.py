@@ -33,10 +33,9 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         dtype = q.dtype
-        heads = (
-            [x.float() for x in (q, k, v)] if self.way == "widened" else [q, k, v]
-        )  # widened: rounded once, at the end
-        heads = [x.permute(1, 2, 0, 3) for x in heads]  # [b, n, s, d]
+        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
+        if self.way == "widened":  # to round once, at the end
+            heads = [x.float() for x in heads]
         case = AttentionCase(*heads[:2], mask, self.dropout.probability if self.training else 0.0)
         out = kernel_for(self.backend, case).compute(*heads, mask, self.dropout)
         return out.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, n * d]

@@ -6,17 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from megatron.core.config import (
-    BelowOne,
-    Count,
-    FlagConfig,
-    NotNegative,
-    Positive,
-    WholeNumber,
-    flag_of,
-    knob,
-    out_of_range,
-)
+from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, Positive, WholeNumber, knob, out_of_range
 from megatron.core.transformer.kernels import KERNELS
 
 
@@ -158,9 +148,10 @@ class RecomputeConfig(FlagConfig):
             yield "--recompute-granularity full needs --recompute-method uniform or block"
         if not full and (self.recompute_method is not None or self.recompute_num_layers is not None):
             yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
-        for name in ("distribute_saved_activations", "contiguous_checkpointing"):
-            if getattr(self, name) and not full:
-                yield f"{flag_of(name)} is about the inputs that --recompute-granularity full keeps"
+        shares, packs = self.distribute_saved_activations, self.contiguous_checkpointing
+        for flag, given in {"--distribute-saved-activations": shares, "--contiguous-checkpointing": packs}.items():
+            if given and not full:
+                yield f"{flag} applies to the inputs that --recompute-granularity full saves"
         if offloaded > 0 and self.recomputes("layernorm"):
             yield "--recompute-modules layernorm frees what --cpu-offloading-num-layers would move; leave one of them out"
         if offloaded == 0 and self.min_offloaded_tensor_size != 2**20:
