@@ -267,7 +267,7 @@ BUDGETS = {
     "megatron/core": 1_830,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 350,
-    "megatron/core/datasets": 1_890,
+    "megatron/core/datasets": 1_990,
     "megatron/core/distributed": 1_280,
     "megatron/core/inference": 350,
     "megatron/core/job": 610,

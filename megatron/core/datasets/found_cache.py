@@ -3,15 +3,16 @@
     FOLDER/{md5}-GPTDataset-{split}-description.txt          JSON whose md5 is in the name
     FOLDER/{md5}-GPTDataset-{split}-{document,sample,shuffle}_index.npy
     FOLDER/{md5}-BlendedDataset-{split}-{dataset,dataset_sample}_index.npy
-    PREFIX_{split}_indexmap_{n}ns_{s}sl_{seed}s_{doc,sample,shuffle}_idx.npy     versions before 2023, without a description
+    PREFIX_{split}_indexmap_{n}ns_{s}sl_{seed}s_{doc,sample,shuffle}_idx.npy     versions before 2023: no description
 
 Neither names nor descriptions depend on the content of the data, and nothing protects the arrays. Therefore every number is
-checked, except that the shuffled orders were drawn from the seed. A cache that passes is copied into an `IndexCache`, which later runs read.
+checked; only that the shuffled orders were drawn from the seed is taken on trust. A cache that passes is copied into an
+`IndexCache`, which later runs read.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,9 @@ class Wanted:
         return None
 
 
-def index_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
+def index_problem(arrays: Sequence[np.ndarray], lengths: np.ndarray, request: IndexRequest) -> str | None:
     """Why these arrays cannot be those of `request`, for sequences of these lengths; None if they can."""
+    indices = Indices(*arrays)
     if problem := shape_problem(indices, lengths, request):
         return problem
     documents, order = indices.document_index, indices.shuffle_index

@@ -4,6 +4,7 @@ A sample is a pure function of (data, request, number): any process can read any
 the number of samples consumed.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,15 +217,16 @@ class GPTSamples(SampleKind):
         return reading(part.indexed, part.request, samples)
 
     def wanted(self, part: Part) -> Wanted | None:
-        request, lengths, prefix = part.request, part.indexed.sequence_lengths, part.indexed.prefix
+        request, indexed = part.request, part.indexed
         if request.epoch_stable:
             return None  # Megatron has no such order
-        samples, length, seed = request.num_samples, request.seq_length, request.seed
-        fields = {"num_samples": samples, "random_seed": seed, "sequence_length": length}
-        fields["dataset_path"] = Path(prefix).name
-        older = f"{prefix}_{part.split}_indexmap_{samples}ns_{length}sl_{seed}s"
+        asked = (request.num_samples, request.seq_length, request.seed)
+        fields = dict(zip(("num_samples", "sequence_length", "random_seed"), asked))
+        fields["dataset_path"] = Path(indexed.prefix).name
         place = (part.cache.folder, f"{self.name}-{part.split}")
-        return Wanted(*place, fields, self.arrays, lambda a: index_problem(Indices(*a), lengths, request), older)
+        older = "{}_{}_indexmap_{}ns_{}sl_{}s".format(indexed.prefix, part.split, *asked)
+        problem = functools.partial(index_problem, lengths=indexed.sequence_lengths, request=request)
+        return Wanted(*place, fields, self.arrays, problem, older)
 
 
 def build_gpt_datasets(
