@@ -36,13 +36,11 @@ PROGRAMS = [
     "tools/estimate_memory",
     "tools/generate",
     "tools/inspect_dataset",
-    "tools/measure_memory",
     "tools/merge_datasets",
     "tools/plot_run",
     "tools/plot_schedule",
     "tools/prepare_cache",
     "tools/preprocess_data",
-    "tools/sample_memory",
     "tools/stdlib_corpus",
     "tools/train_tokenizer",
 ]

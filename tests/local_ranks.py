@@ -15,9 +15,11 @@ operator, which costs more than the operators.
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core import parallel_state
 from megatron.core.grid import AxisSizes
@@ -88,6 +90,17 @@ class _Letter:
         self.x = self.x.clone()
 
 
+def unseen(call: Callable) -> Callable:
+    """The copies that stand for a network are no memory of the rank: who counts its tensors does not see them."""
+
+    @wraps(call)
+    def inside(*args: object) -> object:
+        with _disable_current_modes():
+            return call(*args)
+
+    return inside
+
+
 class _Later:
     """A call that completes when first waited for."""
 
@@ -95,6 +108,7 @@ class _Later:
         self.what = what
         self.complete: Callable[[], object] | None = complete
 
+    @unseen
     def wait(self) -> None:
         if self.complete is not None:
             self.complete()
@@ -126,6 +140,7 @@ class ThreadGroup:
     def broadcast(self, x: Tensor, source: int) -> _Later:
         return self._collective("broadcast", x, x, lambda xs: xs[source])
 
+    @unseen
     def send(self, x: Tensor, to: int) -> _Later:
         letter = _Letter(x.detach() if self.delayed else x.detach().clone())
         self.meeting.post(self.rank, to, letter)
@@ -139,6 +154,7 @@ class ThreadGroup:
         """Calls that nobody has waited for."""
         return [later.what for later in self.begun if later.complete is not None]
 
+    @unseen
     def _collective(self, op: str, out: Tensor, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Later:
         call, self.calls = self.calls, self.calls + 1
         reads_late = self.delayed and out is not x  # a sum in place is poisoned where it was read

@@ -37,9 +37,9 @@ PURE = """
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
     core.pipeline_parallel.lower core.pipeline_parallel.simulate core.pipeline_parallel.stage
     core.pipeline_parallel.plot core.datasets.index_map training.watch.contention training.watch.flops
-    training.watch.heartbeat training.memory.report training.memory.room
+    training.watch.heartbeat
 """
-TO_BE_RENAMED = {"Away", "KINDS", "MODELS", "ORDER", "Segment", "peak_of_rank"}  # of training/memory
+TO_BE_RENAMED: set[str] = set()
 MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 500  # code lines; code_lines.py has those of megatron/ and tools/
 
 
@@ -216,9 +216,6 @@ def test_layers_never_reach_the_current_mesh():
             assert not found, f"{path.relative_to(ROOT)} imports {found}"
 
 
-KNOWS_MODELS = {"of_run.py"}  # predicts the memory of ours alone
-
-
 def test_training_knows_no_model():
     """It trains what a script's provider returns, by what the model declares: rules, boundary, model_name, gives_hidden_states."""
     known = {
@@ -227,7 +224,7 @@ def test_training_knows_no_model():
         "megatron.core.transformer.transformer_config",
     }
     for path in sorted((ROOT / "megatron" / "training").rglob("*.py")):
-        for name in imported_modules(path) if path.name not in KNOWS_MODELS else ():
+        for name in imported_modules(path):
             if name.startswith(("megatron.core.models.", "megatron.core.transformer.")):
                 assert name.rpartition(".")[0] in known, f"{path.relative_to(ROOT)} imports {name}"
 
@@ -260,7 +257,7 @@ def test_pure_modules_load_without_torch():
 
 
 RULES_OF_SIZE = ("file", "function", "assignment", "line")
-BEING_REBUILT = ("megatron/training/memory/", "tools/estimate_memory", "tools/measure_memory", "tools/sample_memory")
+BEING_REBUILT = ("megatron/training/memory/", "tools/estimate_memory")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
@@ -276,16 +273,16 @@ BUDGETS = {
     "megatron/core/pipeline_parallel": 1_100,
     "megatron/core/storage": 140,
     "megatron/core/tensor_parallel": 530,
-    "megatron/core/tiers": 570,
+    "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 480,
     "megatron/core/transformer": 710,
     "megatron/training": 1_740,
     "megatron/training/ending": 240,
-    "megatron/training/memory": 2_020,
+    "megatron/training/memory": 1_190,
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_000,
     "megatron/training/watch": 990,
-    "tools": 2_310,
+    "tools": 1_830,
     "tools/benchmarking": 450,
     "tools/preprocessing": 610,
 }

@@ -57,19 +57,17 @@ def peaks_of(flags: str) -> list[int]:
 
 def report() -> list[str]:
     """Train in processes, and compare."""
-    from megatron.training.memory.anchors import zero_bytes_per_parameter
-    from megatron.training.memory.estimate import estimate, worst
-    from megatron.training.memory.parameters import parameter_count
+    from megatron.training.memory.timeline import forecast
     from tools.estimate_memory import read
 
-    run, _ = read([*FLAGS.split(), "--world-size", str(RANKS), "--device", "cpu"])
+    ranks = forecast(read([*FLAGS.split(), "--world-size", str(RANKS), "--device", "cpu"]).job)
     base = max(peaks_of(FLAGS.replace(SHAPE, "--num-layers 1 --hidden-size 40")))
     rose = [peak - base for peak in peaks_of(FLAGS)]
-    whole = parameter_count(run) * zero_bytes_per_parameter(0, 1, grad=4)
-    predicted = worst(estimate(run)).total
+    parameters, predicted = ranks[0].parameters, ranks[0].total
+    whole = parameters * 18  # bfloat16, with gradients, masters and two moments in float32
     return [
-        f"parameters                                   {parameter_count(run):>13,}",
-        f"state of a rank without ZeRO, bytes          {whole:>13,.0f}",
+        f"parameters                                   {parameters:>13,}",
+        f"state of a rank without ZeRO, bytes          {whole:>13,}",
         f"predicted for a rank of stage 3              {predicted:>13,}",
         f"resident above the baseline, by rank         {', '.join(f'{size:,}' for size in rose)}",
         f"state without ZeRO / the most of any rank    {whole / max(rose):>13.2f}",

@@ -62,6 +62,17 @@ def use_mesh(mesh: Mesh | None) -> None:
     _override.current = None if mesh is None else Current(mesh)
 
 
+@contextlib.contextmanager
+def acting_on(mesh: Mesh) -> Iterator[Current]:
+    """Inside, in this thread, `mesh` is the current one: for a rank that is not this process'."""
+    before = getattr(_override, "current", None)
+    use_mesh(mesh)
+    try:
+        yield _override.current
+    finally:
+        _override.current = before
+
+
 def mesh_of_process() -> Mesh | None:
     return None if _of_process is None else _of_process.mesh
 

@@ -217,7 +217,7 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
     """Starts to copy `x` to pinned host memory; any thread may wait. A CPU tensor is returned itself."""
-    if x.device.type == "cpu":
+    if x.device.type in ("cpu", "meta"):
         return done(x)
     there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     there.copy_(x, non_blocking=True)

@@ -135,6 +135,8 @@ class DropoutKeys:
 
 def keep_mask(shape: tuple[int, ...], probability: float, key: int, device: torch.device) -> Tensor:
     """A mask that is True with probability 1 - `probability`: a function of the key and the device type."""
+    if device.type == "meta":
+        return torch.empty(shape, dtype=torch.bool, device=device)
     generator = torch.Generator(device).manual_seed(key)
     return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - probability, generator=generator)
 

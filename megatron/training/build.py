@@ -21,21 +21,26 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room
+from megatron.training.memory.timeline import Forecast
 from megatron.training.runtime import Runtime, get_runtime
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 
 
 def get_model(
-    model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule = default_group
+    model_provider: ModelProvider,
+    runtime: Runtime,
+    group_of: GroupRule = default_group,
+    forecast: Forecast | None = None,
 ) -> dict[int, DistributedDataParallel]:
     """This rank's model chunks by stage: initialized, in contiguous buffers. Every rank must call."""
     room = Room.now(runtime)
     made = make_chunks(model_provider, runtime)
     if problems := name_problems(made, runtime.mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
-    check_room(runtime, made.values(), room)
-    warn_of_room(runtime, made.values())
+    check_room(runtime, made.values(), room, forecast)
+    if forecast is not None:
+        warn_of_room(runtime, forecast)
     return in_buffers(made, runtime, group_of)
 
 
@@ -73,10 +78,10 @@ def setup_model_and_optimizer(
 
 
 def build_model_and_optimizer(
-    model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule
+    model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule, forecast: Forecast | None = None
 ) -> tuple[dict[int, DistributedDataParallel], FlatOptimizer]:
     """This rank's model chunks by stage, and their optimizer. Every rank must call."""
-    chunks = get_model(model_provider, runtime, group_of)
+    chunks = get_model(model_provider, runtime, group_of, forecast)
     return chunks, build_optimizer(chunks, runtime, group_of)
 
 

@@ -2,19 +2,20 @@
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.batch_size import BatchSizes
 from megatron.core.config import ConfigError
-from megatron.core.current_mesh import current
+from megatron.core.current_mesh import acting_on, current
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
-from megatron.core.tiers.tier import FileTier, Tier
+from megatron.core.tiers.tier import Tier
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.context import LayerContext
@@ -95,7 +96,7 @@ class Runtime:
             self.mesh,
             self.config.transformer.params_dtype,
             self.dropout_keys,
-            tier=self.tier if isinstance(self.tier, FileTier) else None,
+            tier=self.tier if self.tier is not None and self.tier.name == "file" else None,
             sequence_parallel=self.config.parallel.sequence_parallel_on,
             device=self.device.torch_device,
             weight_grads=self.weight_grads,
@@ -133,6 +134,20 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
         _override.runtime = runtime
     else:
         _runtime = runtime
+
+
+@contextlib.contextmanager
+def acting_as(runtime: Runtime) -> Iterator[None]:
+    """Inside, in this thread, the run is another one, on its own mesh: for a rank of it that is not this process'."""
+    before, config = getattr(_override, "runtime", None), runtime.config
+    set_runtime(runtime, this_thread_only=True)
+    try:
+        with acting_on(runtime.mesh) as here:
+            here.device, here.products = runtime.device.torch_device, runtime.products
+            here.sequence_parallel = config.parallel.sequence_parallel_on
+            yield
+    finally:
+        set_runtime(before, this_thread_only=True)
 
 
 def get_runtime() -> Runtime:

@@ -25,6 +25,8 @@ from megatron.training.chunks import ModelProvider, build_pipeline
 from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
 from megatron.training.initialize import as_settings_problem, available_cores
+from megatron.training.memory.dry_run import Job
+from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.resume.save_folder import prepare_folder, warn_of_other_checkpoints
 from megatron.training.resume.start import where_to_go_on
@@ -72,12 +74,16 @@ class Trainer:
         self._check_folders()
         with heartbeat("building the model", print_rank_0):
             # chunks by stage
-            self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
+            job = Job(
+                runtime, model_provider, forward_step, runtime.world_size, runtime.device.module is not None, group_of
+            )
+            forecast = Forecast(job)
+            self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of, forecast)
         self.model = list(self.chunks.values())
         self.contention = Contention(
             parallel_state.launched().local_size, available_cores()[0], torch.get_num_threads()
         )
-        self.memory = MemoryWatch(runtime, self.model, self.optimizer)
+        self.memory = MemoryWatch(runtime, self.model, self.optimizer, forecast)
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
         self.pipeline.transport.connect(self.pipeline.stages.neighbours)
         with as_settings_problem():

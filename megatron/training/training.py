@@ -125,7 +125,7 @@ def _run(
         trainer.run()
     except (Exception, KeyboardInterrupt) as error:
         farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
-        error = shortage.in_words(error, runtime, None if trainer is None else trainer.model)
+        error = shortage.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
         set_runtime(None)
         is_refusal = isinstance(error, ConfigError | comm.PeerError) and not isinstance(error, comm.LostPeerError)
         if trainer is None and is_refusal and farewell is None:

@@ -60,9 +60,7 @@ COMMANDS = {
         "python pretrain_gpt.py ...": "tests/gloo/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without"
     },
     "docs/memory.md": {
-        "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_a_thousand_ranks_are_estimated_in_one_process",
-        "python tools/measure_memory.py ...": "tests/ranks/test_memory_measured.py::test_a_rank_takes_what_is_predicted",
-        "python tools/sample_memory.py ...": "tests/ranks/test_memory_measured.py::test_random_settings_are_measured_and_those_of_the_log_are_not_again",
+        "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_gpt3_on_a_thousand_ranks_is_estimated_in_one_process"
     },
     "docs/generation.md": {
         "python tools/generate.py ...": READS_ON,

@@ -26,7 +26,7 @@ TINY = (
 
 
 class Fork(GPTModel):
-    """A script's own model, of which nothing is predicted."""
+    """A script's own model."""
 
 
 def fork_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
@@ -118,11 +118,13 @@ def raised(error: BaseException) -> BaseException:
     ],
 )
 def test_every_kind_of_shortage_is_told_of(error: BaseException, asked: str):
-    """Of a model whose memory is not predicted too, and before there is one."""
+    """Of a script's own model too, and before there is one."""
 
     def tell(mesh: Mesh) -> tuple[str, str]:
         with trainer_of(of_fork(), mesh, TINY) as trainer:
-            found = [shortage.in_words(raised(error), trainer.runtime, model) for model in (trainer.model, None)]
+            found = [
+                shortage.in_words(raised(error), trainer.runtime, model) for model in (trainer.memory.predicted, None)
+            ]
             assert all(isinstance(one, shortage.OutOfMemory) for one in found)
             return tuple(map(str, found))
 

@@ -178,8 +178,9 @@ class _Input:
 
     def __init__(self, x: Tensor, training: bool):
         self._x: Tensor | None = x
-        self._like = torch.empty_like(x, device="meta")
-        self._device, self._wants_grad = x.device, training and x.is_floating_point()
+        self._shape = x.shape
+        self._dtype, self._device = x.dtype, x.device
+        self._wants_grad = training and x.is_floating_point()
         self._grads: list[Tensor] = []
 
     def enter(self) -> Tensor:
@@ -191,7 +192,7 @@ class _Input:
     def take_grad(self) -> Tensor:
         """The gradient, contiguous; zeros if the backward produced none."""
         if not self._grads:
-            return torch.zeros_like(self._like, device=self._device)
+            return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._grads.pop().contiguous()  # the gradient of a sum is an expanded scalar
 
 

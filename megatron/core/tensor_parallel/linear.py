@@ -92,6 +92,13 @@ def _accumulate_for(
     """
     if total == factor:
         return _in_place if way == "native" else _rounded_once
+    if device.type == "meta":  # shapes only: as on an accelerator
+        return _mixed
+    with torch._C.DisableTorchFunction():  # with values, also where a prediction of memory runs on shapes
+        return _found_by_trying(device, total, factor)
+
+
+def _found_by_trying(device: torch.device, total: torch.dtype, factor: torch.dtype) -> Callable[..., None]:
     one = torch.ones((8, 8), dtype=factor, device=device)
     for accumulate in (_added_within, _mixed):
         added, written = one.to(total), torch.full_like(one, float("nan"), dtype=total)

@@ -38,9 +38,14 @@ class StageActivations:
     def __init__(self, offloaded: int = 0, *, smallest: int = 0, contiguous: bool = False, tier: Tier | None = None):
         self.offloaded, self.smallest = offloaded, smallest
         self.contiguous, self.slots = contiguous, SlotBuffer()
+        self.hooks = torch.autograd.graph.saved_tensors_hooks
         self._tier = tier
         self._room: TierRoom | None = None
         self._last: Callable[[], _Layer | None] = lambda: None
+
+    def keep_in(self, tier: Tier) -> None:
+        """From here on in another tier; before anything is there."""
+        self._tier = tier
 
     def room(self, device: torch.device) -> "TierRoom":
         """What is in the tier; made when something first goes there."""
@@ -63,8 +68,10 @@ class StageActivations:
             torch._C.DisableTorchFunctionSubclass()
         ):  # a parameter of ZeRO stage 3 may be asked where its values will be
             stays = {other.untyped_storage()._cdata for other in beside if other is not None}
-        packer = _Packer(self._next(first=layer == 0), self.room(x.device), stays, self.smallest)
-        with torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack):
+        packer = _Packer(
+            self._next(first=layer == 0), self.room(x.device), stays, self.smallest, x.untyped_storage().device
+        )
+        with self.hooks(packer.pack, _unpack):
             yield
 
     def end(self, x: Tensor) -> None:
@@ -185,7 +192,7 @@ class TierRoom:
         self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
         self._side = None if device.type == "cpu" or tier.name == "file" else _SideStream(device)
         self.slots: list[Stored] = []  # all of them
-        self.in_use = 0
+        self.in_use = self.bytes_in_use = 0
 
     @property
     def device(self) -> torch.device:
@@ -201,10 +208,12 @@ class TierRoom:
             free.append(self._tier.zeros(numel, dtype))
             self.slots.append(free[0])
         self.in_use += 1
+        self.bytes_in_use += free[-1].nbytes
         return free.pop()
 
     def give_back(self, slot: Stored) -> None:
         self.in_use -= 1
+        self.bytes_in_use -= slot.nbytes
         self._free[slot.numel(), slot.dtype].append(slot)
 
     def send(self, slot: Stored, flat: Tensor) -> Pending[Any]:
@@ -226,11 +235,14 @@ class _SideStream:
     the copy first: left to the allocator, memory would be free when the host happens to notice."""
 
     def __init__(self, device: torch.device):
-        self._module, self._device = torch.get_device_module(device), device
-        self._stream = self._module.Stream(device)
+        self._module, self._device = None if device.type == "meta" else torch.get_device_module(device), device
+        self._stream = self._module and self._module.Stream(device)
 
     def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
         """Begin to copy into `target`, the result. Waiting makes the stream that computes wait, and lets go of both."""
+        held = [target, source]
+        if self._module is None:  # a dry run: shapes only
+            return Pending(held.pop)
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -246,19 +258,20 @@ class _SideStream:
 class _Packer:
     """Sends what autograd saves for one layer away, each memory once, if it is worth it and is the layer's own."""
 
-    def __init__(self, layer: _Layer, room: TierRoom, stays: set[int], smallest: int):
+    def __init__(self, layer: _Layer, room: TierRoom, stays: set[int], smallest: int, device: torch.device):
         self._layer, self._room = layer, room
-        self._stays, self._smallest = stays, smallest
+        self._stays = stays
+        self._smallest, self._device = smallest, device  # of the memory: in a dry run it is not the tensors'
         self._sent: dict[
             tuple[int, int], tuple[weakref.ref, weakref.ref]
         ] = {}  # (memory, version) -> the memory, where it is
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> Any:
-        if x.layout is not torch.strided or x.device != self._room.device:
+        if x.layout is not torch.strided:
             return x
         memory = x.untyped_storage()
-        nbytes = memory.nbytes()
+        nbytes = memory.nbytes() if memory.device == self._device else 0
         if memory._cdata in self._stays or nbytes < self._smallest * x.itemsize or nbytes % x.itemsize or not nbytes:
             return x
         away = self._find(memory, x)

@@ -63,14 +63,19 @@ class SlotBuffer:
                 "--contiguous-checkpointing"
             )
         memory = self._free.pop()
-        slot = memory[: self._nbytes]  # a storage of its own, whose end says that no tensor is left over it
+        slot = _part(memory, 0, self._nbytes)  # a storage of its own, whose end says that no tensor is left over it
         weakref.finalize(slot, self._free.append, memory).atexit = False
         return slot
 
     def _make(self, count: int, device: torch.device) -> None:
-        memory = torch.empty(count * self._nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._free += [memory[i * self._nbytes : (i + 1) * self._nbytes] for i in reversed(range(count))]
+        memory = self._memory = torch.empty(count * self._nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._free += [_part(memory, i * self._nbytes, (i + 1) * self._nbytes) for i in reversed(range(count))]
         self._made += count
+
+
+def _part(memory: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedStorage:
+    """A storage of its own over these bytes."""
+    return torch.UntypedStorage(stop - start, device="meta") if memory.device.type == "meta" else memory[start:stop]
 
 
 def as_flat(x: Tensor) -> Tensor:

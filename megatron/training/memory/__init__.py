@@ -1,14 +1,11 @@
-"""How much memory a run takes, on paper before it starts and as counted while it runs.
+"""How much memory a run takes: predicted before it starts, and counted while it runs.
 
-    sizes           the integers that it follows from
-    parameters      what lies in the buffers of a stage: the real plan of `core/distributed/plan.py`, of tensors that are not there
-    activations     what a microbatch keeps for its backward, and what the backward needs beside; its operations are in `steps`
-    elsewhere       what of it waits in a tier, or in slots
-    communication   units of ZeRO that come and go, sums under way, transfers between stages
-    estimate        all of it, for each pipeline stage; `report` prints it
-    room            whether it fits, and which flags make it less
-    of_run          the sizes of a run that has begun
-    tracker         the bytes that a run really has, by the same kinds; `watch` prints them beside the prediction
+    shapes      torch's tensors without values, and other ranks that say nothing
+    dry_run     a step of one rank, by the script's own code: what each action of the pipeline adds, and has at its peak
+    timeline    the same along the schedule of every pipeline rank: the prediction; `report` prints it
+    tracker     the bytes that live, by kind, as tensors come and go; `watch` prints them beside the prediction
+    offload     whether state fits disks and machines, else the run is refused; `tier_bytes` counts it
+    room        whether the prediction fits, and which flags make it less; `shortage` says the same of a failed allocation
 
-All but the last two lines are pure integers.
+Nothing here knows a layer, a model or a stage of ZeRO: a new one is predicted because it runs.
 """

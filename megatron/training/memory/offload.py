@@ -17,12 +17,10 @@ from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
 from megatron.core.placement import pieces
 from megatron.core.tiers.tier import FileTier
-from megatron.training.memory.estimate import activations_elsewhere, estimate
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
-from megatron.training.memory.of_run import model_of, of_rank, sizes_of
 from megatron.training.memory.room import STATE, less_with, warning_of_room
-from megatron.training.memory.sizes import MODELS
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier, show_bytes
+from megatron.training.memory.timeline import Forecast
 from megatron.training.runtime import Runtime, print_rank_0
 
 _ALL_THE_SAME = "--no-check-memory starts all the same"
@@ -69,7 +67,7 @@ class Room:
         return cls(free_on_machine(), free_to_process(), runtime.device.memory_bytes)
 
 
-def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room) -> None:
+def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room, forecast: Forecast | None = None) -> None:
     """Raise ConfigError, on all ranks, where what lasts of a run does not fit: on a disk or a host the offloaded bytes that will live
     there, and wherever it lives the state alone. --no-check-memory turns what is only about memory into a warning.
 
@@ -88,9 +86,9 @@ def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room) -> No
     print_rank_0(
         f"building the model: {held:,} parameters on this rank{padded}, {show_bytes(lasting)} with gradients and optimizer state"
     )
-    if runtime.config.transformer.cpu_offloading_num_layers > 0 and (model := model_of(modules)) is not None:
-        run = of_rank(sizes_of(runtime, model), runtime.mesh)
-        _add(found, activations_elsewhere(run, runtime.mesh["pp"].rank))  # of a script's own, they are not known
+    if forecast is not None and runtime.config.transformer.cpu_offloading_num_layers > 0 and forecast.ranks:
+        kinds = forecast.ranks[runtime.mesh["pp"].rank].on
+        _add(found, {tier: {"activations": kinds.get(tier, {}).get("activations", 0)} for tier in ("host", "file")})
     texts = comm.all_gather_texts(json.dumps(_need_of(runtime, found, room)), world, runtime.device.torch_device)
     disks, memory = problems_of_needs([json.loads(text) for text in texts])
     if disks or (memory and runtime.config.device.check_memory):
@@ -105,17 +103,16 @@ def _true_size(parameter: nn.Parameter, mesh: Mesh) -> int:
     return sum(math.prod(size_of(box)) for box, _ in parts)
 
 
-def warn_of_room(runtime: Runtime, modules: Iterable[nn.Module]) -> None:
-    """Say on the first rank, before the buffers are made, that a prediction is more than its device, or its share of a machine, has."""
-    model = model_of(modules) if runtime.mesh["world"].is_first else None
-    if model is None:  # of a script's own, it is not known
+def warn_of_room(runtime: Runtime, forecast: Forecast) -> None:
+    """Say on the first rank, before the buffers are made, that a prediction is more than its device, or its share of a machine, has.
+    Every rank must call."""
+    if not forecast.ranks:
         return
-    run, shares = sizes_of(runtime, model), 0
-    room = runtime.device.memory_bytes
+    shares, room = 0, runtime.device.memory_bytes
     if runtime.device.torch_device.type == "cpu":
         free, shares = free_on_machine(), parallel_state.launched().local_size
         room = None if free is None else free // shares
-    for line in warning_of_room(run, estimate(run), room, shares=shares):
+    for line in warning_of_room(runtime.config, runtime.world_size, forecast.ranks, room, shares=shares):
         print_rank_0(line)
 
 
@@ -139,7 +136,7 @@ def _need_of(runtime: Runtime, found: Bytes, room: Room) -> dict[str, Any]:
     tier, on_cpu = runtime.tier, runtime.device.torch_device.type == "cpu"
     on_host, on_device = (sum(found.get(name, {}).values()) for name in ("host", "device"))
     in_file = isinstance(tier, FileTier)
-    flags = less_with(sizes_of(runtime, MODELS[0]), STATE, shares=int(on_cpu))  # which do not depend on the model
+    flags = less_with(runtime.config, runtime.world_size, STATE, shares=int(on_cpu))
     return {
         "disk": tier.folder.disk if in_file else None,
         "disk_free": tier.folder.free_bytes if in_file else None,

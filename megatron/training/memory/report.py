@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.training.memory.anchors import anchors_of, sentence
-from megatron.training.memory.estimate import DEVICE, KINDS, RankMemory, worst
-from megatron.training.memory.parameters import parameter_count
-from megatron.training.memory.sizes import RunSizes
+from megatron.training.memory.dry_run import Job
+from megatron.training.memory.timeline import DEVICE, KINDS, RankMemory, worst
 
 GIB = 2**30
 TIERS = (DEVICE, "host", "file")
@@ -57,18 +55,22 @@ def _elsewhere(one: RankMemory) -> list[str]:
     ]
 
 
-def full_report(run: RunSizes, ranks: list[RankMemory]) -> list[str]:
+def full_report(job: Job, ranks: list[RankMemory]) -> list[str]:
     """What `tools/estimate_memory.py` prints."""
-    sizes, most = run.layer, worst(ranks)
-    lines = [
-        f"{parameter_count(run):,} parameters; {run.world_size:,} rank(s): tp {sizes.t}, pp {run.p}, dp {run.replicas * run.shards}; {run.m} microbatch(es) of {sizes.b} x {sizes.s} tokens, {run.schedule}, "
-        f"ZeRO stage {run.zero_stage}; kernels of {'an accelerator' if sizes.accelerator else 'a CPU'}",
+    config, most = job.runtime.config, worst(ranks)
+    p, t = len(ranks), config.parallel.tensor_model_parallel_size
+    m = max(config.batch_sizes(job.world_size).sizes) // config.samples_at_once(job.world_size)
+    tokens = f"{config.training.micro_batch_size} x {config.data.seq_length} tokens"
+    everyone = sum(one.total for one in ranks) * job.world_size // p
+    return [
+        f"{sum(one.parameters for one in ranks):,} parameters; {job.world_size:,} rank(s): tp {t}, pp {p}, "
+        f"dp {config.data_parallel_size(job.world_size)}; {m} microbatch(es) of {tokens}, {config.schedule_name}, "
+        f"ZeRO stage {config.data_parallel.stage}; kernels of {'an accelerator' if job.accelerator else 'a CPU'}",
         *stage_table(ranks),
-        f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which {most.state_within(DEVICE):,} stay between steps",
+        f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which "
+        f"{most.state_within(DEVICE):,} stay between steps",
+        f"all ranks: {everyone:,} bytes = {everyone / GIB:.3f} GiB",
     ]
-    everyone = sum(one.total for one in ranks) * run.world_size // run.p
-    lines.append(f"all ranks: {everyone:,} bytes = {everyone / GIB:.3f} GiB")
-    return lines + sentence(anchors_of(run, ranks))
 
 
 def short_report(ranks: list[RankMemory]) -> list[str]:
@@ -78,17 +80,13 @@ def short_report(ranks: list[RankMemory]) -> list[str]:
     return ["memory of a rank, predicted:", *("  " + line for line in stage_table(ranks, shown))]
 
 
-def as_json(run: RunSizes, ranks: list[RankMemory]) -> dict[str, Any]:
+def as_json(job: Job, ranks: list[RankMemory]) -> dict[str, Any]:
     most = worst(ranks)
     return {
-        "world_size": run.world_size,
+        "world_size": job.world_size,
         "worst_stage": most.rank,
         "worst_total_bytes": most.total,
         "stages": [
             {"stage": one.rank, "layers": one.layers, **one.bytes, "total": one.total, "tiers": one.on} for one in ranks
-        ],
-        "anchors": [
-            {"what": a.what, "published": a.published, "ours": a.ours, "difference": a.difference}
-            for a in anchors_of(run, ranks)
         ],
     }

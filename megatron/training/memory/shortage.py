@@ -2,18 +2,15 @@
 
 import re
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron.core import parallel_state
-from megatron.training.memory.estimate import DEVICE, IN_MEMORY, estimate, worst
 from megatron.training.memory.host_memory import free_on_machine
-from megatron.training.memory.of_run import model_of, sizes_of
 from megatron.training.memory.report import amount
 from megatron.training.memory.room import ACTIVATIONS, STATE, less_with
-from megatron.training.memory.sizes import MODELS
+from megatron.training.memory.timeline import DEVICE, IN_MEMORY, RankMemory, worst
 from megatron.training.runtime import Runtime
 
 
@@ -26,15 +23,15 @@ _SAID = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_a
 _ASKED = re.compile(r"tried to allocate ([\d.]+ ?(?:bytes|[KMGT]iB))", re.IGNORECASE)
 
 
-def in_words(error: BaseException, runtime: Runtime | None, chunks: Any = None) -> BaseException:
-    """`error`; or where it came of memory that was not to be had, an `OutOfMemory` with advice. chunks: the model's, once it is built."""
+def in_words(
+    error: BaseException, runtime: Runtime | None, predicted: Sequence[RankMemory] | None = None
+) -> BaseException:
+    """`error`; or where it came of memory that was not to be had, an `OutOfMemory` with advice. predicted: of the run's ranks, if that is
+    known; None before the model is built."""
     cause = next((one for one in _chain(error) if _is_shortage(one)), None)
     if cause is None or runtime is None:
         return error
-    try:
-        advice = _advice(runtime, None if chunks is None else [chunk.module for chunk in chunks])
-    except Exception:  # a script's own model may have settings that no prediction is made for
-        advice = ["less with a smaller --micro-batch-size, --seq-length, --hidden-size or --num-layers"]
+    advice = _advice(runtime, predicted)
     lines = [f"out of memory: {_asked(cause)}{_place(cause)}{_free(runtime)}", *_doing(cause), *advice]
     short = OutOfMemory("\n  ".join(lines))
     short.__cause__ = error  # whose frames are let go of with it
@@ -85,19 +82,17 @@ def _free(runtime: Runtime) -> str:
     return f"; this machine has {amount(size)} free" if on_cpu else f"; this device has {amount(size)} in all"
 
 
-def _advice(runtime: Runtime, modules: list | None) -> list[str]:
+def _advice(runtime: Runtime, predicted: Sequence[RankMemory] | None) -> list[str]:
     """What the run was predicted to need, where that is known, and the flags that make less of it, of the larger part first."""
-    model = None if modules is None else model_of(modules)
-    run, lines = sizes_of(runtime, model or MODELS[0]), []
-    on_cpu = runtime.device.torch_device.type == "cpu"
-    kinds = [STATE] if modules is None else [ACTIVATIONS, STATE]
-    if model is not None:
-        one = worst(estimate(run))
-        tiers = IN_MEMORY if on_cpu else (DEVICE,)
+    lines, on_cpu = [], runtime.device.torch_device.type == "cpu"
+    kinds = [STATE] if predicted is None else [ACTIVATIONS, STATE]
+    if predicted:
+        one, tiers = worst(predicted), IN_MEMORY if on_cpu else (DEVICE,)
         held = one.within(*tiers)
         parts = {STATE: one.state_within(*tiers)} | {kind: held[kind] for kind in (ACTIVATIONS, "communication")}
         listed = ", ".join(f"{kind} {amount(size)}" for kind, size in parts.items())
         lines.append(f"a rank was predicted to need {amount(sum(parts.values()))}: {listed}")
         kinds.sort(key=parts.__getitem__, reverse=True)
     shares = parallel_state.launched().local_size if on_cpu else 0
-    return [*lines, *(f"{kind}: less with {less_with(run, kind, shares=shares)}" for kind in kinds)]
+    config, world_size = runtime.config, runtime.world_size
+    return [*lines, *(f"{kind}: less with {less_with(config, world_size, kind, shares=shares)}" for kind in kinds)]

@@ -22,15 +22,17 @@ from megatron.core.distributed.buffer import Transient
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.storage.stored import Stored
+from megatron.core.storage.stored import Stored, StoredTensor
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
+_COUNTED = ("parameters", "gradients", "optimizer", "activations", "communication")
 _ROOT = str(Path(__file__).resolve().parents[2])
+_DOUBLES = "training/memory/shapes.py"  # what stands for torch and for other ranks asks for nobody
 _GIVES_UP = "core/transformer/norm.py"  # whose outputs may lose their memory, and get it back, without an operator
 _READS = "core/tiers/tier.py"  # where what is read from a file is a slice of the host's until it is first looked into
 # By the file, or by file and function, that asks for memory; None: whoever called it says.
 _KIND_OF = {
     "core/comm.py": None,
+    "core/pending.py": None,
     "core/distributed/buffer.py": None,
     _READS: None,
     "core/distributed/fixed_order.py": "gradients",
@@ -38,6 +40,7 @@ _KIND_OF = {
     "core/pipeline_parallel/transport.py": "communication",
     "core/optimizer": "other",
     "core/pipeline_parallel/pipeline.py": "other",
+    "training/memory/dry_run.py": "away",
     "training/watch/statistics.py": "other",
 }
 
@@ -46,8 +49,11 @@ class MemoryTracker(TorchDispatchMode):
     """Counts inside its `with` block, in the thread that entered it. `live`, `peak`: bytes by kind, and of all together, but for
     "other", under "total"."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shapes_only: bool = False) -> None:
+        """shapes_only: count tensors of the meta device, and no others."""
         super().__init__()
+        self._is_meta = shapes_only
+        self.in_file: Counter[str] = Counter()  # what was assigned and takes no memory
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._kind: dict[int, str] = {}  # of a storage, by its identity
@@ -56,6 +62,10 @@ class MemoryTracker(TorchDispatchMode):
         self._given_up: dict[int, weakref.ref] = {}  # storages that may be
         self._passing: list[torch.UntypedStorage] = []  # kept alive, as their owners do
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes a second
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
@@ -63,19 +73,20 @@ class MemoryTracker(TorchDispatchMode):
         for x in tree_leaves(result):
             if (
                 isinstance(x, Tensor)
-                and x.device.type != "meta"  # of which there is a shape only
-                and id(storage := x.untyped_storage()) not in given
+                and ((storage := x.untyped_storage()).device.type == "meta") is self._is_meta
+                and id(storage) not in given
                 and id(storage) not in self._kind
             ):
                 frame = frame or _own_frame(sys._getframe(1))
+                name = None if frame is None else frame.f_code.co_name
                 if frame is not None and frame.f_code is Transient.__init__.__code__:
                     self._watch(storage)
-                elif frame is None or frame.f_code.co_name != "start_read":
-                    self._add(storage, _kind_from(frame))
+                elif name != "strides_like":  # which asks for a shape only
+                    self._add(storage, "slices" if name == "start_read" else _kind_from(frame))
                     if frame is not None and frame.f_code.co_filename.endswith(_GIVES_UP):
                         self._given_up[id(storage)] = self._ends[id(storage)]
         if func is torch.ops.aten.view.dtype:
-            self._add_read(args[0].untyped_storage(), sys._getframe(1))
+            self._look_into(args[0].untyped_storage(), sys._getframe(1))
         if func is torch.ops.aten.detach.default:
             self._hand_over(args[0], sys._getframe(1))
         self._note_peak()
@@ -83,6 +94,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def assign(self, kind: str, tensors: Iterable[Stored]) -> None:
         """These tensors, made before or while it counts, are of this kind. What lies in a file takes no memory."""
+        tensors = list(tensors)
+        self.in_file[kind] += sum(x.nbytes for x in tensors if isinstance(x, StoredTensor))
         for storage in (x.untyped_storage() for x in tensors if isinstance(x, Tensor)):
             if id(storage) in self._kind:
                 self._change(storage, kind)
@@ -103,6 +116,16 @@ class MemoryTracker(TorchDispatchMode):
                 self.assign("optimizer", [kept_apart(tensor) for tensor in master.tensors])
         for shards in optimizer.moments.values():
             self.assign("optimizer", [tensor for shard in shards for tensor in shard.tensors])
+
+    def kind_of(self, x: Tensor) -> str:
+        """What its memory was assigned to."""
+        return self._kind.get(id(x.untyped_storage()), "other")
+
+    def now(self) -> Counter[str]:
+        """Bytes that live, by kind."""
+        self._measure_again()
+        passing = sum(storage.nbytes() for storage in self._passing)
+        return self.live + Counter({"communication": passing})
 
     def restart(self) -> None:
         """Peaks count from here on."""
@@ -147,13 +170,12 @@ class MemoryTracker(TorchDispatchMode):
         if kind is not None and id(x.untyped_storage()) in self._kind:
             self._change(x.untyped_storage(), kind)
 
-    def _add_read(self, storage: torch.UntypedStorage, frame: FrameType | None) -> None:
+    def _look_into(self, storage: torch.UntypedStorage, frame: FrameType | None) -> None:
         """Activations that were read from a file; parameters on their way through the host are nobody's."""
         frame = _own_frame(frame)
-        if id(storage) in self._kind or frame is None or not frame.f_code.co_filename.endswith(_READS):
-            return
-        if (kind := _kind_from(frame)) == "activations":
-            self._add(storage, kind)
+        is_read = frame is not None and frame.f_code.co_filename.endswith(_READS)
+        if is_read and self._kind.get(id(storage)) == "slices" and _kind_from(frame) == "activations":
+            self._change(storage, "activations")
 
     def _measure_again(self) -> None:
         """What may have been given up, or come back."""
@@ -163,13 +185,9 @@ class MemoryTracker(TorchDispatchMode):
                 self._bytes[key] = there.nbytes()
 
     def _note_peak(self) -> None:
-        self._measure_again()
-        now = dict(self.live)
-        if self._passing:
-            now["communication"] = now.get("communication", 0) + sum(storage.nbytes() for storage in self._passing)
         total = 0
-        for kind, size in now.items():
-            total += size if kind != "other" else 0
+        for kind, size in self.now().items():
+            total += size if kind in _COUNTED else 0
             if size > self.peak[kind]:
                 self.peak[kind] = size
         self.peak["total"] = max(self.peak["total"], total)
@@ -182,7 +200,9 @@ def kept_apart(master: Stored) -> Stored:
 
 def _own_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of our own code."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_ROOT):
+    while frame is not None and not (
+        frame.f_code.co_filename.startswith(_ROOT) and not frame.f_code.co_filename.endswith(_DOUBLES)
+    ):
         frame = frame.f_back
     return frame
 

@@ -1,7 +1,5 @@
 """A run's memory as predicted, at its start, and as measured, beside it: by the allocator of an accelerator, or, on a CPU and where
 asked for, by counting every tensor of a step.
-
-The prediction is one for a `GPTModel` or a `BertModel` of our layers. Of a script's own model, a line says that there is none.
 """
 
 import contextlib
@@ -12,12 +10,10 @@ import torch
 from megatron.core import comm
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.training.memory.estimate import DEVICE, IN_MEMORY, KINDS, RankMemory, estimate
-from megatron.training.memory.of_run import MODELS, model_of, of_rank, sizes_of
 from megatron.training.memory.offload import room_left, state_bytes
-from megatron.training.memory.parameters import plans_of_stage
 from megatron.training.memory.report import amount, short_report, table
 from megatron.training.memory.tier_bytes import bytes_line
+from megatron.training.memory.timeline import DEVICE, IN_MEMORY, KINDS, Forecast
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
 
@@ -27,41 +23,22 @@ _STEADY = 2  # the step of a run, counted from 1, from which on all that it will
 class MemoryWatch:
     """The memory of one run. Every rank has one and calls it alike."""
 
-    def __init__(self, runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer):
+    def __init__(
+        self, runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer, forecast: Forecast
+    ):
         self.runtime, self.chunks, self.optimizer = runtime, chunks, optimizer
         self._counts = runtime.device.module is None  # whether tensors are counted here, since no allocator does
         self._tracker: MemoryTracker | None = None
         self._steps = 0
-        self.predicted: list[RankMemory] = []  # of the first data-parallel rank, for the table
-        self.mine: list[RankMemory] = []
-        self._predict()
-        for line in (*self._said_at_start(), *room_left(runtime)):
+        self.predicted = forecast.ranks
+        said = short_report(self.predicted) if self.predicted else [self._unknown(forecast.problem)]
+        for line in (*said, *room_left(runtime)):
             print_rank_0(line)
 
-    def _said_at_start(self) -> list[str]:
-        """What is predicted; of a script's own model, where something is offloaded, what can be said of it too: its state."""
-        if self.predicted:
-            return short_report(self.predicted)
-        known = " or ".join(model.__name__ for model in MODELS)
-        lines = [
-            f"memory of a rank: activations are not predicted; they are for a {known} of the built-in layers, all trained"
-        ]
-        if self.runtime.tier is not None:
-            lines.append(f"state of a rank, without what passes: {bytes_line(state_bytes(self.runtime, self.chunks))}")
-        return lines
-
-    def _predict(self) -> None:
-        """Nothing on any rank unless every rank's model, and its buffers, are those of a GPT or a BERT."""
-        runtime, pp = self.runtime, self.runtime.mesh["pp"]
-        model = model_of(chunk.module for chunk in self.chunks)
-        run = None if model is None else sizes_of(runtime, model)
-        planned = run and [[plan.numel for plan in plans_of_stage(run, stage)] for stage in run.stages_of(pp.rank)]
-        there = [[buffer.plan.numel for buffer in chunk.buffers] for chunk in self.chunks]
-        other = torch.tensor([planned != there], dtype=torch.int64, device=runtime.device.torch_device)
-        if not comm.all_reduce(other, runtime.mesh["world"], "max").item():
-            mine = of_rank(run, runtime.mesh)
-            self.predicted = estimate(run)
-            self.mine = self.predicted if mine == run else estimate(mine)
+    def _unknown(self, problem: str) -> str:
+        """A script may do what cannot be done beforehand; its state is known all the same."""
+        state = bytes_line(state_bytes(self.runtime, self.chunks))
+        return f"memory of a rank is not predicted ({problem}); state of a rank, without what passes: {state}"
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
@@ -114,9 +91,9 @@ class MemoryWatch:
 
     def _expected(self, name: str) -> int:
         """What is predicted for this rank."""
-        if not self.mine:
+        if not self.predicted:
             return 0
-        tiers, rank = IN_MEMORY if self._counts else (DEVICE,), self.mine[self.runtime.mesh["pp"].rank]
+        tiers, rank = IN_MEMORY if self._counts else (DEVICE,), self.predicted[self.runtime.mesh["pp"].rank]
         held = rank.within(*tiers)
         return {**held, "state": rank.state_within(*tiers), "total": sum(held.values())}[name]
 

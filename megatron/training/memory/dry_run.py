@@ -1,0 +1,317 @@
+"""A step of one rank of any layout in this process alone, counted: its model by the script's own provider, its neighbours silent.
+
+dry_run(job, pp_rank)      with shapes only: what each action of the pipeline adds, and has at its peak
+`alone`, `parts_of`        the same parts with real tensors, for a measurement (tools/estimate_memory.py --measure)
+"""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import Device
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.mesh import Mesh, build_mesh
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.pending import Pending
+from megatron.core.pipeline_parallel.loss import ForwardStep
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
+from megatron.core.random import DropoutKeys
+from megatron.core.storage.stored import Stored
+from megatron.core.tiers.activations import StageActivations
+from megatron.core.tiers.block_file import BLOCK
+from megatron.core.tiers.tier import FileTensor
+from megatron.core.weight_grads import WeightGradStore
+from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
+from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup
+from megatron.training.memory.tracker import MemoryTracker
+from megatron.training.runtime import Runtime, acting_as
+from megatron.training.settings.config import Config
+from megatron.training.train_step import train_step
+from megatron.training.watch.timers import Timers
+
+PASSING = ("gradients", "activations", "communication", "slices")  # kinds that an action may change
+COMPUTES = (Op.F, Op.B, Op.I, Op.W)
+
+
+class Job(NamedTuple):
+    """What is to be trained: the settings of a run that has begun, or that `tools/estimate_memory.py` was told, and its script."""
+
+    runtime: Runtime
+    model_provider: ModelProvider
+    forward_step: ForwardStep
+    world_size: int
+    accelerator: bool = False
+    group_of: GroupRule = default_group
+
+
+class Effect(NamedTuple):
+    """Bytes by kind: what an action leaves behind, and its peak, above what was there before; what waits in a tier beside."""
+
+    left: Counter[str]
+    peak: Counter[str]
+    away: int = 0
+
+
+@dataclass
+class Profile:
+    """One rank's step, by its actions. `changes` are by operation, number of the chunk, and microbatch."""
+
+    layers: int
+    state: dict[str, Counter[str]]  # tier -> kind -> bytes
+    start: Counter[str]  # what is there of the passing kinds when a step begins
+    schedule: Schedule  # all ranks' actions of a whole step
+    parameters: int  # elements of its stages, over all tensor-parallel ranks
+    tier: str = "host"  # of activations that are away
+    changes: dict[tuple[Op, int, int | None], Effect] = field(default_factory=dict)
+    end: Effect = Effect(Counter(), Counter())
+
+
+# ---------------------------------------------------------------- a rank without the others
+
+
+def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+    """The axes of one rank of a job whose others are not there."""
+    sizes = config.parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
+    sharing = config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size)
+
+    def silent(_: str, ranks: tuple[int, ...]) -> SilentGroup:
+        return SilentGroup(len(ranks), ranks.index(rank))
+
+    return build_mesh(sizes, rank, silent, sharing, stages=config.stages)
+
+
+@contextlib.contextmanager
+def alone(runtime: Runtime, mesh: Mesh, **changed: Any) -> Iterator[Runtime]:
+    """Inside, in this thread, the run is that of one rank whose neighbours are silent; what it counts and draws is its own."""
+    mine = replace(
+        runtime,
+        mesh=mesh,
+        dropout_keys=DropoutKeys(1),
+        weight_grads=WeightGradStore(),
+        timers=Timers(),
+        held=contextlib.ExitStack(),
+        **changed,
+    )
+    with acting_as(mine):
+        yield mine
+
+
+class RankParts(NamedTuple):
+    chunks: dict[int, DistributedDataParallel]
+    optimizer: FlatOptimizer
+    pipeline: Pipeline
+
+    @property
+    def rooms(self) -> list[StageActivations]:
+        """Of the stages whose activations go to a tier."""
+        modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
+        found = [getattr(module, "activations", None) for module in modules]
+        return [one for one in found if isinstance(one, StageActivations) and one.offloaded]
+
+    @property
+    def bytes_in_file(self) -> int:
+        """Of activations."""
+        slots = [slot for one in self.rooms for slot in one.room(self.pipeline.device).slots]
+        return sum(slot.nbytes for slot in slots if isinstance(slot, FileTensor))
+
+
+def parts_of(runtime: Runtime, job: Job) -> RankParts:
+    """What a rank trains with, made by the code that makes it in a run."""
+    chunks = in_buffers(make_chunks(job.model_provider, runtime), runtime, job.group_of)
+    return RankParts(
+        chunks, build_optimizer(chunks, runtime, job.group_of), build_pipeline(chunks, runtime, job.forward_step)
+    )
+
+
+class AnyBatch(dict):
+    """A microbatch that has whatever is asked for: [b, s] integers, or what `broadcast_batch` says."""
+
+    def __init__(self, runtime: Runtime):
+        super().__init__()
+        self.shape = runtime.config.training.micro_batch_size, runtime.config.data.seq_length
+        self.words = runtime.vocab_size_if_any or 1
+
+    def __missing__(self, key: str) -> Tensor:
+        return self.stand_ins([key], self.shape, torch.int64, "cpu")[0]
+
+    def stand_ins(self, keys: list[str], shape: tuple, dtype: torch.dtype, device: torch.device | str) -> tuple:
+        """Zeros; words that differ, since the rows of a table that occur take room in its gradient."""
+        packed = torch.zeros((len(keys), *shape), dtype=dtype, device=device)
+        for key, part in zip(keys, packed):
+            if key in ("tokens", "text"):
+                part.copy_((torch.arange(part.numel(), device=device) % self.words).view(shape))
+        return packed.unbind()
+
+
+def batches_of(runtime: Runtime) -> Iterator[AnyBatch]:
+    while True:
+        yield AnyBatch(runtime)
+
+
+class ShapesTier:
+    """Host memory or a file that nothing is written to. `made`: what lies in memory of the host."""
+
+    def __init__(self, name: str):
+        self.name, self.made, self._end = name, [], 0
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Stored:
+        if self.name == "file":
+            self._end += numel * dtype.itemsize
+            return FileTensor(self, self._end - numel * dtype.itemsize, (numel,), dtype)
+        self.made.append(torch.zeros(numel, dtype=dtype))
+        return self.made[-1]
+
+    def start_read(self, start: int, nbytes: int) -> Done:
+        """Whole blocks, as a file is read."""
+        first, last = start // BLOCK * BLOCK, -(-(start + nbytes) // BLOCK) * BLOCK
+        return Done(torch.empty(last - first, dtype=torch.uint8)[start - first : start - first + nbytes])
+
+    def start_write(self, start: int, values: Pending[Tensor]) -> Done:
+        values.wait()
+        return Done()
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+# ---------------------------------------------------------------- a step with shapes only
+
+
+def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
+    """The step of one rank. values: with real tensors, on this CPU; else with shapes only, which takes no memory to speak of."""
+    config = job.runtime.config
+    mesh, device = mesh_of(config, job.world_size, rank), Device("cpu")
+    tier = None if config.offload.tier == "device" else ShapesTier(config.offload.tier)
+    shapes = None if values else ShapesOnly("accelerator" if job.accelerator else "cpu")
+    if job.accelerator:
+        device.torch_device = META
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))  # what the script draws is drawn again in the run
+        runtime = stack.enter_context(alone(job.runtime, mesh, device=device, tier=tier))
+        if shapes is not None:
+            stack.enter_context(META)
+            stack.enter_context(shapes)
+        tracker = stack.enter_context(MemoryTracker(shapes_only=not values))
+        parts = parts_of(runtime, job)
+        rooms = _rooms_in(parts, tier or ShapesTier("host"), shapes)
+        tracker.assign_state(parts.chunks.values(), parts.optimizer)
+        profile = _described(parts, tracker, tier, config, microbatches(config, job.world_size))
+        mine, wanted = parts.pipeline.schedule()[mesh["pp"].rank], _to_run(config, mesh, parts.pipeline.batch)
+        mine[:] = [action for action in mine if action.microbatch is None or action.microbatch in wanted]
+        sent = config.data_parallel
+        # A step leaves to the next one: gathers under way, the order in which gradients come, slots.
+        leaves = sent.overlap_param_gather or sent.overlap_grad_reduce or config.transformer.contiguous_checkpointing
+        for _ in range(2 if leaves else 1):
+            _step(parts, profile, tracker, rooms, runtime)
+    return profile
+
+
+def _described(
+    parts: RankParts, tracker: MemoryTracker, tier: "ShapesTier | None", config: Config, microbatches: int
+) -> Profile:
+    """What is known of a rank before its first step, which will have so many microbatches."""
+    parts.pipeline.batch = replace(parts.pipeline.batch, num_microbatches=microbatches)
+    return Profile(
+        layers=sum(len(config.layer_split[stage]) for stage in parts.chunks),
+        state=_by_tier(tracker, tier),
+        start=Counter(),
+        schedule=[list(actions) for actions in parts.pipeline.schedule()],
+        parameters=_parameters_of(parts),
+        tier="file" if config.offload.tier == "file" else "host",
+    )
+
+
+def _parameters_of(parts: RankParts) -> int:
+    """Elements of the stages' parameters over all tensor-parallel ranks; of a table that two stages share on the first of them."""
+    placements = [(stage, p.placement) for stage, chunk in parts.chunks.items() for p in chunk.parameters()]
+    return sum(math.prod(one.shape) for stage, one in placements if stage == 0 or "embd" not in one.partial_grad)
+
+
+def microbatches(config: Config, world_size: int) -> int:
+    """Those of a step, without such as repeat: more than 2 a pipeline rank, 4 with chunks; GPipe keeps all."""
+    m = max(config.batch_sizes(world_size).sizes) // config.samples_at_once(world_size)
+    p = config.parallel.pipeline_model_parallel_size
+    enough = (4 if config.chunks_per_rank > 1 else 2) * p
+    return m if config.schedule_name == "gpipe" or m < enough + 2 * p else enough
+
+
+def _to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:
+    """The microbatches that are run: all where units of ZeRO or activations come and go between a stage's actions; else the last, whose
+    gradients are summed, and the first, which finds what the step before has left."""
+    if config.data_parallel.stage > 1 or config.transformer.cpu_offloading_num_layers:
+        return set(range(batch.num_microbatches))
+    return {batch.num_microbatches - 1} | ({0} if mesh.samples.size > 1 else set())
+
+
+def _rooms_in(parts: RankParts, tier: ShapesTier, shapes: ShapesOnly | None) -> list[Callable[[], int]]:
+    """Calls that say how many bytes of activations wait in the tier."""
+    for activations in parts.rooms:
+        activations.keep_in(tier)
+        if shapes is not None:
+            activations.hooks = shapes.hooks
+    return [lambda one=one: one.room(parts.pipeline.device).bytes_in_use for one in parts.rooms]
+
+
+def _by_tier(tracker: MemoryTracker, tier: ShapesTier | None) -> dict[str, Counter[str]]:
+    """The state that was assigned."""
+    on = {"device": +tracker.live, "file": +tracker.in_file}
+    for kind in PASSING[1:]:
+        on["device"].pop(kind, None)
+    on["device"].pop("other", None)
+    if tier is not None and tier.made:
+        on["host"] = Counter()
+        for x in tier.made:
+            on["host"][tracker.kind_of(x)] += x.nbytes
+        on["device"] -= on["host"]
+    return {name: kinds for name, kinds in on.items() if kinds}
+
+
+def _step(
+    parts: RankParts, profile: Profile, tracker: MemoryTracker, rooms: list[Callable[[], int]], runtime: Runtime
+) -> None:
+    chunk_of = {stage: number for number, stage in enumerate(parts.chunks)}
+    away = lambda: sum(room() for room in rooms)  # noqa: E731
+
+    @contextlib.contextmanager
+    def around(action: Action) -> Iterator[None]:
+        before, were = tracker.now(), away()
+        tracker.restart()
+        yield
+        change = Effect(_less(tracker.now(), before), _less(tracker.peak, before), away() - were)
+        profile.changes[action.op, chunk_of[action.stage], action.microbatch] = change
+        last.update(now=tracker.now())
+        tracker.restart()
+
+    last: dict[str, Counter[str]] = {}
+    profile.start = tracker.now()
+    parts.pipeline.around = around
+    data = batches_of(runtime) if parts.pipeline.mesh["tp"].is_first else None
+    iterators: Mapping[int, Any] = dict.fromkeys(parts.chunks, data)
+    # What an update takes in passing is not counted, but for slices of files.
+    optimizer = parts.optimizer if runtime.config.offload.tier == "file" else _NoUpdate()
+    train_step(parts.pipeline, optimizer, iterators, first_sample=0, lr=0.0, check_finite=False)
+    profile.end = Effect(Counter(), _less(tracker.peak, last["now"]))
+
+
+class _NoUpdate:
+    """An optimizer that leaves everything as it is."""
+
+    scaler = None
+
+    def clip_factor(self, divisor: float) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Nothing is updated."""
+
+
+def _less(these: Mapping[str, int], those: Mapping[str, int]) -> Counter[str]:
+    return Counter({kind: these.get(kind, 0) - those.get(kind, 0) for kind in PASSING})

@@ -1,0 +1,191 @@
+"""Tensors with shapes and no values, on which the real code of a step runs in milliseconds and takes no memory.
+
+    with ShapesOnly("cpu"):
+        x = torch.randn(4096, 12288)    made on torch's meta device
+        x.device                        cpu: code that asks chooses the kernels of that device
+        x.sum().item()                  0.0: every number that is read is 0, every condition is false
+
+Other ranks are doubled by `SilentGroup`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+META = torch.device("meta")
+
+
+class ShapesOnly(TorchFunctionMode):
+    """Inside, in this thread, tensors are made on the meta device. kind: "cpu", or "accelerator", whose tensors say "meta"."""
+
+    def __init__(self, kind: str = "cpu"):
+        super().__init__()
+        self.shown, self.on_cpu = torch.device("cpu") if kind == "cpu" else META, kind == "cpu"
+
+    def hooks(self, pack: Callable, unpack: Callable) -> saved_tensors_hooks:
+        """Hooks for saved tensors, which run inside too: torch calls them from what a mode handles, and has it off there."""
+
+        def inside(x: Tensor) -> Any:
+            with META, self:
+                return pack(x)
+
+        return saved_tensors_hooks(inside, unpack)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _BACKWARDS:  # a mode is off inside what it handles, and the backward is to be seen
+            with self:
+                return _BACKWARDS[func](*args, **kwargs)
+        if func == _DEVICE:
+            return self.shown if args[0].is_meta else func(*args)
+        if func in _KERNELS:
+            return _KERNELS[func](self.on_cpu, *args, **kwargs)
+        if func in _ANSWERS and args[0].is_meta:
+            return _ANSWERS[func](*args, **kwargs)
+        if func is torch.tensor and _is_count(args[0]):
+            return func(*args, **kwargs | {"device": "cpu"})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        if func is Tensor.to:
+            args = tuple(META if _is_device(x) else x for x in args)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+def _is_device(x: Any) -> bool:
+    return isinstance(x, torch.device | str)
+
+
+def _is_count(data: Any) -> bool:
+    """Whether a tensor is made of a few integers, by which ranks agree: these keep their values."""
+    return len(str(data)) < 100 and _integers(data)
+
+
+def _integers(data: Any) -> bool:
+    return all(map(_integers, data)) if isinstance(data, list | tuple) else type(data) is int
+
+
+def _as_list(x: Tensor) -> Any:
+    return _number(x) if x.dim() == 0 else [_as_list(row) for row in x]
+
+
+def _number(x: Tensor) -> float | int:
+    return 0.0 if x.is_floating_point() else 0
+
+
+def _distinct(x: Tensor, return_inverse: bool = False, return_counts: bool = False, **_: Any) -> Any:
+    """As if no two elements were equal; of neighbours that are counted, as if all were, in one real number."""
+    counts = torch.tensor([x.numel()], device="cpu") if return_counts else None
+    found = [torch.empty(x.numel(), dtype=x.dtype), *([torch.empty_like(x)] if return_inverse else [])]
+    found += [] if counts is None else [counts]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, gradient: Any = None, **kwargs: Any) -> None:
+    """From edges of the graph, which no mode handles."""
+    grad_tensors = gradient if grad_tensors is None else grad_tensors
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
+    torch.autograd.backward(
+        [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in tensors], grad_tensors, *args, **kwargs
+    )
+
+
+class _Fused(torch.autograd.Function):
+    """A fused attention kernel by what it keeps and makes: q, k, v, the output and a float32 number a row and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        b, n, s, _ = q.shape
+        out = torch.empty((b, s, n, v.shape[-1]), dtype=q.dtype).transpose(1, 2)
+        ctx.save_for_backward(
+            q, k, v, out, torch.empty((b, n, s), dtype=torch.promote_types(q.dtype, torch.float32)), mask
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None
+
+
+def _attention(on_cpu: bool, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    """The kernel that torch would choose, which the meta device has no choice of. A bool mask becomes numbers to be added."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
+    return _Fused.apply(q, k, v, attn_mask)
+
+
+def _rms_norm(on_cpu: bool, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """One kernel on an accelerator, several operations on a CPU."""
+    return torch.rms_norm(x, shape, weight, eps) if on_cpu else torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+_DEVICE = Tensor.device.__get__
+_BACKWARDS: dict[Any, Callable] = {torch.autograd.backward: _backward, Tensor.backward: _backward}
+_KERNELS: dict[Any, Callable] = {functional.scaled_dot_product_attention: _attention, functional.rms_norm: _rms_norm}
+_ANSWERS: dict[Any, Callable] = {
+    Tensor.item: _number,
+    Tensor.__int__: _number,
+    Tensor.__index__: _number,
+    Tensor.__float__: _number,
+    Tensor.__bool__: lambda x: False,
+    Tensor.tolist: _as_list,
+    Tensor.cpu: lambda x, *_, **__: x,
+    Tensor.pin_memory: lambda x, *_: x,
+    Tensor.data_ptr: lambda x: x.untyped_storage()._cdata + x.storage_offset() * x.itemsize,
+    Tensor.unique: _distinct,
+    torch.unique: _distinct,
+    Tensor.unique_consecutive: _distinct,
+}
+
+
+class Done:
+    """What is under way elsewhere, and here at once."""
+
+    def __init__(self, value: Any = None):
+        self._value = value
+
+    def wait(self) -> None:
+        """There is nobody to wait for."""
+
+    def result(self) -> Any:
+        return self._value
+
+
+class SilentGroup:
+    """A communicator whose other ranks say what this one says, or zeros. Takes no memory of its own."""
+
+    def __init__(self, size: int, rank: int):
+        self.size, self.rank = size, rank
+
+    def all_reduce(self, x: Tensor, op: str) -> Done:
+        return Done()
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Done:
+        for part in out.view(self.size, -1):
+            part.copy_(x.view(-1))
+        return Done()
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Done:
+        out.view(-1).copy_(x.view(self.size, -1)[0])
+        return Done()
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Done:
+        out.copy_(x)
+        return Done()
+
+    def broadcast(self, x: Tensor, source: int) -> Done:
+        return Done() if source == self.rank else self.recv(x, source)
+
+    def send(self, x: Tensor, to: int) -> Done:
+        return Done()
+
+    def recv(self, x: Tensor, source: int) -> Done:
+        x.zero_()
+        return Done()

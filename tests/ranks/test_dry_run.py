@@ -1,0 +1,14 @@
+"""A step with shapes only, in which the real code runs and nothing is computed."""
+
+import torch
+
+from megatron.training.memory.shapes import META, ShapesOnly
+
+
+def test_shapes_say_that_they_are_on_the_device_and_numbers_that_are_read_are_0():
+    with META, ShapesOnly():
+        x = torch.ones(3, 4, device="cpu", requires_grad=True)
+        assert x.is_meta and x.device.type == "cpu" and x.sum().item() == 0 and not bool((x > 0).all())
+        assert torch.tensor([5, -5]).tolist() == [5, -5]  # a few integers, by which ranks agree
+        torch.nn.functional.scaled_dot_product_attention(*(x.view(1, 1, 3, 4) for _ in range(3))).sum().backward()
+    assert x.grad.shape == x.shape and x.device.type == "meta"
