@@ -233,7 +233,7 @@ def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
 
 def has_fused_adam(device: torch.device) -> bool:
     """Whether torch has a fused Adam for this device."""
-    return device.type in ("cpu", "cuda", "xpu")
+    return device.type in ("cpu", "cuda", "xpu", "meta")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h

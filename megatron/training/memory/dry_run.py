@@ -27,10 +27,12 @@ from megatron.core.random import DropoutKeys
 from megatron.core.storage.stored import Stored
 from megatron.core.tiers.activations import StageActivations
 from megatron.core.tiers.block_file import BLOCK
+from megatron.core.tiers.plan import AHEAD, SLICE
 from megatron.core.tiers.tier import FileTensor
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
 from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup
+from megatron.training.memory.tier_bytes import Element
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.runtime import Runtime, acting_as
 from megatron.training.settings.config import Config
@@ -70,6 +72,7 @@ class Profile:
     schedule: Schedule  # all ranks' actions of a whole step
     parameters: int  # elements of its stages, over all tensor-parallel ranks
     tier: str = "host"  # of activations that are away
+    slices: int = 0  # bytes on the host that state in a file passes through: of a slice that is read, updated, written
     changes: dict[tuple[Op, int, int | None], Effect] = field(default_factory=dict)
     end: Effect = Effect(Counter(), Counter())
 
@@ -219,13 +222,19 @@ def _described(
 ) -> Profile:
     """What is known of a rank before its first step, which will have so many microbatches."""
     parts.pipeline.batch = replace(parts.pipeline.batch, num_microbatches=microbatches)
+    optimizer, state = config.optimizer, _by_tier(tracker, tier)
+    element = Element.of(
+        config.transformer.params_dtype.itemsize, len(optimizer.moments), splits_masters=optimizer.reuse_fp32_param
+    )
+    in_file = state.get("file", {}).get("optimizer", 0)
     return Profile(
         layers=sum(len(config.layer_split[stage]) for stage in parts.chunks),
-        state=_by_tier(tracker, tier),
+        state=state,
         start=Counter(),
         schedule=[list(actions) for actions in parts.pipeline.schedule()],
         parameters=_parameters_of(parts),
         tier="file" if config.offload.tier == "file" else "host",
+        slices=AHEAD * min(SLICE * (element.master + element.moments), in_file),
     )
 
 

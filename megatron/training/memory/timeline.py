@@ -159,6 +159,6 @@ def _placed(profile: Profile, peak: Counter[str], away: int) -> dict[str, dict[s
         device[kind] = peak[kind]
     if away:
         on.setdefault(tier, {})["activations"] = away
-    if peak["slices"]:
-        on.setdefault("host", {})["slices"] = peak["slices"]
+    if slices := max(peak["slices"], profile.slices):
+        on.setdefault("host", {})["slices"] = slices
     return on
