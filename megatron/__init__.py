@@ -1,4 +1,12 @@
-"""Megatron-style pretraining. The names that scripts of Megatron 2.x import from here are found where they live now."""
+"""Megatron-style pretraining. Names that Megatron 2.x scripts import from here are found in their new modules.
+
+    core       the parts that training is made of; each can be used without the rest
+    training   the command line and the loop
+    report     versions and devices, for a bug report (`python -m megatron.report`)
+
+May import: `core` imports nothing of `training`, and both import nothing of the scripts and tools.
+To add a file: docs/architecture.md has the floors, and tests/test_architecture.py enforces them.
+"""
 
 import os
 

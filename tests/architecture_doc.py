@@ -149,11 +149,10 @@ def _name(code: CodeType) -> str:
 
 @cache
 def _is_station(code: CodeType) -> bool:
-    """No helper, and no question that is answered in a line or two."""
+    """A module's forward; else no helper, and no question that is answered in a line or two."""
+    is_long = len({line for _, _, line in code.co_lines()}) > 3
     return (
-        _file(code) is not None
-        and _name(code).rpartition(".")[2][0] not in "_<"
-        and len({line for _, _, line in code.co_lines()}) > 3
+        _file(code) is not None and _name(code).split(".")[-1][0] not in "_<" and (is_long or code.co_name == "forward")
     )
 
 

@@ -256,6 +256,14 @@ def test_pure_modules_load_without_torch():
     assert outcome.returncode == 0, outcome.stderr
 
 
+@pytest.mark.parametrize("folder", sorted((ROOT / "megatron").rglob("__init__.py")), ids=lambda path: path.parent.name)
+def test_a_package_says_what_lives_in_it(folder: Path):
+    """In at most 15 lines: what lives here, what may import or be imported, where to add."""
+    text = ast.get_docstring(ast.parse(folder.read_text()))
+    assert text and len(text.splitlines()) <= 15, folder
+    assert "May import: " in text and "To " in text, f"{folder}: say what it may import, and where to add what"
+
+
 RULES_OF_SIZE = ("file", "function", "assignment", "line")
 BEING_REBUILT = ("megatron/training/memory/", "tools/estimate_memory")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.

@@ -1,4 +1,14 @@
-"""The training loop, and the functions that top-level scripts import. Names are imported on first use."""
+"""The training loop, and the names that top-level scripts import. They load on first use.
+
+    training, trainer, train_step      a run, its loop, one step
+    arguments, initialize, runtime     command line; processes; the parts of a run
+    build, chunks, samples             model, optimizer and data of this rank
+    checkpointing, resume              a run on disk, and how it continues
+    settings, watch, memory, ending    rules between settings; observers; memory; reasons to stop
+
+May import: core. Nothing in core imports it.
+To add a flag: `settings`; an observer: `watch`; a phase of a step: `train_step`.
+"""
 
 from megatron.core.lazy import lazy_names
 

@@ -1,13 +1,12 @@
-"""Checkpoints: raw tensor files and one JSON manifest of boxes, written by one layout and read by any other.
+"""Checkpoints: raw tensor files and one JSON manifest of boxes, written in one layout and read in any other.
 
-    format.py, folder.py     what lies on disk: the manifest of one iteration, and the iterations of a run (no torch)
-    local_tensor.py          what one rank holds of a tensor
-    save.py, load.py         all ranks together
+    format.py, folder.py     the manifest of one iteration, and the iterations of a run (no torch)
+    local_tensor.py          the part of a tensor that one rank holds
+    save.py, load.py         collective: every rank calls
 
-Knows tensors by name and nothing of models or optimizers: `training/checkpointing.py` says which tensors there are. A new dtype
-is an entry of `ITEM_BYTES`.
-
-Names load on first use, so that `format`, which says what lies on disk, can be imported without torch.
+Knows tensors by name, and neither models nor optimizers: `training/checkpointing.py` lists the tensors of a run.
+May import: floors 0 and 1 (`boxes`, `comm`, `grid`, `storage`). Names load on first use, so `format` needs no torch.
+To add a dtype: an entry of `ITEM_BYTES`.
 """
 
 from megatron.core.lazy import lazy_names

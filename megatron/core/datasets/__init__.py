@@ -1,7 +1,14 @@
 """Token files on disk, the order in which training sees them, and batches.
 
-Names load on first use, so that the pure files (`index_map`, `indexed`) can be imported without torch. The function
-`batches` is not among them: its module has the same name.
+    indexed, indexed_writer            the token files: PREFIX.bin and PREFIX.idx
+    index_map, sample_map, blend       which tokens make up sample i: Megatron's algorithms, bit for bit
+    split_plan, index_cache            the data sets of a run, and the files that keep their index arrays
+    gpt, bert, masked                  samples
+    batches                            which samples a rank reads
+
+May import: `config`, `storage`; no other mechanism. Names load on first use. The function `batches` is not among them: the
+submodule of that name would shadow it.
+To add a data set: a class with `__len__` and `__getitem__`, returned by a script's provider (docs/adding_a_model.md).
 """
 
 from megatron.core.lazy import lazy_names

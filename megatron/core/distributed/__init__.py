@@ -1,4 +1,13 @@
-"""Data parallelism: gradients in contiguous buffers."""
+"""Data parallelism: gradients in contiguous buffers, summed over ranks, with or without ZeRO's shards.
+
+    distributed_data_parallel   the wrapper of a model chunk
+    plan, buffer, bucket, slot  where a parameter lies: on paper (no torch), in memory, per collective, per parameter
+    zero, fetch, released       ZeRO stages: when gradients are reduced, and parameters gathered and released
+    fixed_order, call_order     sums in one order for any number of ranks; a check of the order of collectives
+
+May import: floors 0 and 1; no other mechanism.
+To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.
+"""
 
 from megatron.core.lazy import lazy_names
 

@@ -1,11 +1,11 @@
 """Text from a trained model.
 
-    saved.py      what a checkpoint says of the model in it
+    saved.py      the settings of the model in a checkpoint
     load.py       this rank's stage of that model, in any layout
     generate.py   texts continued token by token; sampling.py chooses each token
 
-Training and the layers below know nothing of it; `tools/generate.py` is its command line. A new rule of choice is a field of
-`SamplingConfig` and a line of `distribution`. Names are imported when first asked for.
+May import: every floor of core below. Only `tools/generate.py` imports from here. Names load on first use.
+To add a sampling rule: a field of `SamplingConfig` and a line of `distribution`.
 """
 
 from megatron.core.lazy import lazy_names

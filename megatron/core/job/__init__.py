@@ -1,8 +1,9 @@
 """The processes of a job.
 
-    launch.py      what the launcher says of this process: rank, world size, where to meet (no torch)
+    launch.py      rank, world size and meeting place, as the launcher gives them (no torch)
     processes.py   how the processes meet, and leave
-    lines.py       who has not come, and who has died (sockets, no torch)
+    lines.py       which rank is missing, and which has died (sockets, no torch)
 
-Only `parallel_state`, `model_parallel` and training import it. A new launcher is a line of the table in `launch.py`.
+May import: `comm`, `config`, `errors`, `grid`, `current_mesh`. Only `parallel_state`, `model_parallel` and training import it.
+To add a launcher: a line of the table in `launch.py`.
 """

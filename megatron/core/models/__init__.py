@@ -1,8 +1,10 @@
-"""Whole models, one pipeline stage each, and the parts they share.
+"""Whole models, one pipeline stage each, and their shared parts.
 
-A model declares what a run must know of it: `rules` (what it requires of the settings), `boundary` (the tensors between two
-stages), and `model_name` where its class does not say it. A new model is a `LanguageModelStage` with its head and loss, or any
-module that has `set_input_tensor`. Training imports no model: scripts hand it theirs.
+A model declares what a run must know: `rules` (its requirements on the settings), `boundary` (the tensors between two stages),
+and `model_name` where its class does not say it. Training imports no model: scripts pass theirs.
+
+May import: floors 0 to 3.
+To add a model: a `LanguageModelStage` with its head and loss, or any module that has `set_input_tensor`.
 """
 
 from megatron.core.lazy import lazy_names

@@ -1,7 +1,11 @@
-"""The optimizer: what updates the parameters of this rank, element by element in flat buffers.
+"""The optimizer: updates the parameters of this rank, element by element in flat buffers.
 
-A new one is a line of OPTIMIZERS (`optimizer_config.py`), from a script too; which parameters it updates is said by
-their group.
+    optimizer_config, param_groups      the table OPTIMIZERS and the settings; which parameters are updated alike (no torch)
+    optimizer, update, sliced, whole    the update of flat buffers, in slices, or of whole tensors
+    lr_schedule, grad_scaler            learning rate and weight decay by samples; float16's loss scale (no torch)
+
+May import: floors 0 to 2, of which it uses `distributed`.
+To add an optimizer: a line of OPTIMIZERS, also from a script.
 """
 
 from megatron.core.lazy import lazy_names

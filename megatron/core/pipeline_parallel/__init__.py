@@ -1,7 +1,11 @@
 """Pipeline parallelism: schedules as data, the executor that runs them, and the driver of a step.
 
-A new schedule is a function and a line in `SCHEDULES` (`schedule.py`). Names are imported on first use, so that schedules,
-lowering, simulation and plots load without torch.
+    stage, schedule, lower, simulate, plot   on paper: layers of a stage, lists of actions, transfers, times, drawings (no torch)
+    executor, transport, loss                one rank's list on tensors
+    pipeline                                 a step of training or of evaluation
+
+May import: floors 0 and 1; no other mechanism. Names load on first use.
+To add a schedule: a function of integers and a line of `SCHEDULES`, also from a script; its lists place the stages.
 """
 
 from megatron.core.lazy import lazy_names

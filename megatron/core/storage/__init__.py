@@ -1,5 +1,7 @@
-"""Storage: atomic files, file locks, and tensors that may live in files.
+"""Storage: files that appear whole or not at all, the locks of their writers, tensors that need not be in memory.
 
-A writer writes under a temporary name and renames, so that no reader sees an incomplete file. Data caches, checkpoints, offload
-and tools use it. It imports only row 0 of docs/architecture.md; only `stored` needs torch.
+One process writes, the others wait. The writer renames a temporary file, so nobody reads half a file. Only `stored` needs torch.
+
+May import: floor 0. The data caches, the checkpoints, the offloaded state and the tools import it.
+To add a kind of tensor outside memory: a `StoredTensor`.
 """

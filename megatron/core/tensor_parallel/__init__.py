@@ -1,7 +1,14 @@
-"""Layers and losses divided over the tensor-parallel axis.
+"""Layers and losses split over the tensor-parallel axis.
 
-Modules here are handed the axis that they work on. Names of the package, and of its modules `layers`, `data`, `random` and
-`utils`, are Megatron's, with Megatron's arguments: they find the axis in the current mesh, and live in `megatron.core.classic`.
+    linear_layers, linear, lookup   the split layers; the matrix product and the lookup with their backward
+    mappings                        pairs of collectives: one in forward, its counterpart in backward
+    cross_entropy, broadcast        the loss of split logits; a batch read once per group
+    saved                           saved activations, sharded or offloaded
+
+Modules receive the axis that they work on. The package's own names, and `layers`, `data`, `random`, `utils`, are Megatron's:
+they find the axis in the current mesh, and live in `megatron.core.classic`.
+May import: floors 0 and 1; no other mechanism.
+To add a split layer: its collectives as lines of its forward, and a `Placement` after each parameter.
 """
 
 from megatron.core.lazy import lazy_names

@@ -1,6 +1,7 @@
-"""Text to token ids and back: `build_tokenizer(TokenizerConfig(...))`. A new type is a line in `tokenizers.TOKENIZERS`.
+"""Text to token ids and back: `build_tokenizer(TokenizerConfig(...))`.
 
-Names load on first use. Third-party packages are imported only when a tokenizer that needs them is built.
+May import: `config`. Names load on first use; a third-party package is imported when a tokenizer that needs it is built.
+To add a type: a line of `tokenizers.TOKENIZERS`.
 """
 
 from megatron.core.lazy import lazy_names

@@ -1,9 +1,11 @@
 """The layers that models are made of, and their settings.
 
-Every part is built from (config, its layer's number, a `LayerContext`) and looks nothing up. A new attention kernel is a line
-in `KERNELS` (`kernels`). Another attention or MLP is handed to `ParallelTransformerLayer`, another layer to the model, as
-`make_attention`, `make_mlp`, `make_layer`. A new setting is a knob of one of the configs in `transformer_config`, a new axis a
-field of the context. Imported by models, inference and training; imports tensor_parallel, and the type of a boundary.
+Every part is built from (config, its layer's number, a `LayerContext`) and looks nothing up.
+
+May import: floors 0 to 2 (`tensor_parallel`, and the type of a boundary). Models, inference and training import it.
+To add an attention kernel: a line of `KERNELS` (`kernels`).
+To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention`, `make_mlp`.
+To add a setting: a knob of a config in `transformer_config`; an axis: a field of the context.
 """
 
 from megatron.core.lazy import lazy_names

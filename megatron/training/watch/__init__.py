@@ -1,4 +1,4 @@
 """Observers of a run, which change nothing in it: log, sinks, timers, profiles, statistics, heartbeats.
 
-May import: core and `training.settings`. To send a run's numbers elsewhere: add a class to `sinks`.
+May import: core, `training.runtime` and the settings. To send a run's numbers elsewhere: add a class to `sinks`.
 """
