@@ -164,9 +164,18 @@ def test_flags_in_commands_exist(document: Path):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
-        if target == "flags.md":  # TODO(flags): generated; take this out when the tool that writes it is there
-            continue
         assert (document.parent / target).exists(), f"{name_of(document)} links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_files_of_the_code_exist(document: Path):
+    """A file or a test may be named from the root, from megatron/ or from megatron/core/."""
+    text = document.read_text()
+    folders = [ROOT, *(ROOT / "megatron" / part for part in ("", "core", "training"))]
+    for path in set(re.findall(r"`(?:python )?((?:\w+/)+\w+\.py)", text)) - {"tools/NAME.py", "mine/pretrain.py"}:
+        assert any((folder / path).is_file() for folder in folders), f"{name_of(document)} names {path}"
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(?:\w+::)?(\w+)", text):
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{name_of(document)} names {path}::{name}"
 
 
 def test_what_the_commands_write_is_no_change_to_the_repository():
