@@ -1,7 +1,6 @@
-"""What a report of a bug needs to say about the machine: `python -m megatron.report [--json]`.
+"""Describe the machine for a bug report: `python -m megatron.report [--json]`.
 
-Reads, changes nothing and never fails: a part that cannot be found out says why in its place, also where torch cannot be
-imported.
+Changes nothing and never fails: a part that cannot be found out says why in its place, even if torch cannot be imported.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from typing import Any
 from megatron.core.config import ConfigError
 from megatron.core.job.launch import discover, threads_per_rank
 
-PACKAGES = {  # what the project uses -> what for
+PACKAGES = {  # package -> its use
     "torch": "everything",
     "numpy": "token files, the order of samples",
     "tokenizers": "HuggingFaceTokenizer, tools/train_tokenizer.py",
@@ -53,13 +52,14 @@ Facts = dict[str, Any]
 
 def collect() -> dict[str, Facts]:
     """All parts by name. A part that fails is {"unknown": why}."""
-    return {name: _guarded(part) for name, part in _PARTS.items()}
+    parts = (_system, _packages, _devices, _launcher, _threads, _memory, _disk)
+    return {part.__name__.removeprefix("_"): _guarded(part) for part in parts}
 
 
 def _guarded(part: Callable[[], Facts]) -> Facts:
     try:
         return part()
-    except Exception as error:  # whatever is broken here is what the report is about
+    except Exception as error:  # a broken part is the very subject of the report
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 
@@ -76,41 +76,36 @@ def _system() -> Facts:
 
 
 def _hidden() -> list[str]:
-    """Folders of megatron-core, or of a checkout of Megatron-LM, that Python would import if this package were not there."""
+    """Other packages named `megatron` on the path (megatron-core, a Megatron-LM checkout) that this one hides."""
     folders = (Path(entry or ".").resolve() / "megatron" for entry in sys.path)
     return [str(folder) for folder in dict.fromkeys(folders) if folder != _PACKAGE and (folder / "core").is_dir()]
 
 
 def _commit() -> str:
-    """Which commit of the repository this is, and whether files have been changed since."""
+    """The commit of this checkout, `-dirty` if files have changed."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        return described.stdout.strip()
+        return subprocess.check_output(command, cwd=_PACKAGE, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
     except (OSError, subprocess.SubprocessError):
         return "not a git checkout"
 
 
 def _packages() -> Facts:
-    found: Facts = {}
-    for name, purpose in PACKAGES.items():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = f"missing; for {purpose}"
-    return found
+    return {name: _version(name) or f"missing; for {purpose}" for name, purpose in PACKAGES.items()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _devices() -> Facts:
     torch = importlib.import_module("torch")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     part: Facts = {"accelerator": accelerator.type if accelerator else "none, the CPU computes"}
+    part["threads of torch"] = torch.get_num_threads()
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         for i in range(torch.accelerator.device_count()):
@@ -138,8 +133,7 @@ def _launcher() -> Facts:
 def _threads() -> Facts:
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     part: Facts = {"cores": os.cpu_count(), "cores this process may use": mine}
-    part["threads of torch"] = _guarded(lambda: {"": importlib.import_module("torch").get_num_threads()})
-    part["threads of torch"] = next(iter(part["threads of torch"].values()))
+
     try:
         part["threads of a rank"] = threads_per_rank(os.environ, discover(os.environ), mine) or "those of torch"
     except ConfigError:
@@ -161,24 +155,13 @@ def _disk() -> Facts:
 
 
 def _writable(folder: str) -> str:
-    """By trying: permissions say little about a read-only or a full file system."""
+    """Whether a file can be written, found by writing: permissions do not show a read-only or full file system."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
         return "writable"
     except OSError as error:
         return f"not writable ({error.strerror})"
-
-
-_PARTS: dict[str, Callable[[], Facts]] = {
-    "system": _system,
-    "packages": _packages,
-    "devices": _devices,
-    "launcher": _launcher,
-    "threads": _threads,
-    "memory": _memory,
-    "disk": _disk,
-}
 
 
 def as_text(parts: dict[str, Facts]) -> str:
@@ -196,13 +179,10 @@ def _shown(value: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron.report", description="Describe this machine for a bug report."
-    )
-    parser.add_argument("--json", action="store_true", help="for a program to read")
-    options = parser.parse_args(argv)
-    parts = collect()
-    print(json.dumps(parts, indent=2, default=str) if options.json else as_text(parts))
+    parser = argparse.ArgumentParser("python -m megatron.report", description="Describe this machine for a bug report.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json, parts = parser.parse_args(argv).json, collect()
+    print(json.dumps(parts, indent=2, default=str) if as_json else as_text(parts))
     return 0
 
 

@@ -1,24 +1,26 @@
-"""How fast a training step is: against what the device can do, and side by side with transformers' GPT-2 at the same work.
+"""Measure a training step: against the device's limits, and side by side with transformers' GPT-2 at the same work.
 
     python tools/benchmark.py --model gpt2-small --bf16
     python tools/benchmark.py --model gpt2-small --num-layers 4 --bf16 --peers none --json result.json
 
-One process computes; the contenders take steps in turns. Prints Markdown.
+Each contender is one process; they take steps in turns. Prints Markdown.
 """
 
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import Count, FlagConfig, WholeNumber, knob
 from tools.benchmarking.contest import Stopped, ceilings, contest
 from tools.benchmarking.report import markdown
 from tools.benchmarking.work import MODELS, Work
+from tools.errors import run_tool
 
 PEERS = {
     "fp32": "transformers fp32",
@@ -28,7 +30,7 @@ PEERS = {
 
 
 @dataclass(frozen=True)
-class BenchmarkConfig:
+class BenchmarkConfig(FlagConfig):
     """Benchmark."""
 
     model: Literal[tuple(MODELS)] = knob(  # type: ignore[valid-type]
@@ -45,23 +47,17 @@ class BenchmarkConfig:
     peers: list[str] = knob(
         list(PEERS), "transformers' GPT-2 in float32, bfloat16 autocast, compiled; or none", metavar="NAME"
     )
-    rounds: int = knob(7, "measured iterations of each contender")
-    warmup: int = knob(2, "unmeasured iterations of each contender")
+    rounds: Count = knob(7, "measured iterations of each contender")
+    warmup: WholeNumber = knob(2, "unmeasured iterations of each contender")
     profile: bool = knob(False, "list the operators that take most of an iteration")
     ceilings: bool = knob(True, "do not measure the limits of the device", flags=("--no-ceilings",))
     device: Literal["auto", "cpu"] = knob("auto", "device to run on; auto: an accelerator if there is one")
     json: str | None = knob(None, "file for all measurements", metavar="FILE")
 
-    def __post_init__(self) -> None:
-        problems = []
+    def problems(self) -> Iterator[str]:
         if unknown := [name for name in self.peers if name not in (*PEERS, "none")]:
-            problems.append(f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}, and none")
-        if self.rounds < 1 or self.warmup < 0:
-            problems.append("--rounds must be at least 1 and --warmup not negative")
-        if not problems:
-            problems = self.work.problems()
-        if problems:
-            raise ConfigError(problems)
+            yield f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}, and none"
+        yield from self.work.problems()
 
     @property
     def work(self) -> Work:
@@ -74,7 +70,7 @@ class BenchmarkConfig:
 
 
 def measure(config: BenchmarkConfig) -> dict[str, Any]:
-    """Everything, as it goes into the JSON file."""
+    """All measurements, as written to --json."""
     work, missing = config.work, {}
     names = config.contenders
     if len(names) > 1 and importlib.util.find_spec("transformers") is None:
@@ -96,20 +92,15 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, BenchmarkConfig)
-    try:
-        config = build(BenchmarkConfig, read_flags(parser, arguments))
-        measured = measure(config)
-        if config.json:
-            Path(config.json).write_text(json.dumps(measured, indent=1) + "\n")
-    except (ConfigError, Stopped, OSError) as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+def run(config: BenchmarkConfig) -> None:
+    measured = measure(config)
+    if config.json:
+        Path(config.json).write_text(json.dumps(measured, indent=1) + "\n")
     print(markdown(measured))
-    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_tool(__file__, __doc__, [BenchmarkConfig], run, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a tool begins and ends: its flags, and one line that says what it could not do."""
+"""How a tool starts and ends: reads its flags, prints an error as one line, returns an exit status."""
 
 import contextlib
 import sys
@@ -17,38 +17,42 @@ def run_tool(
     arguments: list[str] | None,
     interrupted: str = "nothing was written",
 ) -> int:
-    """Read the flags of `configs` and do `work(*configs)`.
+    """Read the flags of `configs` and do `work(*configs)`; returns `exit_status`. path: the tool's file; doc: its docstring."""
 
-    The exit status: 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C. path: the tool's file.
-    """
-    name = Path(path).stem
-    parser = FlagParser(description=doc.splitlines()[0])
-    for config in configs:
-        add_flags(parser, config)
-    try:
+    def read_and_work() -> None:
+        parser = FlagParser(description=doc.splitlines()[0])
+        for config in configs:
+            add_flags(parser, config)
         given = read_flags(parser, arguments)
         work(*(build(config, given) for config in configs))
+
+    return exit_status(Path(path).stem, read_and_work, interrupted)
+
+
+def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
+    """Do `work` and return the exit status: 0 success, 2 an error in the flags, 1 any other error of the user, 130 Ctrl-C.
+
+    An error is one line on stderr. interrupted: printed at Ctrl-C, says which output remains.
+    """
+    try:
+        work()
     except (ValueError, OSError, ImportError) as error:
-        return say_what_is_wrong(name, error)
+        print(f"{tool}: {'; '.join(_said(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return say_interrupted(name, interrupted)
+        print(f"{tool}: interrupted; {interrupted}", file=sys.stderr)
+        return 130
     return 0
 
 
 def missing(config: Any, *names: str) -> list[str]:
-    """A line for each of the knobs `names` that is not given."""
+    """A problem for each of the knobs `names` that is not given."""
     return [f"{flag_of(name)} is needed" for name in names if not getattr(config, name)]
-
-
-def say_what_is_wrong(tool: str, error: Exception) -> int:
-    """Print the error in a line; the exit status, 2 for a mistake in the flags and 1 for anything else the user can mend."""
-    print(f"{tool}: {'; '.join(_said(error).splitlines())}", file=sys.stderr)
-    return 2 if isinstance(error, ConfigError) else 1
 
 
 @contextlib.contextmanager
 def naming_flag(flag: str, path: str, advice: str) -> Iterator[None]:
-    """What the system refuses within is a ValueError that names the flag, the file, the reason and what to do."""
+    """Turn an OSError in the block into a ValueError that names the flag, the file, the reason and the advice."""
     try:
         yield
     except OSError as error:
@@ -56,7 +60,7 @@ def naming_flag(flag: str, path: str, advice: str) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """The system's own errors with their file and without their number, all others as they are."""
+    """The message of an error; of an OSError its file and reason, without the errno."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {_reason(error)}"
     return str(error)
@@ -64,9 +68,3 @@ def _said(error: Exception) -> str:
 
 def _reason(error: OSError) -> str:
     return error.strerror.lower() if error.strerror else str(error)
-
-
-def say_interrupted(tool: str, left: str) -> int:
-    """Say on stderr, in one line, that Ctrl-C has ended a tool, and what is left; the exit code."""
-    print(f"{tool}: interrupted; {left}", file=sys.stderr)
-    return 130

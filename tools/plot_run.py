@@ -2,39 +2,37 @@
 
     python tools/plot_run.py --log run.log other.jsonl --output runs.png
 
-A log is what pretrain_gpt.py prints, saved with `tee`, or the file of its --metrics-file. A resumed run may append to its log
-(`tee -a`) or have a log of its own: a log that loads a checkpoint which another log saves is drawn as the rest of that run.
-Where an iteration was trained twice, the later lines count.
+A log is the output of pretrain_gpt.py, saved with `tee`, or its --metrics-file. A resumed run may append to its log (`tee -a`) or
+have its own: a log that loads a checkpoint saved in another log is drawn as the continuation of that run. If an iteration was
+trained twice, the later lines count.
 """
 
 import json
 import math
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
-from tools.errors import naming_flag, say_what_is_wrong
+from megatron.core.config import FlagConfig, knob
+from tools.errors import missing, naming_flag, run_tool
 
 # The lines of megatron/training/watch/log.py: training_line and validation_line. An interval of skipped steps has no loss.
 _TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
-_NUMBERS = {
-    "training": re.compile(r"\| lm loss: ([^ |]+)"),
-    "learning rate": re.compile(r"\| learning rate: ([^ |]+)"),
-    "gradient norm": re.compile(r"\| grad norm: ([^ |]+)"),
-}
-_PACE = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*\| global batch size: +(\d+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| lm loss value: ([^ |]+)")
-# Those of megatron/training/checkpointing.py, which say that one log goes on where another stopped.
+# Loss, learning rate, gradient norm, samples and time of an iteration, as the log and --metrics-file name them.
+_IN_LOG = ("lm loss", "learning rate", "grad norm", "global batch size", "elapsed time per iteration (ms)")
+_IN_METRICS = ("lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time")
+# Lines of megatron/training/checkpointing.py, which show that a log resumes where another one stopped.
 _SAVED = re.compile(r"^saved checkpoint at iteration (\d+) to (.+)$", re.MULTILINE)
 _LOADED = re.compile(r"^loaded checkpoint of iteration (\d+) from (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class PlotRunConfig:
+class PlotRunConfig(FlagConfig):
     """Plot of a run."""
 
     log: list[str] | None = knob(
@@ -42,16 +40,13 @@ class PlotRunConfig:
     )
     output: str | None = knob(None, "PNG to write", metavar="FILE", required=True)
 
-    def __post_init__(self) -> None:
-        needed = {"--log": self.log, "--output": self.output}
-        problems = [f"{flag} is needed" for flag, value in needed.items() if not value]
+    def problems(self) -> Iterator[str]:
+        yield from missing(self, "log", "output")
         if self.output and Path(self.output).suffix.lower() != ".png":
-            problems.append(f"--output ({self.output}) must end in .png: a PNG is what is written")
-        if problems:
-            raise ConfigError(problems)
+            yield f"--output ({self.output}) must end in .png: the tool writes a PNG"
 
 
-# What is drawn, a panel each: title, label of the axis, the curves in it.
+# Panels: title, axis label, curves.
 PANELS = [
     ("loss", "nats per token", ("training", "validation")),
     ("learning rate", "learning rate", ("learning rate",)),
@@ -61,7 +56,7 @@ PANELS = [
 
 
 class Curves:
-    """The numbers of one run: name of a curve -> iteration -> value. Those that are not finite are left out."""
+    """The numbers of one run: {curve: {iteration: value}}, without NaN and infinite values."""
 
     def __init__(self) -> None:
         self.of: dict[str, dict[int, float]] = {name: {} for _, _, names in PANELS for name in names}
@@ -70,23 +65,26 @@ class Curves:
         if value is not None and math.isfinite(value):
             self.of[name][iteration] = value
 
+    def add_interval(self, iteration: int, numbers: Iterable[float | None], per_second: int) -> None:
+        """Add a log line's numbers, in the order of `_IN_LOG`. per_second: units of its time in a second."""
+        *values, samples, time = numbers
+        values.append(per_second * samples / time if samples and time else None)
+        for name, value in zip(("training", "learning rate", "gradient norm", "throughput"), values):
+            self.add(name, iteration, value)
+
     def go_on_from(self, iteration: int) -> None:
-        """Forget what came after it, which is trained again."""
+        """Drop later iterations, which the resumed run trains again."""
         for name, points in self.of.items():
             self.of[name] = {i: value for i, value in points.items() if i <= iteration}
 
 
 def read_curves(text: str) -> Curves:
-    """The numbers in a log; lines of any other kind are passed over, and so is the loss on the test set."""
+    """The numbers in a log. Other lines and the loss on the test set are ignored."""
     curves = Curves()
     for line in text.splitlines():
         if match := _TRAINING.search(line):
-            iteration = int(match[1])
-            for name, pattern in _NUMBERS.items():
-                if found := pattern.search(line):
-                    curves.add(name, iteration, _number(found[1]))
-            if (pace := _PACE.search(line)) and float(pace[1]):
-                curves.add("throughput", iteration, 1000 * int(pace[2]) / float(pace[1]))
+            fields = dict(part.rsplit(": ", 1) for part in line.split(" | ") if ": " in part)
+            curves.add_interval(int(match[1]), [_number(fields.get(name, "")) for name in _IN_LOG], 1000)
         elif (match := _VALIDATION.search(line)) and match[2] != " on test set":
             curves.add("validation", int(match[1]), _number(match[3]))
         elif match := _LOADED.search(line):
@@ -98,57 +96,52 @@ def _number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        return None  # a line cut short
+        return None  # missing, or cut short
 
 
 def read_metrics(text: str) -> Curves:
-    """The numbers in a file of --metrics-file (megatron/training/watch/sinks.py)."""
-    curves, names = Curves(), {"training": "lm loss", "learning rate": "learning-rate", "gradient norm": "grad-norm"}
+    """The numbers in a --metrics-file (megatron/training/watch/sinks.py)."""
+    curves = Curves()
     for line in text.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # the last line of a run that was killed
+            continue  # the cut last line of a killed run
         iteration = entry["iteration"]
         if entry["kind"] == "interval":
-            for name, tag in names.items():
-                curves.add(name, iteration, entry.get(tag))
-            if entry.get("iteration-time"):
-                curves.add("throughput", iteration, entry["batch-size"] / entry["iteration-time"])
+            curves.add_interval(iteration, map(entry.get, _IN_METRICS), 1)
         elif entry["kind"] == "validation":
             curves.add("validation", iteration, entry.get("lm loss validation"))
     return curves
 
 
 def read_text(path: str) -> str:
-    """What is in a log. Raises ValueError if it is empty."""
-    with naming_flag(
-        "--log", path, "give what pretrain_gpt.py printed, saved with tee, or the file of its --metrics-file"
-    ):
+    """The text of a log. Raises ValueError if it is empty."""
+    with naming_flag("--log", path, "give the output of pretrain_gpt.py, saved with tee, or its --metrics-file"):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     if not text.strip():
-        raise ValueError(f"{path} is empty; a run writes its first line after --log-interval steps")
+        raise ValueError(f"{path} is empty; a run logs first after --log-interval iterations")
     return text
 
 
 def read_log(path: str, text: str) -> Curves:
-    """The numbers in the text of the log or metrics file at `path`. Raises ValueError if it has none."""
+    """The numbers in `text`, the log or metrics file at `path`. Raises ValueError if it has none."""
     try:
         curves = read_metrics(text) if text.lstrip().startswith("{") else read_curves(text)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds JSON, but not that of --metrics-file: {error} is missing or odd") from None
+        raise ValueError(f"{path} holds JSON, but is no --metrics-file: {error} is missing or invalid") from None
     if not any(curves.of.values()):
         raise ValueError(
-            f"{path} has no line of a run; give what pretrain_gpt.py printed, which has lines such as "
-            "'iteration 10/ 100 | ... | lm loss: 7.1E+00 | ...' every --log-interval steps, or the file of its --metrics-file"
+            f"{path} has no line of a run; give the output of pretrain_gpt.py, which has lines such as 'iteration 10/ 100 | "
+            "... | lm loss: 7.1E+00 | ...' every --log-interval iterations, or its --metrics-file"
         )
     return curves
 
 
 def in_runs(texts: dict[str, str]) -> list[list[str]]:
-    """The logs of each run in the order of its parts: a part begins by loading what the part before it has saved.
+    """The logs of each run, in order: each log loads a checkpoint that the log before it has saved.
 
-    Of several logs that go on from one checkpoint the first is its run's next part, and the others are runs of their own.
+    If several logs load the same checkpoint, the first continues the run, and the others are runs of their own.
     """
     saved = {path: {_checkpoint(*found) for found in _SAVED.findall(text)} for path, text in texts.items()}
     after: dict[str, str] = {}
@@ -189,7 +182,7 @@ def summary(name: str, curves: Curves) -> str:
 
 
 def draw(runs: dict[str, Curves], output: str) -> None:
-    """A panel for each quantity that some run has; a run has one colour in all of them."""
+    """Draw a panel per quantity that a run has; each run has one colour in all panels."""
     try:
         import matplotlib
     except ImportError:
@@ -222,28 +215,24 @@ def draw(runs: dict[str, Curves], output: str) -> None:
     pyplot.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, PlotRunConfig)
-    try:
-        config = build(PlotRunConfig, read_flags(parser, arguments))
-        texts = {path: read_text(path) for path in dict.fromkeys(config.log)}
-        names = [Path(path).stem for path in texts]
-        labels = dict(zip(texts, names if len(set(names)) == len(names) else texts))  # paths tell equal names apart
-        alone = {path: read_log(path, text) for path, text in texts.items()}
-        runs = {}
-        for parts in in_runs(texts):
-            whole = "\n".join(texts[path] for path in parts)
-            name = " + ".join(labels[path] for path in parts)
-            runs[name] = read_log(parts[0], whole) if len(parts) > 1 else alone[parts[0]]
-        draw(runs, config.output)
-    except (ValueError, OSError, ImportError) as error:
-        return say_what_is_wrong("plot_run", error)
+def run(config: PlotRunConfig) -> None:
+    texts = {path: read_text(path) for path in dict.fromkeys(config.log)}
+    names = [Path(path).stem for path in texts]
+    labels = dict(zip(texts, names if len(set(names)) == len(names) else texts))  # paths tell equal names apart
+    for path, text in texts.items():
+        read_log(path, text)  # a log without numbers is an error, also beside others of its run
+    runs = {
+        " + ".join(labels[path] for path in parts): read_log(parts[0], "\n".join(texts[path] for path in parts))
+        for parts in in_runs(texts)
+    }
+    draw(runs, config.output)
     for name, curves in runs.items():
         print(summary(name, curves))
     print(f"wrote {config.output}", file=sys.stderr)
-    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_tool(__file__, __doc__, [PlotRunConfig], run, arguments)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Draw a pipeline schedule and print its bubble and its memory, on paper: it needs neither torch nor a device.
+"""Draw a pipeline schedule and print its bubble and its memory, by simulation: needs neither torch nor a device.
 
     python tools/plot_schedule.py --schedule zb-h1 --pipeline-model-parallel-size 4 --microbatches 8
     python tools/plot_schedule.py --all --microbatches 16 --transfer-cost 0.1 --svg plots/schedule.svg
     python tools/plot_schedule.py --schedule interleaved --chunks 3 --input-cost 1.2 --weight-cost 0.8 --trace out.json
     python tools/plot_schedule.py --schedule examples/minimal_fork/schedule.py:rounds --microbatches 6
 
-Costs may be in any unit of time, such as measured milliseconds. --write-docs docs/schedules.md makes that page anew.
+Costs may be in any unit of time, such as measured milliseconds. --write-docs docs/schedules.md regenerates that page.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, knob, read_flags
+from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Op, Schedule
@@ -32,8 +32,9 @@ from megatron.core.pipeline_parallel.simulate import (
     peak_live_in_theory,
     simulate,
 )
+from tools.errors import run_tool
 
-# What a schedule tells a training run to change -> what there is to change here.
+# A flag of training named in a schedule's error -> the flag of this tool.
 _FLAG_INSTEAD = {
     "--global-batch-size": "--microbatches",
     "lower --num-layers-per-virtual-pipeline-stage to at most num_layers / pipeline size": "raise --chunks",
@@ -43,7 +44,7 @@ _COST_OF = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
 
 @dataclass(frozen=True)
-class PlotConfig:
+class PlotConfig(FlagConfig):
     """Schedule to draw."""
 
     schedule: str = knob(
@@ -69,22 +70,16 @@ class PlotConfig:
         None, "write the documentation page on schedules to this file, and nothing else", metavar="FILE"
     )
 
-    def __post_init__(self) -> None:
-        problems = []
+    def problems(self) -> Iterator[str]:
         if self.schedule not in SCHEDULES and ".py:" not in self.schedule:
-            problems.append(
-                f"--schedule ({self.schedule}) must be one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION for one of your own"
-            )
+            yield f"--schedule ({self.schedule}) must be one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION"
         if self.svg is not None and self.svg == self.trace:
-            problems.append(f"--svg and --trace ({self.svg}) must be two files")
+            yield f"--svg and --trace ({self.svg}) must be two files"
         if not 0 <= self.transfer_cost < math.inf:
-            problems.append(f"--transfer-cost ({self.transfer_cost:g}) must be a finite time, and not negative")
+            yield f"--transfer-cost ({self.transfer_cost:g}) must be finite and not negative"
         for op, value in self.cost.items():
             if not 0 < value < math.inf:
-                flag = f"--{_COST_OF[op]}-cost"
-                problems.append(f"{flag} ({value:g}) must be positive; raise it, or change the other costs of backward")
-        if problems:
-            raise ConfigError(problems)
+                yield f"--{_COST_OF[op]}-cost ({value:g}) must be positive; raise it, or change the other backward costs"
 
     @property
     def cost(self) -> dict[Op, float]:
@@ -107,7 +102,7 @@ class PlotConfig:
 
 @contextmanager
 def schedule_named(name: str) -> Iterator[str]:
-    """The name of --schedule in SCHEDULES, where the function of FILE.py:FUNCTION stands while it is drawn."""
+    """The name of --schedule in SCHEDULES. The function of FILE.py:FUNCTION is in SCHEDULES only within the block."""
     if ".py:" not in name:
         yield name
         return
@@ -120,7 +115,7 @@ def schedule_named(name: str) -> Iterator[str]:
 
 
 def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
-    """What FILE.py:FUNCTION names. Raises ConfigError where it is no function."""
+    """The function FILE.py:FUNCTION. Raises ConfigError if there is none."""
     path, function = name.rsplit(":", 1)
     if not Path(path).is_file():
         raise ConfigError(f"--schedule {name}: there is no file {path}")
@@ -130,7 +125,7 @@ def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a file of the user's raises
+    except Exception as error:  # the user's file may raise anything
         raise ConfigError(f"--schedule {name}: importing {path} ends in {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(folder)
@@ -141,10 +136,13 @@ def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
 
 
 def report(config: PlotConfig, name: str) -> Iterator[str]:
-    """The lines to print on one schedule; writes its files. Raises ValueError if the sizes do not fit it."""
+    """The lines to print about one schedule; writes its files. Raises ConfigError if the sizes do not fit it."""
     p, m = config.pipeline_model_parallel_size, config.microbatches
     v = config.chunks_for(name)
-    schedule = make_schedule(name, p, m, v)
+    try:
+        schedule = make_schedule(name, p, m, v)
+    except ValueError as error:
+        raise ConfigError(_in_flags_of_the_tool(str(error)).splitlines()) from None
     cost, transfer = config.cost, config.transfer_cost
     used = {action.op for actions in schedule for action in actions}
     yield (
@@ -214,7 +212,7 @@ def _table_rows() -> Iterator[str]:
 
 
 def _listed(numbers: list[int]) -> str:
-    """4 3 2 1, or 64 x 8 where all eight are equal."""
+    """`4 3 2 1`, or `64 x 8` if all eight are equal."""
     equal = len(numbers) > 1 and len(set(numbers)) == 1
     return f"{numbers[0]} x {len(numbers)}" if equal else " ".join(map(str, numbers))
 
@@ -262,43 +260,38 @@ starts the reduction of a stage's gradients over the data-parallel ranks. zb-h1 
 """
 
 
+def run(config: PlotConfig) -> None:
+    if config.write_docs:
+        Path(config.write_docs).write_text(schedules_page())
+        print(f"wrote {config.write_docs}")
+    elif config.all:
+        _report_all(config)
+    else:
+        with schedule_named(config.schedule) as name:
+            print("\n".join(report(config, name)))
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 a file that cannot be written."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, PlotConfig)
-    try:
-        config = build(PlotConfig, read_flags(parser, arguments))
-        if config.write_docs:
-            Path(config.write_docs).write_text(schedules_page())
-            print(f"wrote {config.write_docs}")
-        elif config.all:
-            _report_all(config)
-        else:
-            with schedule_named(config.schedule) as name:
-                print("\n".join(report(config, name)))
-    except (ValueError, OSError) as error:
-        print(f"plot_schedule: {_in_flags_of_the_tool('; '.join(str(error).splitlines()))}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 2
-    return 0
+    return run_tool(__file__, __doc__, [PlotConfig], run, arguments)
 
 
 def _in_flags_of_the_tool(message: str) -> str:
-    """What a schedule says to a training run, in the flags that this tool has instead."""
+    """A schedule's error message, with the flags of this tool in place of training's."""
     for of_training, here in _FLAG_INSTEAD.items():
         message = message.replace(of_training, here)
     return message
 
 
 def _report_all(config: PlotConfig) -> None:
-    """Every schedule that fits. Raises ValueError with all reasons if none does."""
+    """Report every schedule that fits the sizes. Raises ConfigError with all reasons if none does."""
     reports, reasons = [], []
     for name in SCHEDULES:
         try:
             reports.append("\n".join(report(config, name)))
-        except ValueError as error:
-            reasons.append(_in_flags_of_the_tool("; ".join(str(error).splitlines())))
+        except ConfigError as error:
+            reasons.append("; ".join(error.problems))
     if not reports:
-        raise ValueError("\n".join(reasons))
+        raise ConfigError(reasons)
     print("\n\n".join([*reports, *(f"left out     {reason}" for reason in reasons)]))
 
 

@@ -31,7 +31,7 @@ from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request
 from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check
-from tools.errors import say_interrupted, say_what_is_wrong
+from tools.errors import exit_status
 
 Say = Callable[[str], None]
 
@@ -122,20 +122,16 @@ def prepare(argv: Sequence[str] | None, say: Say, progress: Say) -> dict[str, in
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend, 130 Ctrl-C."""
     began = time.monotonic()
 
     def progress(message: str) -> None:
         print(f"{time.monotonic() - began:8.1f} s  {message}", flush=True)
 
-    try:
+    def work() -> None:
         lengths = prepare(arguments, progress, progress)
-    except (ValueError, OSError, ImportError) as error:
-        return say_what_is_wrong("prepare_cache", error)
-    except KeyboardInterrupt:
-        return say_interrupted("prepare_cache", "what is built stays, the same command goes on")
-    progress("ready: " + ", ".join(f"{count:,} {name} samples" for name, count in lengths.items()))
-    return 0
+        progress("ready: " + ", ".join(f"{count:,} {name} samples" for name, count in lengths.items()))
+
+    return exit_status("prepare_cache", work, "indices built so far stay; the same command continues")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from tools.benchmarking.work import Work
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-class Stopped(RuntimeError):
-    """A contender's process has ended before it answered; the message is the end of what it wrote."""
+class Stopped(ChildProcessError):
+    """A contender's process ended before it answered; the message is the end of its stderr."""
 
 
 class Process:

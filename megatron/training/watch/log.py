@@ -168,29 +168,21 @@ def training_line(of: Interval) -> str:
 
 def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
     """Share done, time left and speed, for people. Time left leaves out validations and checkpoints."""
-    parts = [
-        f"{of.last.iteration / of.train_iters:.1%} done",
-        f"{_time_left(of)} left",
-        f"{of.samples_per_second * seq_length:,.0f} tokens/s",
-        *([] if of.tflops is None else [f"{of.tflops:.4g} TFLOP/s per device"]),
-        *([] if mfu is None else [f"MFU {mfu:.1%}"]),
-    ]
-    return "   progress: " + ", ".join(parts)
+    speed = [] if of.tflops is None else [f"{of.tflops:.4g} TFLOP/s per device"]
+    speed += [] if mfu is None else [f"MFU {mfu:.1%}"]
+    return _progress(f"{of.last.iteration / of.train_iters:.1%} done", of, seq_length, speed)
 
 
 def line_between(of: Interval, seq_length: int) -> str:
     """Step, time left, speed and mean losses so far, for people who wait for the next log line."""
-    parts = [
-        f"step {of.last.iteration} of {of.train_iters}",
-        f"{_time_left(of)} left",
-        f"{of.samples_per_second * seq_length:,.0f} tokens/s",
-        *(f"{name} {value:.4f}" for name, value in of.losses.items()),
-    ]
-    return "   progress: " + ", ".join(parts)
+    losses = [f"{name} {value:.4f}" for name, value in of.losses.items()]
+    return _progress(f"step {of.last.iteration} of {of.train_iters}", of, seq_length, losses)
 
 
-def _time_left(of: Interval) -> timedelta:
-    return timedelta(seconds=round((of.train_iters - of.last.iteration) * of.milliseconds / 1000))
+def _progress(done: str, of: Interval, seq_length: int, more: list[str]) -> str:
+    left = timedelta(seconds=round((of.train_iters - of.last.iteration) * of.milliseconds / 1000))
+    speed = f"{of.samples_per_second * seq_length:,.0f} tokens/s"
+    return "   progress: " + ", ".join([done, f"{left} left", speed, *more])
 
 
 def validation_line(where: str, losses: Mapping[str, float]) -> str:

@@ -63,24 +63,11 @@ class Timer:
         self.stop(self._barrier)
 
 
-class _Off:
+class _Off(Timer):
     """The timer above --timing-log-level: it does nothing."""
-
-    name = "off"
 
     def start(self, barrier: bool = False) -> None: ...
     def stop(self, barrier: bool = False) -> None: ...
-
-    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        return 0.0
-
-    def __enter__(self) -> "_Off":
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-_OFF = _Off()
 
 
 class Timers:
@@ -103,13 +90,15 @@ class Timers:
         self.level, self.option = level, option
         self._barrier = barrier
         self._device, self._world = device, world
+        self._torch_device = "cpu" if device is None else device.torch_device
         self._say = say
         self._timers: dict[str, Timer] = {}
+        self._off = _Off("off", self, barrier=False)
 
     def __call__(self, name: str, log_level: int = 1) -> Any:
         """The timer `name`, created on first use; a timer that does nothing if `log_level` is above --timing-log-level."""
         if log_level > self.level:
-            return _OFF
+            return self._off
         if name not in self._timers:
             self._timers[name] = Timer(name, self, self._barrier and log_level == 1)
         return self._timers[name]
@@ -121,7 +110,7 @@ class Timers:
 
     def wait_for_all(self) -> None:
         if self._world is not None:
-            comm.barrier(self._world, "cpu" if self._device is None else self._device.torch_device)
+            comm.barrier(self._world, self._torch_device)
 
     def seconds_of_ranks(
         self, names: Iterable[str] | None = None, *, reset: bool = True
@@ -131,8 +120,7 @@ class Timers:
         mine = {name: self._timers[name].elapsed(reset) for name in wanted if name in self._timers}
         if self._world is None:
             return {name: {0: seconds} for name, seconds in mine.items()}
-        device = "cpu" if self._device is None else self._device.torch_device
-        texts = comm.all_gather_texts(json.dumps(mine), self._world, device)
+        texts = comm.all_gather_texts(json.dumps(mine), self._world, self._torch_device)
         table: dict[str, dict[int, float]] = {}
         for rank, text in enumerate(texts):
             for name, seconds in json.loads(text).items():

@@ -29,18 +29,16 @@ from megatron.training.watch.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that counts an action's time.
 _TIMER_OF = {
-    Op.F: "forward-compute",
-    Op.B: "backward-compute",
-    Op.I: "backward-compute",
-    Op.W: "backward-compute",
-    Op.SEND_F: "forward-send",
-    Op.SENT_F: "forward-send",
-    Op.POST_F: "forward-recv",
-    Op.RECV_F: "forward-recv",
-    Op.SEND_B: "backward-send",
-    Op.SENT_B: "backward-send",
-    Op.POST_B: "backward-recv",
-    Op.RECV_B: "backward-recv",
+    op: name
+    for name, ops in {
+        "forward-compute": (Op.F,),
+        "backward-compute": (Op.B, Op.I, Op.W),
+        "forward-send": (Op.SEND_F, Op.SENT_F),
+        "forward-recv": (Op.POST_F, Op.RECV_F),
+        "backward-send": (Op.SEND_B, Op.SENT_B),
+        "backward-recv": (Op.POST_B, Op.RECV_B),
+    }.items()
+    for op in ops
 }
 
 
@@ -184,8 +182,7 @@ class Watch:
             "tokens-per-second": interval.samples_per_second * self.config.data.seq_length,
             "skipped-iterations": interval.skipped_iterations,
             "nan-iterations": interval.nan_iterations,
-            **({} if interval.tflops is None else {"throughput": interval.tflops}),
-            **({} if mfu is None else {"mfu": mfu}),
+            **{name: x for name, x in (("throughput", interval.tflops), ("mfu", mfu)) if x is not None},
         }
 
     def _mfu(self, interval: Interval) -> float | None:
