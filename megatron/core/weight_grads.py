@@ -1,7 +1,8 @@
-"""Deferred weight gradients, with which zero-bubble schedules fill idle time (arXiv:2401.10241, section 2).
+"""Deferred weight gradients: a schedule fills its bubble with them.
 
-A linear layer's backward computes its input gradient, which the previous stage needs, and its weight gradient, which is not
-needed before the end of the step. Layers hold the store from construction, since autograd may run a backward on another thread.
+A linear layer's backward computes the gradient of its input, which the previous stage waits for, and that of its
+weight, which is not needed until the end of the step (arXiv:2401.10241, section 2). Layers hold the store from their
+construction: a backward may run on another thread, where a global is not found.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ Work = Callable[[], None]
 
 
 class WeightGradStore:
-    """Collects deferred weight gradients while `collect` is open; otherwise layers compute them at once."""
+    """Keeps deferred work while a schedule collects it."""
 
     def __init__(self) -> None:
         self._kept: list[Work] | None = None
@@ -21,7 +22,7 @@ class WeightGradStore:
         return self._kept is not None
 
     def keep(self, work: Work) -> None:
-        """Defers `work`; `collect` must be open."""
+        """Defer `work`. A `collect` must be open."""
         assert self._kept is not None, "no collect() is open for weight gradients"
         self._kept.append(work)
 

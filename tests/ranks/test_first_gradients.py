@@ -150,7 +150,7 @@ class Unannounced(torch.autograd.Function):
 
 
 STAGES_AND_SAID = [
-    (0, True, "something has added to main_grad of a without opening it"),
+    (0, True, "main_grad of a was changed without being opened"),
     (2, True, "main_grad of a is used while"),
     (0, False, None),
 ]

@@ -1,4 +1,4 @@
-"""A bucket: the part of a buffer whose gradients are summed by one call, and whose parameters are gathered by one."""
+"""A bucket: the part of a buffer that one collective reduces or gathers."""
 
 from torch import Tensor, nn
 
@@ -13,10 +13,10 @@ from megatron.core.storage.stored import start_reading, start_writing
 
 
 class Bucket:
-    """Bucket `number` of a buffer. Every rank of the buffer's axes must make the same calls in the same order.
+    """Bucket `number` of a buffer. All ranks of the buffer's axes must make the same calls in the same order.
 
-    order: who sees to it that ranks call alike, in stages 2 and 3. A bfloat16 copy of the gradients travels with
-    --grad-reduce-in-bf16, and what comes back is widened.
+    order: checks that they do, in stages 2 and 3. With --grad-reduce-in-bf16 a bfloat16 copy of the gradients is sent,
+    and the result is widened.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, number: int, order: UseOrder | None = None):
@@ -27,7 +27,7 @@ class Bucket:
         start, stop = self.plan.start, self.plan.stop
         self._span, self._order = slice(start, stop), order
         self.missing = 0  # parameters that have fewer gradients in this step than expected
-        self.is_written = False  # whether gradients were added since the last sum
+        self.is_written = False  # gradients were added since the last reduction
         part = comm.my_part(stop - start, buffer.axes.shard)
         mine = (start + part.start, start + part.stop)
         self.sum, self.held_params = buffer.held_sums.at(*mine), buffer.held_params.at(*mine)
@@ -37,7 +37,7 @@ class Bucket:
         self._holders = [slot.parameter for slot in self.slots]
         if self._params is not None:
             become(ReleasedParameter, self._holders)
-        passes = self._grads is not None and not buffer.poison  # else whoever looks sees NaN
+        passes = self._grads is not None and not buffer.poison  # poisoned gradients read as NaN without a class
         self._passing_grads = [parameter.main_grad for parameter in self._holders] if passes else []
         become(ReleasedGradient, self._passing_grads)
         self._reducing: Pending[Tensor] | None = None
@@ -47,8 +47,10 @@ class Bucket:
     # ---------------------------------------------------------------- gradients
 
     def open_grad(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
-        """Make ready for a gradient of one parameter: room in stages 2 and 3, and zeros to add to. True if the caller,
-        who can overwrite, finds no zeros and must put the gradient in their place."""
+        """Prepare `main_grad` of one parameter for a gradient: allocate it in stages 2 and 3, and set zeros to add to.
+
+        Returns True if the caller, who can overwrite, must overwrite instead of adding.
+        """
         if self._grads is not None:
             self.finish_reduce()
             if not self._grads.is_open:
@@ -58,7 +60,7 @@ class Bucket:
         return slot.prepare(overwrites=overwrites)
 
     def _clear(self) -> None:
-        """Set gradients to zero, but those that will be overwritten."""
+        """Set gradients to zero, except where a product will overwrite them."""
         gradients, first = self.gradients, 0
         for slot in self.slots:
             slot.begin()
@@ -72,11 +74,11 @@ class Bucket:
 
     @property
     def gradients(self) -> Tensor:
-        """Those of its parameters, whole, where there are any."""
+        """The whole gradients of the bucket's parameters; they must be resident."""
         return self.buffer.grads.data[self._span] if self._grads is None else self._grads.data
 
     def begin_step(self) -> None:
-        """Nothing is written or under way, unless an error ended the step before, and then it is forgotten."""
+        """Forget everything of the last step, which may have ended in an error."""
         if self._reducing is not None:
             self._reducing.wait()
         self._reducing, self.is_written = None, False
@@ -91,12 +93,12 @@ class Bucket:
         become(ReleasedGradient, self._passing_grads)
 
     def start_reduce(self) -> None:
-        """Begin to sum the gradients over the ranks, once."""
+        """Start the sum over the ranks. A second call changes nothing."""
         if self._reducing is not None:
             return
         self._comes("sums the gradients")
         for slot in self.slots:
-            if slot.is_unset:  # nobody came
+            if slot.is_unset:  # no gradient came, and none has set zeros
                 self.open_grad(slot)
         gradients = self.gradients.bfloat16() if self._rounds else self.gradients
         if not self.buffer.zero.shards_state:
@@ -107,8 +109,8 @@ class Bucket:
             self._reducing = comm.start_reduce_scatter(gradients, self.buffer.axes.shard)
 
     def finish_reduce(self) -> None:
-        """`sum`, the rank's part, is summed over all ranks when this returns; in stages 2 and 3 over those of
-        `axes.shard`, and added to what earlier microbatches gave."""
+        """Wait until `sum`, this rank's shard, is reduced: over all ranks, or in stages 2 and 3 over `axes.shard`,
+        where the sum of a microbatch is added to those of earlier ones."""
         if self._reducing is None:
             return
         total = self._reducing.wait()
@@ -125,8 +127,8 @@ class Bucket:
             self.sum.copy_(total)
 
     def sum_over_replicas(self) -> None:
-        """Stages 2 and 3, end of step: reduce the shard over the other ranks (reduce-scatter if it is divided among
-        them too)."""
+        """Stages 2 and 3, end of step: reduce the shard over the outer axis (reduce-scatter if the shard is cut there
+        too)."""
         outer = self.buffer.axes.outer
         if outer.size > 1:
             self.sum[comm.my_part(self.sum.numel(), outer)].copy_(comm.reduce_scatter(self.sum, outer))
@@ -134,7 +136,7 @@ class Bucket:
             comm.all_reduce(self.sum, self.buffer.axes.replica)
 
     def _comes(self, verb: str) -> None:
-        """Before a call that a branch on data could keep the other ranks from."""
+        """Announce a collective that a branch on data could keep other ranks from making."""
         if self._order is not None:
             others = len(self.plan.names) - 1
             self._order.comes(f"{verb} of {self.plan.names[0]}{f' and {others} more' if others else ''}")
@@ -142,13 +144,12 @@ class Bucket:
     # ---------------------------------------------------------------- parameters
 
     def read_ahead(self) -> None:
-        """Begin to read the own part from the file in which it may be kept (stage 3); a gather follows before any
-        update."""
+        """Start reading the own shard from its tier (stage 3). A gather must follow before the next update."""
         if self._reading is None and self._gathering is None and not self._params.is_open:
             self._reading = start_reading(self.held_params)
 
     def gather_updated(self) -> None:
-        """After an update: fetch what the other ranks of `axes.outer` have updated of what this rank holds."""
+        """After an update: all-gather, over `axes.outer`, the shard that this rank holds."""
         outer = self.buffer.axes.outer
         mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)]).wait()
         mine = to_device(mine, self.buffer.device)
@@ -158,7 +159,7 @@ class Bucket:
             start_writing(self.held_params, comm.all_gather(mine, outer)).wait()
 
     def start_gather(self) -> None:
-        """Begin to fetch the other ranks' parts of the parameters."""
+        """Start the all-gather of the parameters, unless they are resident or in flight."""
         if self._gathering is not None or (self._params is not None and self._params.is_open):
             return
         if self._params is not None:
@@ -169,21 +170,21 @@ class Bucket:
                 out.copy_(mine)
             self._gathering = comm.start_all_gather(mine, self.buffer.axes.shard, out=out)
         elif self.buffer.axes.shard.size > 1:
-            mine = self.held_params.clone()  # which may not lie where the result goes
+            mine = self.held_params.clone()  # the input of an all-gather may not overlap its output
             self._gathering = comm.start_all_gather(
                 mine, self.buffer.axes.shard, out=self.buffer.params.data[self._span]
             )
             become(ArrivingParameter, self._holders)
 
     def finish_gather(self) -> None:
-        """The parameters are all there when this returns."""
+        """Wait until all parameters are resident."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
             become(nn.Parameter, self._holders)
 
     def release_params(self) -> None:
-        """Keep the held part only (stage 3)."""
+        """Release all but this rank's shard (stage 3)."""
         self.finish_gather()
         self._reading = None
         if self._params is not None and self._params.is_open:

@@ -1,4 +1,4 @@
-"""Contiguous memory that many tensors are views of."""
+"""Contiguous buffers of parameters and gradients, and this rank's shards of them."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -26,13 +26,13 @@ class MemoryBuffer:
         self.data.zero_()
 
     def get(self, shape: tuple[int, ...], start: int) -> Tensor:
-        """The elements from `start` on, as a tensor of `shape` that shares their memory."""
+        """A view of shape `shape` that begins at element `start`."""
         return _view(self.data, shape, start)
 
 
 class Shard:
-    """Some runs of elements of a buffer, each in a flat tensor: what one rank keeps of something laid out like the
-    buffer. In a tier of its own it may lie in a file."""
+    """Runs of elements of a buffer that one rank keeps, each as a flat tensor. With a tier, the tensors may be
+    files."""
 
     def __init__(self, held: list[tuple[int, int]], tensors: list[Stored]):
         self.held, self.tensors = held, tensors
@@ -45,26 +45,26 @@ class Shard:
         raise AssertionError(f"elements {start}..{stop} of a shard that holds {self.held}")
 
     def values(self, slot: Slot) -> Stored:
-        """What it has of a parameter, flat; perhaps nothing."""
+        """This shard's part of a parameter, flat; empty if it holds none."""
         first, last = self.elements(slot)
         return self.at(slot.start + first, slot.start + last) if last else self.tensors[0][:0]
 
     def elements(self, slot: Slot) -> tuple[int, int]:
-        """Which elements of a parameter it has, in row-major order."""
+        """The range (start, stop) of a parameter's elements, in row-major order, that this shard holds."""
         mine = overlaps(self.held, slot.start, slot.stop)
         return (mine[0][0] - slot.start, mine[0][1] - slot.start) if mine else (0, 0)
 
     def within(self, held: list[tuple[int, int]]) -> "Shard":
-        """Some runs of it, in the same memory."""
+        """The shard restricted to these runs, in the same memory."""
         return self if held == self.held else Shard(held, [self.at(*run) for run in held])
 
 
 class Transient:
-    """A flat tensor whose memory comes and goes, while views of it stay: parameters and gradients that are whole for a
-    while.
+    """A flat tensor whose memory is allocated and released while views of it stay: parameters or gradients of ZeRO 2
+    and 3.
 
-    It begins open, since torch makes views of memory that is there only. `poison`: to find what is used while it is
-    away, it keeps its memory, and every value is NaN from its release until somebody writes it.
+    It begins open, since torch makes views of allocated memory only. `poison`: the memory stays, and release fills it
+    with NaN, so that a use after release shows.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, poison: bool = False):
@@ -73,7 +73,7 @@ class Transient:
         self._bytes = self.data.untyped_storage().nbytes()
 
     def open(self) -> Tensor:
-        """The tensor with its memory, which is not set to anything."""
+        """The tensor, with uninitialized memory."""
         if not self.is_open and not self.poison:
             self.data.untyped_storage().resize_(self._bytes)
         self.is_open = True
@@ -88,23 +88,24 @@ class Transient:
 
 
 class ParamAndGradBuffer:
-    """The parameters of one plan end to end, and their gradients laid out alike.
+    """The parameters of one plan in one buffer, and their gradients in a second buffer of the same layout.
 
-    Each parameter becomes a view of the first, and its `main_grad` a view of the second. Gradients are kept in float32
-    for half-precision parameters, so that many microbatches can be summed; or in `grad_dtype`, and only what a rank
-    gets as their sum is float32. What lies where, by ZeRO stage:
+    Each parameter becomes a view of the first buffer, its `main_grad` a view of the second. For half-precision
+    parameters, gradients accumulate in float32, or in `grad_dtype` with float32 sums of this rank's shard. By ZeRO
+    stage:
 
-        stage   params   grads    owned_params     sums, what a step's gradients become
-        0       whole    whole    all of params    all of grads
-        1       whole    whole    a part of params a part of grads
-        2       whole    passing  a part of params own memory
-        3       passing  passing  own memory       own memory
+        stage   params     grads      owned_params      sums (the reduced gradients)
+        0       whole      whole      all of params     all of grads
+        1       whole      whole      shard of params   shard of grads
+        2       whole      transient  shard of params   memory of its own
+        3       transient  transient  memory of its own memory of its own
 
-    Passing tensors are `Transient`, one a bucket: `params_of`, `grads_of`. axes: where gradients are summed; each rank
-    of `axes.shard` owns its part of every bucket. With an `axes.outer`, in stage 3, a rank holds a shard of parameters
-    and gradients (`held_params`, `held_sums`) and owns, that is updates, a part of that. Else a rank owns what it
-    holds.
-    tier: where the held parameters of stage 3 are kept; with the others when None.
+    A transient buffer is one `Transient` per bucket: `params_of`, `grads_of`. axes: the ranks that sum gradients; each
+    rank of `axes.shard` owns its shard of every bucket. With an `axes.outer` (stage 3) a rank holds a shard of
+    parameters
+    and gradients (`held_params`, `held_sums`) and updates a part of it, the part that it owns. Otherwise a rank owns
+    all
+    that it holds. tier: storage of the held parameters of stage 3; None: the device's memory.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class ParamAndGradBuffer:
         self.stage, self.poison = config.stage, config.poison_released_buffers
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         first = next(iter(self.parameters.values()))
-        self.is_tied = ACROSS_STAGES in first.placement.partial_grad  # a table that the first and the last stage share
+        self.is_tied = ACROSS_STAGES in first.placement.partial_grad  # a table shared by the first and the last stage
         self.dtype, self.master_dtype = first.dtype, torch.promote_types(first.dtype, torch.float32)
         self.grad_dtype = torch.bfloat16 if config.main_grads_dtype == "bf16" else self.master_dtype
         self.device = first.device
@@ -130,9 +131,9 @@ class ParamAndGradBuffer:
         self.grads = None if self.zero.passes_grads else MemoryBuffer(plan.numel, self.grad_dtype, self.device)
         self.params_of: tuple[Transient, ...] = ()
         self.grads_of: tuple[Transient, ...] = ()
-        if config.fixed_order_grad_reduce:  # every rank adds up all of them
+        if config.fixed_order_grad_reduce:  # every rank sums all gradients
             self.held_sums = Shard([(0, plan.numel)], [self.grads.data])
-        else:  # sums have memory of their own where they are wider than what is added up
+        else:  # sums that are wider than the gradients have memory of their own
             self.held_sums = self._shard(
                 self.grads if self.grad_dtype == self.master_dtype else None, self.master_dtype
             )
@@ -143,25 +144,26 @@ class ParamAndGradBuffer:
 
     @property
     def is_half_precision(self) -> bool:
-        """Whether the parameters are rounded copies of masters."""
+        """Whether the parameters are rounded copies of fp32 masters."""
         return self.dtype != self.master_dtype
 
     def kept(self, slot: Slot) -> tuple[int, int]:
-        """Which elements of a parameter, in row-major order, this rank owns."""
+        """The range (start, stop) of a parameter's elements, in row-major order, whose optimizer state this rank
+        owns."""
         return self.owned_params.elements(slot)
 
     def _shard(self, whole: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
-        """What is held of a whole buffer, in its memory; of none, zeros."""
+        """This rank's runs of a whole buffer, as views; zeros if there is no whole buffer."""
         if whole is not None:
             return Shard(self.held, [whole.data[start:stop] for start, stop in self.held])
         make = partial(torch.zeros, device=self.device) if tier is None else tier.zeros
         return Shard(self.held, [make(stop - start, dtype=dtype) for start, stop in self.held])
 
     def _take_in_parameters(self) -> None:
-        """Make each parameter and its `main_grad` views of where their values lie, which gives up the memory it came
-        with.
+        """Move each parameter and its `main_grad` into the buffers; the memory that the parameter came with is
+        released.
 
-        What passes is there for one bucket at a time, so that a model which fits in shards only fits while it is built.
+        Stage 3 has one bucket resident at a time, so that a model that fits only in shards fits while it is built.
         """
         places = {place.name: place for place in self.plan.slots}
         for bucket in self.plan.buckets:
@@ -169,7 +171,7 @@ class ParamAndGradBuffer:
             params = make(self.dtype, self.device, poison=self.poison) if self.params is None else None
             grads = make(self.grad_dtype, self.device, poison=self.poison) if self.grads is None else None
             if params is not None:
-                params.data.zero_()  # the gaps too, which ranks keep like the rest
+                params.data.zero_()  # the shards include the gaps of alignment
             all_values = self.params.data[span] if params is None else params.data
             all_grads = self.grads.data[span] if grads is None else grads.data
             for name in bucket.names:
@@ -178,7 +180,7 @@ class ParamAndGradBuffer:
                 values = _view(all_values, parameter.shape, slot.start)
                 values.copy_(parameter.data)
                 parameter.data = values
-                # Its `data` counts its own changes, and not those of the whole buffer.
+                # `.data` has a version counter of its own; a plain view shares the buffer's.
                 parameter.main_grad = _view(all_grads, parameter.shape, slot.start).data
                 parameter.main_grad.slot = slot
             if params is not None:
@@ -189,9 +191,9 @@ class ParamAndGradBuffer:
                 self.grads_of += (grads,)
 
     def _keep_held(self, first: int, params: Transient) -> None:
-        """Of a bucket's parameters, which begin at element `first`, keep what this rank holds."""
+        """Copy this rank's shard out of a resident bucket, which begins at element `first`, and release the bucket."""
         for start, stop in overlaps(self.held, first, first + params.data.numel()):
-            mine = params.data[start - first : stop - first].clone()  # memory that numpy has seen stays for good
+            mine = params.data[start - first : stop - first].clone()  # numpy would pin the memory it has seen
             start_writing(self.held_params.at(start, stop), mine).wait()
         params.release()
 

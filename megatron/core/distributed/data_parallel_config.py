@@ -1,4 +1,4 @@
-"""The settings of data parallelism: what is in shards over the ranks, and how gradients and parameters travel. Pure."""
+"""The settings of data parallelism: the ZeRO stage, and how gradients and parameters are communicated. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from megatron.core.config import Count, FlagConfig, knob
 
 
 class Zero(NamedTuple):
-    """What a ZeRO stage does: the only place where stages are numbers. What passes is whole for a while, a bucket at a
-    time."""
+    """The properties of a ZeRO stage; only here are stages numbers. `passes_*`: the tensors are whole for one bucket at
+    a time."""
 
     shards_state: bool
     passes_grads: bool
@@ -105,7 +105,7 @@ class DataParallelConfig(FlagConfig):
 
     @property
     def stage(self) -> int:
-        """What is in shards: 0 nothing, 1 masters and moments, 2 gradients too, 3 parameters too (ZeRO,
+        """The tensors in shards: 0 none, 1 masters and moments, 2 also gradients, 3 also parameters (ZeRO,
         arXiv:1910.02054)."""
         return max([int(self.use_distributed_optimizer), *self._stages_asked().values()])
 
@@ -115,16 +115,16 @@ class DataParallelConfig(FlagConfig):
 
     @property
     def divides_over_outer(self) -> bool:
-        """Whether optimizer state is in shards over the outer axis too (ZeRO stage 3 inside, stage 1 outside)."""
+        """Whether optimizer state is sharded over the outer axis too (ZeRO stage 3 inside, stage 1 outside)."""
         return self.outer_dp_sharding_strategy == "optim"
 
     def bucket_numel(self, ranks: int) -> int | None:
-        """Elements in a bucket; None for one bucket, where nothing overlaps."""
+        """Elements per bucket; None for one bucket per buffer, where nothing overlaps."""
         divides = self.cuts_by_size or self.zero.passes_params
         return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if divides else None
 
     @property
     def cuts_by_size(self) -> bool:
-        """Whether buckets are made by their size: there are several, and they are no layers."""
+        """Whether buckets are cut by size, not by layer."""
         overlaps = self.overlap_grad_reduce or self.overlap_param_gather
         return not self.zero.passes_params and (overlaps or self.zero.passes_grads)

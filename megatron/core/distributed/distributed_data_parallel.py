@@ -1,27 +1,25 @@
-"""Data parallelism: a model chunk whose gradients lie in contiguous buffers, summed over the ranks that hold its
-copies.
+"""Data parallelism: a model chunk with gradients in contiguous buffers, reduced over the ranks that hold its copies.
 
-    backward        every gradient is added to its parameter's `main_grad`, a view of a buffer
-    REDUCE action   start_grad_reduce(): begins the sum over the data-parallel ranks; with `overlap` most of it is under way,
-                    a bucket having begun as soon as its last gradient was written
-    end of step     finish_grad_reduce(): waits, then sums what other ranks hold parts of: norms under sequence parallelism over
-                    tp, a tied embedding over the first and the last stage
-    after the       gather_params(): with ZeRO, where a rank has the sum of its shard only (reduce-scatter) and updates that,
-    update          the ranks give one another what they updated
+    backward        adds every gradient to its parameter's `main_grad`, a view of a buffer
+    REDUCE action   start_grad_reduce(): starts the reduction over the data-parallel ranks; with `overlap` most buckets are in
+                    flight already, each since its last gradient was written
+    end of step     finish_grad_reduce(): waits, then sums partial gradients: norms under sequence parallelism over tp, a tied
+                    embedding over the first and the last stage
+    after update    gather_params(): with ZeRO each rank has updated its shard, and an all-gather distributes it
 
-A buffer holds the parameters of one dtype that are reduced over one group; a tied embedding has a buffer of its own,
-laid out alike on the first and the last stage. What is whole and what is in shards over the data-parallel ranks, and
-what is sent, in a step of m microbatches (ZeRO, arXiv:1910.02054, section 5):
+A buffer holds the parameters of one dtype that are reduced over one group. A tied embedding has a buffer of its own,
+with one layout on the first and the last stage. Memory and communication of a step of m microbatches (ZeRO,
+arXiv:1910.02054, section 5):
 
-    stage   parameters   gradients   sums, masters, moments   sent
+    stage   parameters   gradients   sums, masters, moments   communication
     0       whole        whole       whole                    all-reduce of gradients
     1       whole        whole       shard                    reduce-scatter of gradients, all-gather of parameters
-    2       whole        passing     shard                    m reduce-scatters, all-gather
-    3       passing      passing     shard                    m reduce-scatters, 2 m all-gathers (`fetch.py`)
+    2       whole        transient   shard                    m reduce-scatters, all-gather
+    3       transient    transient   shard                    m reduce-scatters, 2 m all-gathers (`fetch.py`)
 
-With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the summed shard
-too. With masters and moments divided over those ranks as well (--outer-dp-sharding-strategy optim), a reduce-scatter
-and an all-gather instead.
+With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the reduced shard
+is added. If masters and moments are sharded over those ranks as well (--outer-dp-sharding-strategy optim), a
+reduce-scatter and an all-gather are added instead.
 """
 
 from collections.abc import Collection, Sequence
@@ -54,14 +52,13 @@ from megatron.core.weight_grads import WeightGradStore
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and call
-    alike.
+    """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and make the
+    same calls.
 
-    A parameter without a placement (of a plain torch module) is taken to be whole on every rank. weight_grads: where
-    the module's linear layers put off weight gradients, if a schedule asks for it; in stages 2 and 3 the gradients of
-    its other layers follow.
-    tier: where the shards of ZeRO stage 3 are kept; in the device's memory when None. whole: the names of
-    parameters whose optimizer computes with whole tensors; a shard of ZeRO stage 1 has all of one, or nothing.
+    A parameter without a placement (of a plain torch module) counts as whole on every rank. weight_grads: the store of
+    deferred weight gradients, if the schedule defers them; in stages 2 and 3 the module's other gradients follow.
+    tier: storage of the shards of stage 3; None: the device's memory. whole: names of parameters whose optimizer needs
+    the whole tensor; in stage 1 each lies in one shard.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class DistributedDataParallel(nn.Module):
             ParamAndGradBuffer(plan, trained, self._axes(plan.key), self.config, tier)
             for plan in lay_out(items, cut_of=self._cut)
         ]
-        # Where gradients pass, ranks that divide a buffer must make its calls in one order.
+        # With transient gradients, all ranks of a shard axis must use the model in one order.
         self._orders = {
             buffer.axes.shard: UseOrder(buffer.axes.shard, buffer.device, at_once=self.config.poison_released_buffers)
             for buffer in (self.buffers if self.config.zero.passes_grads else ())
@@ -105,13 +102,13 @@ class DistributedDataParallel(nn.Module):
         ]
         self._choose_strategies()
         self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
-        # Parameters that pass have no memory to be at; their class sees to it that nobody gives them another.
+        # Transient parameters have no fixed memory; their class refuses an assignment to `.data`.
         lasting = () if self.config.zero.passes_params else trained.values()
         self._addresses = {p.slot: p.data_ptr() for p in lasting}
         self.zero_grad_buffer()
 
     def _choose_strategies(self) -> None:
-        """What the ZeRO stage does with gradients and with parameters."""
+        """Choose the gradient and parameter strategy of the ZeRO stage."""
         config, buckets = self.config, self._buckets
         uses, ahead = self._count_uses(), config.overlap_param_gather
         self._params: ParamGather = (
@@ -132,7 +129,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradients of the step are summed."""
+        """Whether the gradients of the step are reduced."""
         return self._grads.is_complete
 
     def _axes(self, key: tuple) -> GradAxes:
@@ -140,13 +137,13 @@ class DistributedDataParallel(nn.Module):
         return self.mesh.grad_axes(key[0], shards=config.zero.shards_state, divides_outer=config.divides_over_outer)
 
     def _cut(self, key: tuple) -> Cut:
-        """How the buffer of these parameters is divided."""
+        """How the buffer of these parameters is cut into buckets and shards."""
         axes = self._axes(key)
         shards = axes.shard.size * axes.outer.size
         return Cut(self.config.bucket_numel(axes.reduce.size), shards, by_unit=self.config.zero.passes_params)
 
     def _count_uses(self) -> Uses:
-        """Gradients of one backward by bucket, as the model says it, and in which buckets it says nothing."""
+        """Gradients of one backward by bucket, as the model declares them, and the buckets without a declaration."""
         said = {bucket: [getattr(s.parameter, "uses", None) for s in bucket.slots] for bucket in self._buckets}
         guessed = [bucket for bucket, counts in said.items() if set(counts) == {None}]
         return Uses({bucket: sum(count or 1 for count in counts) for bucket, counts in said.items()}, guessed)
@@ -164,52 +161,53 @@ class DistributedDataParallel(nn.Module):
             tensor.mul_(factor)
 
     def zero_grad_buffer(self, num_microbatches: int | None = None) -> None:
-        """Forget the gradients of the step before, and what is left of one that an error ended.
+        """Forget the gradients of the last step, which may have ended in an error.
 
-        num_microbatches: those of the step to come. Where they are others than before, or unknown after an error,
-        overlap begins again from not knowing how often a gradient is written.
+        num_microbatches: of the next step. If the number changes, or is unknown after an error, overlap learns anew how
+        many
+        gradients each parameter gets.
         """
         self._check_parameters()
         self._params.begin_step()
         self._grads.begin_step(num_microbatches)
 
     def _check_parameters(self) -> None:
-        """Raise RuntimeError where the model computes with something else than what is trained: it would go on, and
-        learn nothing there."""
+        """Raise RuntimeError if the model computes with other tensors than the optimizer trains; it would learn
+        nothing."""
         thawed = [name for name, p in self._frozen.items() if p.requires_grad]
         if thawed:
             raise RuntimeError(
-                f"{', '.join(thawed[:5])}: frozen when the model was wrapped in DistributedDataParallel, and so without a "
-                "gradient buffer and an optimizer's state; call requires_grad_(True) before, and requires_grad_(False) "
-                "after, where training begins later"
+                f"{', '.join(thawed[:5])}: frozen when the model was wrapped in DistributedDataParallel, so without a gradient "
+                "buffer and optimizer state; to train it later, wrap it with requires_grad_(True), then call "
+                "requires_grad_(False)"
             )
-        with torch._C.DisableTorchFunctionSubclass():  # which would wait for parameters that are on their way
+        with torch._C.DisableTorchFunctionSubclass():  # else data_ptr would wait for parameters in flight
             moved = [slot.name for slot, at in self._addresses.items() if slot.parameter.data_ptr() != at]
         if moved:
             raise RuntimeError(
-                f"{', '.join(moved[:5])}: no longer in the buffer that is trained, since something has set `.data`, as "
-                "module.to(dtype) does; do that before the model is wrapped in DistributedDataParallel, or copy values with "
+                f"{', '.join(moved[:5])}: no longer a view of the trained buffer, since `.data` was set, as module.to(dtype) "
+                "does; do that before the model is wrapped in DistributedDataParallel, or copy values with "
                 "parameter.data.copy_() before the optimizer is made"
             )
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
-        """A forward or a backward of this microbatch follows."""
+        """Called before a forward or backward of this microbatch."""
         self._grads.begin_microbatch(microbatch, backward=backward)
         self._params.begin_microbatch(backward=backward)
 
     def start_grad_reduce(self) -> None:
-        """Begin to sum what is not under way; no backward of this chunk may follow before the next
+        """Start every reduction that is not in flight. No backward of this chunk may follow before the next
         `zero_grad_buffer`."""
         self._grads.start()
 
     def finish_grad_reduce(self) -> None:
-        """Every gradient, of which this rank may own a shard, is the sum over all samples of the step when this
-        returns. A step is summed once, whoever asks for it and how often: later calls change nothing."""
+        """Wait until this rank's shard of every gradient is the sum over all samples of the step. Later calls change
+        nothing."""
         if self.is_complete:
             return
         if not self._grads.begun:
             self._grads.start()
-        self._params.finish()  # what no forward has waited for would come on top of the update
+        self._params.finish()  # a gather that no forward has waited for would overwrite the update
         self._grads.finish()
         for name in self._partial_over:
             self._sum_partial(name)
@@ -218,10 +216,10 @@ class DistributedDataParallel(nn.Module):
                 comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
         self._grads.is_complete = True
 
-    # Megatron's names of these, for a fork's own loop.
+    # Megatron's names, for a fork's own loop.
 
     def no_sync(self) -> AbstractContextManager:
-        """Nothing is to be held back: a sum begins with the last gradient of its step, or in stages 2 and 3 of its
+        """Nothing to hold back: a reduction starts with the last gradient of its step, or in stages 2 and 3 of its
         microbatch."""
         return nullcontext()
 
@@ -232,19 +230,22 @@ class DistributedDataParallel(nn.Module):
         self.finish_grad_reduce()
 
     def gather_params(self) -> None:
-        """Fetch what the other ranks have updated. With `overlap_param_gather` this only begins, in the order of the
-        next forward, where each module waits for its own; call `finish_param_gather` before anything else reads
-        parameters. In stage 3 each forward fetches for itself, from ranks that hold a shard up to date."""
+        """All-gather the shards that the other ranks have updated.
+
+        With `overlap_param_gather` the all-gathers only start, in the order of the next forward, where each module
+        waits for
+        its own. Call `finish_param_gather` before any other use of the parameters. In stage 3 each forward gathers for
+        itself.
+        """
         self._params.updated()
 
     def finish_param_gather(self) -> None:
-        """Every rank has all parameters of the chunk when this returns; in stage 3, its shards of them and nothing
-        else."""
+        """Wait until this rank has all parameters of the chunk; in stage 3, release all but its shards."""
         self._params.finish()
 
     def param_shards(self) -> dict[str, tuple[tuple[int, int], Stored]]:
-        """In stage 3, of each trained parameter the elements (start, stop), in row-major order, that this rank holds,
-        and them, in memory or in a file."""
+        """Stage 3: parameter name -> ((start, stop) in row-major order, values) of this rank's shard, in memory or in a
+        file."""
         return {
             slot.name: (buffer.held_params.elements(slot), buffer.held_params.values(slot))
             for buffer in self.buffers
@@ -253,8 +254,8 @@ class DistributedDataParallel(nn.Module):
         }
 
     def _sum_partial(self, axis_name: str) -> None:
-        """Sum the gradients of which each rank of the axis has a part (norms under sequence parallelism, shared
-        key/value heads), in one message."""
+        """Sum partial gradients over the axis (norms under sequence parallelism, shared key/value heads), in one
+        message per buffer."""
         for buffer in self.buffers:
             parts = [
                 buffer.sums.at(start, stop)
@@ -269,9 +270,12 @@ class DistributedDataParallel(nn.Module):
                 part.copy_(total)
 
     def _move_to_main_grad(self, parameter: nn.Parameter) -> None:
-        """Add what autograd has left in `.grad`. A linear layer has written into the buffer itself, and left nothing.
-        Where weight gradients are put off, those of the other layers are too, else a bucket's memory would wait for its
-        linear layers."""
+        """Add a gradient that autograd left in `.grad`. Linear layers write into the buffer themselves and leave none.
+
+        While weight gradients are deferred, the gradients of other layers are deferred too; otherwise their buckets
+        would stay
+        resident until the linear layers' gradients come.
+        """
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and self.config.zero.passes_grads and self._weight_grads.is_collecting:
             self._weight_grads.keep(partial(_add_to_main_grad, parameter, gradient))
@@ -283,13 +287,13 @@ class DistributedDataParallel(nn.Module):
 def _refuse_other_tensors(module: nn.Module, state: dict, prefix: str, metadata: dict, *_: Any) -> None:
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(
-            "load_state_dict(assign=True) would put tensors of its own where parameters are views of contiguous buffers; "
-            "leave out assign=True, or load before the model is wrapped"
+            "load_state_dict(assign=True) would replace parameters, which are views of contiguous buffers; leave out "
+            "assign=True, or load before the model is wrapped"
         )
 
 
 def _partial_runs(parameter: nn.Parameter, axis_name: str) -> list[tuple[int, int]]:
-    """The elements (start, stop) of whose gradient each rank of the axis has a part."""
+    """The runs (start, stop) of elements whose gradient is partial on each rank of the axis."""
     shape = tuple(parameter.shape)
     return [flat_run(box, shape) for box in partial_grads(parameter.placement, shape, axis_name)]
 
@@ -300,11 +304,11 @@ def finalize_model_grads(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """The end of a step's gradient sums, over all chunks of this rank. Every rank must call; of a step that is
-    finished, as `get_forward_backward_func` leaves it, nothing is summed or divided again.
+    """Finish the step's gradient reductions over all chunks of this rank. Every rank must call.
 
-    num_tokens: this rank's tokens of the step, of which those on the last stage count, to divide the sums by their sum.
-    pg_collection, force_all_reduce: without effect; the chunks know their groups, and which shards they need.
+    A step that is complete, as `get_forward_backward_func` leaves it, is neither reduced nor divided again.
+    num_tokens: this rank's tokens of the step; the sums are divided by their total over the ranks of the last stage.
+    pg_collection, force_all_reduce: accepted without effect; the chunks know their groups.
     """
     chunks = [chunk for chunk in model if not chunk.is_complete]
     for chunk in chunks:

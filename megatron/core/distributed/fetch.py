@@ -1,11 +1,12 @@
-"""ZeRO stage 3: a unit's parameters are fetched before it is used, forward and backward, and given up after.
+"""ZeRO stage 3: a unit's parameters are gathered before each use, forward and backward, and released after it.
 
-A unit is what is used together: a layer of a list of layers, or, outside of lists, a module that holds parameters
-itself. Hooks say when it is used, and how often (`uses.py`). In a backward a unit's parameters stay until their
-gradients are complete, or put off (zero-bubble schedules); recomputation inside a backward fetches, and leaves giving
-up to that. So a layer with a backward of its own must compute its input's gradient before the last one of its
-parameters, as ours do; and a parent must leave its children's parameters to them, or hand them to a module that uses
-them (`released.py` says so where it does not).
+A unit is a layer of a list of layers, or, outside of lists, a module that holds parameters. Hooks report each use
+(`uses.py`). In a backward, a unit's parameters stay resident until their gradients are complete or deferred
+(zero-bubble schedules). Recomputation during a backward gathers parameters; that backward releases them.
+
+Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before the
+last gradient of its parameters. A parent must use its children's parameters through the children, or pass them to a
+module (otherwise `released.py` raises an error).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from megatron.core.distributed.zero import ParamGather
 
 
 def units_of(module: nn.Module) -> dict[str, str]:
-    """The unit of every parameter, by the names of both."""
+    """The unit of every parameter: parameter name -> unit name."""
     units = _units(module)
     return {
         f"{owner}.{name}" if owner else name: units[owner]
@@ -30,7 +31,7 @@ def units_of(module: nn.Module) -> dict[str, str]:
 
 
 def _units(module: nn.Module) -> dict[str, str]:
-    """The unit of every module, by the names of both: its outermost ancestor that stands in a list, or the module."""
+    """The unit of every module: module name -> name of its outermost ancestor that stands in a list, or its own."""
     listed: dict[str, str] = {"": ""}  # the outermost ancestor, or the module itself, that stands in a list
     for name, parent in module.named_modules():  # a parent comes before its children
         is_list = isinstance(parent, nn.ModuleList | nn.ModuleDict)
@@ -41,21 +42,22 @@ def _units(module: nn.Module) -> dict[str, str]:
 
 
 class ParamFetcher(ParamGather):
-    """Hooks on the units of a model chunk. With `ahead` the next unit's parameters travel while one computes."""
+    """Gathers and releases by hooks on the units of a chunk. `ahead`: the next unit's all-gather is in flight while one
+    computes."""
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], uses: Uses, *, ahead: bool):
         super().__init__(module, buckets, overlap=False)
         self._ahead, self._uses = ahead, uses
         self._in_backward = False
-        self._needs: dict[str, list[Bucket]] = {}  # of each unit, when last used
-        self._order: list[str] = []  # units as the first forward used them
+        self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last use
+        self._order: list[str] = []  # units in the order of the first forward
         units = _units(module)
         held: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
         for owner, used in module.named_modules():
             unit = units[owner]
             if not any(used.children()):
-                held.setdefault(unit, [])  # perhaps with a table of others
-            for parameter in used.parameters(recurse=False):  # one that two modules hold is needed by both
+                held.setdefault(unit, [])  # it may be passed a tied table
+            for parameter in used.parameters(recurse=False):  # two modules may hold one parameter
                 held[unit] += [parameter.slot.bucket] if hasattr(parameter, "slot") else []
         for unit, own in held.items():
             used = module.get_submodule(unit)
@@ -63,34 +65,34 @@ class ParamFetcher(ParamGather):
             used.register_forward_hook(partial(self._after_forward, unit))
 
     def begin_step(self) -> None:
-        """Give up what an error may have left."""
+        """Release parameters that a failed step left resident."""
         self.finish()
 
     def begin_microbatch(self, *, backward: bool) -> None:
-        """Before the forward or the backward of a microbatch."""
+        """Called before the forward or backward of a microbatch."""
         self.finish()
         self._in_backward = backward
 
     def before_forward(self) -> None:
-        """Each unit fetches its own."""
+        """Each unit gathers its own parameters."""
 
     def passed(self, bucket: Bucket) -> None:
-        """A backward no longer needs the values."""
+        """Release: the backward no longer needs the values."""
         bucket.release_params()
 
     def updated(self) -> None:
-        """Forwards fetch from ranks that hold a shard up to date, for which those that divide it tell one another."""
+        """All-gather over the outer axis, so that each rank's shard is up to date when a forward gathers it."""
         for bucket in self._buckets:
             if bucket.buffer.axes.outer.size > 1:
                 bucket.gather_updated()
 
     def finish(self) -> None:
-        """Keep what this rank owns only."""
+        """Release all but this rank's shards."""
         for bucket in self._buckets:
             bucket.release_params()
 
     def _before_forward(self, unit: str, held: list[Bucket], _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        lent = [x.slot.bucket for x in inputs if hasattr(x, "slot")]  # a tied table, held by another unit
+        lent = [x.slot.bucket for x in inputs if hasattr(x, "slot")]  # a tied table of another unit
         self._needs[unit] = list(dict.fromkeys((*held, *lent)))
         if self._needs[unit]:
             self._fetch(unit, +1)

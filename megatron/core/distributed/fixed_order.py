@@ -1,8 +1,8 @@
-"""Gradients summed in one order for every number of ranks, so that runs which differ in layout only agree to the bit.
+"""Gradients summed in one order for any number of ranks, so that runs in different layouts agree to the bit.
 
-Floating-point sums depend on their order. Microbatch k of data-parallel rank r is number k * ranks + r of the step,
-whatever the ranks are; here each one's gradients are kept apart, and added up by that number. It costs the memory of
-all of them and an all-gather of each: a tool for finding where two runs part.
+Floating-point sums depend on their order. Microbatch k of data-parallel rank r is number k * ranks + r of the step in
+every layout. Here the gradients of each microbatch are stored apart and added in that order. It costs the memory of
+all of them and one all-gather each: a tool to find where two runs diverge.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from megatron.core.grid import Axis
 
 
 class ReduceInFixedOrder(GradReduce):
-    """Each buffer's gradients, microbatch by microbatch. ends: the first and last stage, which may hold one tensor."""
+    """Stores each buffer's gradients by microbatch. ends: the axis of the first and last stage, which may share a
+    table."""
 
     sums_ends = True
 
@@ -30,21 +31,21 @@ class ReduceInFixedOrder(GradReduce):
         super().begin_step(num_microbatches)
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
-        """Direct what a backward writes from now on to this microbatch's own gradients."""
+        """Point each `main_grad` to this microbatch's own gradients."""
         for buffer, kept in self._kept.items() if backward else ():
             if microbatch not in kept:
                 kept[microbatch] = MemoryBuffer(buffer.grads.numel, buffer.grads.dtype, buffer.device)
             _point(buffer, kept[microbatch])
 
     def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
-        return False  # each microbatch's own begin as zeros
+        return False  # the gradients of each microbatch begin as zeros
 
     def finish(self) -> None:
-        """Put the sum over all microbatches of all data-parallel ranks into the buffers."""
+        """Add up all microbatches of all data-parallel ranks into the buffers."""
         for buffer, kept in self._kept.items():
             for microbatch in sorted(kept):
                 mine = kept[microbatch].data
-                if buffer.is_tied:  # both ends' parts of a microbatch are added first
+                if buffer.is_tied:  # first the two stages' parts of one microbatch
                     comm.all_reduce(mine, self._ends)
                 for part in comm.all_gather(mine, buffer.axes.reduce).split(mine.numel()):
                     buffer.grads.data.add_(part)

@@ -1,14 +1,14 @@
-"""Where each parameter lies in which contiguous buffer, and who owns what of it. Pure integers.
+"""The layout of parameters in contiguous buffers, and the shard of each rank. Pure integers.
 
     [ final norm | layer 1 fc2 |..] [ layer 1 qkv |..| layer 0 qkv |..] [..| embedding ]    one buffer per (reduce group, dtype)
-      bucket 0                        bucket 1                            bucket 2          each reduced by a call of its own
-      shard 0 | shard 1 | shard 2     shard 0 | shard 1 | shard 2         ..                ZeRO: each bucket in equal parts
+      bucket 0                        bucket 1                            bucket 2          one collective per bucket
+      shard 0 | shard 1 | shard 2     shard 0 | shard 1 | shard 2         ..                ZeRO: each bucket in equal shards
 
-Parameters are laid in reverse order of creation, the order in which a backward finishes their gradients, each start
-aligned. A parameter lies in one bucket, so that a shard has at most one run of its elements.
+Parameters lie in reverse order of creation, the order in which a backward finishes their gradients. Each start is
+aligned. A parameter lies in one bucket, so that a shard holds at most one run of its elements.
 
-A parameter whose update needs it whole lies in one shard: it starts at a border of shards where it would cross one,
-which leaves a gap.
+A parameter whose update needs the whole tensor lies in one shard: where it would cross a border of shards, it starts
+at that border and leaves a gap.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -19,13 +19,13 @@ ALIGN = 8  # elements, 16 bytes in bfloat16: what matrix units ask of an operand
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter to be placed."""
+    """A parameter to lay out."""
 
     name: str
     numel: int
     key: Hashable  # parameters of one key share a buffer
-    unit: Hashable = None  # those of one unit are used together
-    is_whole: bool = False  # in one shard
+    unit: Hashable = None  # parameters of one unit are used together
+    is_whole: bool = False  # lies in one shard
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Elements start .. stop, which hold these parameters, travel together."""
+    """Elements start .. stop hold these parameters and are reduced or gathered by one collective."""
 
     start: int
     stop: int
@@ -48,8 +48,8 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a buffer is divided: into buckets of about `bucket` elements (None: one) or one a unit, each into `shards`
-    equal parts."""
+    """How to cut a buffer: into buckets of about `bucket` elements (None: one bucket) or one bucket per unit, each into
+    `shards` equal shards."""
 
     bucket: int | None = None
     shards: int = 1
@@ -65,12 +65,12 @@ class BufferPlan:
 
     @property
     def numel(self) -> int:
-        """With the gaps that alignment leaves."""
+        """Elements, including the gaps that alignment leaves."""
         return self.buckets[-1].stop
 
     def owned(self, part: int, shards: int | None = None) -> list[tuple[int, int]]:
-        """(start, stop) of what shard number `part` has of each bucket; of one shard, the whole. shards: where there
-        are fewer, each of several of the smallest."""
+        """The runs (start, stop) of shard `part`, one per bucket; the whole buffer if there is one shard. shards: a
+        smaller number of larger shards, each several of the plan's."""
         shards = self.shards if shards is None else shards
         if shards == 1:
             return [(0, self.numel)]
@@ -83,7 +83,7 @@ def lay_out(
 ) -> list[BufferPlan]:
     """One plan per key, in the order in which the keys first appear from the back.
 
-    A bucket ends with the parameter that fills it, so it is at least as long as asked for, but for the last.
+    A bucket ends with the parameter that fills it. So every bucket but the last has at least the size asked for.
     """
     by_key: dict[Hashable, list[Item]] = {}
     for item in reversed(items):
@@ -115,14 +115,13 @@ def _in_buckets(items: list[Item], align: int, cut: Cut) -> Iterator[list[Item]]
 
 
 def _place(items: list[Item], align: int, shards: int) -> tuple[list[int], int]:
-    """(where each item of a bucket starts, length of a shard): the shortest that is found by growing it by what does
-    not fit."""
+    """(start of each item of a bucket, length of a shard). The shard grows by the overflow until all items fit."""
     part = _round_up(sum(_round_up(item.numel, align) for item in items), align * shards) // shards
     part = max([part, *(_round_up(item.numel, align) for item in items if item.is_whole)])
     while True:
         places, at = [], 0
         for item in items:
-            if item.is_whole and at % part + item.numel > part:
+            if item.is_whole and at % part + item.numel > part:  # would cross a border of shards
                 at = _round_up(at, part)
             places.append(at)
             at += _round_up(item.numel, align)
@@ -132,13 +131,13 @@ def _place(items: list[Item], align: int, shards: int) -> tuple[list[int], int]:
 
 
 def overlaps(held: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """What elements start .. stop share with each of these runs, without what is empty."""
+    """The intersections of elements start .. stop with these runs, without empty ones."""
     shared = [(max(start, a), min(stop, b)) for a, b in held]
     return [(a, b) for a, b in shared if a < b]
 
 
 def runs(slots: tuple[Slot, ...], label: dict[str, Hashable]) -> list[tuple[Hashable, int, int]]:
-    """Neighbouring slots of equal label joined: (label, start, stop), the gaps between them included."""
+    """Neighbouring slots of equal label, joined: (label, start, stop), including the gaps between them."""
     result: list[tuple[Hashable, int, int]] = []
     for slot in slots:
         if result and result[-1][0] == label[slot.name]:

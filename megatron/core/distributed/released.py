@@ -1,9 +1,8 @@
-"""What a parameter, or a `main_grad`, is while its values are elsewhere: it has a shape and a name, and says so when
-these are asked for.
+"""Parameters and `main_grad`s that are not resident: they have a shape and a name, and every other use is an error.
 
-One whose memory is released changes its class to `ReleasedParameter` (stage 3) or `ReleasedGradient` (2 and 3) and
-back: torch then calls `__torch_function__` before it touches the memory, which would else end the process. That costs
-an assignment where memory comes and goes, and nothing where it is there.
+A released tensor changes its class to `ReleasedParameter` (stage 3) or `ReleasedGradient` (stages 2 and 3), and back
+when it is resident again. torch then calls `__torch_function__` before it touches the memory; without that, the
+process would crash. The price is one assignment per release, and nothing while the tensor is resident.
 """
 
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ _NEED_NO_VALUES = _LAYOUT | _KIND | _HOOKS
 
 
 class _Away:
-    """A tensor without its values: whatever needs them is said to `asked` first."""
+    """A tensor that is not resident. A function that needs its values calls `asked` first."""
 
     __slots__ = ()  # so that a tensor can become one, and be itself again
 
@@ -36,28 +35,27 @@ class _Away:
 
     @staticmethod
     def asked(function: str, held: list[Any]) -> str | None:
-        """`function` is about to use these. What to answer in its place; None to let it."""
+        """Called before `function` uses these tensors. Returns the answer in its place, or None to let it run."""
         raise NotImplementedError
 
 
 class ReleasedParameter(_Away, nn.Parameter):
-    """A parameter without its values. What is known without them can be asked for; everything else is an error with its
-    name."""
+    """A released parameter. Its shape and metadata can be read; any other use raises an error with its name."""
 
     @staticmethod
     def asked(function: str, held: list[Any]) -> str | None:
         if function == "__repr__":
             return f"ReleasedParameter({_name_of(held)}, {tuple(held[0].shape)})"
         raise RuntimeError(
-            f"{_name_of(held)} is used while ZeRO stage 3 has released it: a rank has its values only while the module that "
-            "holds it runs. Compute with it inside that module's forward, or pass the parameter to a module without "
-            "children as an argument of its forward, or use --zero-stage 2. To read all weights, save a checkpoint"
+            f"{_name_of(held)} is used while ZeRO stage 3 has released it: its values are resident only while its module runs. "
+            "Use it inside that module's forward, or pass it to the forward of a module without children, or use "
+            "--zero-stage 2. To read all weights, save a checkpoint"
         )
 
 
 class ArrivingParameter(_Away, nn.Parameter):
-    """A parameter whose updated values are on their way, in stages 1 and 2: who asks for them waits, be it outside the
-    forward of the module that holds it, for which a hook waits."""
+    """A parameter whose updated values are in flight (stages 1 and 2). Any use waits for them, also outside its
+    module's forward."""
 
     @staticmethod
     def asked(function: str, held: list[Any]) -> None:
@@ -66,14 +64,14 @@ class ArrivingParameter(_Away, nn.Parameter):
 
 
 class ReleasedGradient(_Away, Tensor):
-    """A `main_grad` without its values, likewise."""
+    """A released `main_grad`."""
 
     @staticmethod
     def asked(function: str, held: list[Any]) -> str | None:
         raise RuntimeError(
-            f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: a rank has it only from its "
-            "first gradient of a microbatch until it is summed over the ranks. To add to it, call "
-            "megatron.core.main_grad.open_main_grad(parameter) first; to look at gradients, use --zero-stage 1"
+            f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: it is resident from the first "
+            "gradient of a microbatch until its reduction. To add to it, call "
+            "megatron.core.main_grad.open_main_grad(parameter) first; to read gradients, use --zero-stage 1"
         )
 
 
@@ -81,8 +79,8 @@ _FAMILIES = ({nn.Parameter, ReleasedParameter, ArrivingParameter}, {Tensor, Rele
 
 
 def become(kind: type, tensors: Iterable[Tensor]) -> None:
-    """From now on these say what `kind` says: nn.Parameter and Tensor that their values are there. A tensor of a class
-    of its own is left as it is."""
+    """Change the class of these tensors; nn.Parameter and Tensor mean resident. Tensors of other classes are left
+    alone."""
     family = next(family for family in _FAMILIES if kind in family)
     for tensor in tensors:
         if type(tensor) in family:

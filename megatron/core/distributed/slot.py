@@ -1,8 +1,8 @@
-"""What data parallelism knows of one trained parameter: `parameter.slot`. Three facts beside it are for all to read:
+"""`parameter.slot`: the data-parallel state of a trained parameter. Three attributes beside it are public:
 
-parameter.placement    where the parameter lives; the layer that makes it says so
-parameter.main_grad    where its gradient is added, a view of a gradient buffer; Megatron's name
-parameter.uses         gradients that one backward adds, where a model knows that they are others than one
+parameter.placement    where the parameter lives; set by the layer that makes it
+parameter.main_grad    where its gradient is accumulated, a view of a gradient buffer; Megatron's name
+parameter.uses         gradients that one backward adds, set by a model whose parameter gets more than one
 """
 
 from typing import Any
@@ -11,35 +11,38 @@ from torch import nn
 
 
 class ParamSlot:
-    """One parameter: its elements start .. stop of a bucket, and how far its gradient is in this step.
+    """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
 
-    A layer that adds gradients itself calls `open`, and then `add` or `put_off` (`core/main_grad.py`). What follows
-    from that is for `reduce` (`zero.py`), since it depends on the ZeRO stage.
+    A layer that accumulates gradients itself reports to `reduce` (`zero.py`) through `core/main_grad.py`.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter):
         self.name, self.parameter = name, parameter
         self.start = self.stop = 0
-        self.bucket: Any = None  # set by the bucket, and by what sums its gradients
+        self.bucket: Any = None  # set by `Bucket`; `reduce` by `GradReduce`
         self.reduce: Any = None
-        self.added = self.expected = 0  # gradients in this step, and the most in a step before
-        # A product may put the first gradient of a step in place of what memory holds, and then nobody sets that to
-        # zero.
-        self.is_opened = self.is_unset = False  # whether something came, and whether there are neither zeros nor a sum
-        self.is_overwritten = False  # whether a product came first once
-        self._version = 0  # torch's count of changes of main_grad when the step began
+        self.added = self.expected = 0  # gradients in this step, and the most in an earlier step
+        # A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero.
+        self.is_opened = self.is_unset = (
+            False  # a gradient of this step has come; main_grad is neither zeros nor its sum
+        )
+        self.is_overwritten = False  # in an earlier step a product came first
+        self._version = 0  # torch's version counter of main_grad when the step began
 
     def begin(self) -> None:
-        """No gradient is there; if `is_unset` is true then, nobody sets it to zero."""
+        """Start a step without a gradient. If `is_unset` is then true, nothing sets `main_grad` to zero."""
         self.is_opened, self.is_unset = False, self.is_overwritten
         self._version = self.parameter.main_grad._version if self.is_unset else 0
 
     def prepare(self, *, overwrites: bool) -> bool:
-        """Make up for zeros that are missing, unless the caller can overwrite: then True says that it must."""
+        """Set missing zeros, unless the caller can overwrite. Returns True if the caller must overwrite `main_grad`.
+
+        Raises RuntimeError if main_grad has changed since the step began although no layer has opened it.
+        """
         if self.is_unset and self.parameter.main_grad._version != self._version:
             raise RuntimeError(
-                f"something has added to main_grad of {self.name} without opening it, where the first gradient of a step "
-                "overwrites what is there; call megatron.core.main_grad.open_main_grad(parameter) before, and "
+                f"main_grad of {self.name} was changed without being opened, so the first gradient of the step would overwrite "
+                "the change; call megatron.core.main_grad.open_main_grad(parameter) before changing it, and "
                 "grad_was_added(parameter) after it"
             )
         if self.is_opened:

@@ -1,14 +1,17 @@
-"""How many gradients a bucket gets in one backward: what tells that the backward is through with it. Pure.
+"""The number of gradients that a bucket gets in one backward; it tells when the backward is done with the bucket. Pure.
 
-A parameter that one layer uses once gets one gradient. A layer that is applied several times in a forward gets one or
-several: autograd adds up the uses before it hands the sum on, a layer that writes into the buffer itself writes once a
-use. So the number is found out: of a unit entered once it is at first taken to be what the model says (one a parameter,
-or its `uses`), of a unit entered more often nothing is known unless the model says it, and it is kept until the end of
-the first such backward. From then on it is the largest number that a backward of as many entries had, and no less than
-was said: a bucket may wait longer than it must, never give up early.
+A parameter that one layer uses once gets one gradient. A layer applied several times in a forward gets one or more:
+autograd sums the uses first, while a layer that writes into the buffer itself writes once per use. So the number is
+learned:
 
-A backward whose weight gradients are put off is in two: the first passes over all parameters, and is through with their
-values; the second writes as many gradients as the first has put off.
+    unit entered once           at first the number the model declares: one per parameter, or its `uses`
+    unit entered more often     unknown, unless declared: the bucket is kept until the first such backward ends
+    afterwards                  the largest number seen in a backward with as many entries, and at least the declared one
+
+A bucket may therefore be released later than necessary, but never too early.
+
+A backward with deferred weight gradients has two halves. The first passes all parameters and no longer needs their
+values. The second writes the gradients that the first has deferred.
 """
 
 from collections import Counter
@@ -16,12 +19,12 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Literal
 
 _Bucket = Hashable
-_Part = Literal["forward", "backward", "first half", "second half"]  # of a microbatch; halves of a split backward
+_Part = Literal["forward", "backward", "first half", "second half"]  # halves of a backward with deferred gradients
 
 
 class Uses:
-    """Counts of one model chunk. said: the gradients of one backward, by bucket; guessed: the buckets whose number
-    holds for units that are entered once."""
+    """The counts of one model chunk. said: gradients in one backward, by bucket; guessed: buckets whose number holds
+    only for units that are entered once."""
 
     def __init__(self, said: Mapping[_Bucket, int], guessed: Collection[_Bucket]):
         self._said, self._guessed = dict(said), set(guessed)
@@ -29,17 +32,16 @@ class Uses:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is under way: before a step, also one after an error."""
+        """Forget everything in flight: before a step, also after an error."""
         self._entered: dict[int, Counter[_Bucket]] = {}  # by microbatch, until its backward
-        self._put_off: dict[int, Counter[_Bucket]] = {}  # gradients, by microbatch, until they are written
+        self._put_off: dict[int, Counter[_Bucket]] = {}  # deferred gradients, by microbatch
         self._microbatch: int | None = None
         self._part: _Part = "forward"
         self._passed: Counter[_Bucket] = Counter()
         self._written: Counter[_Bucket] = Counter()
 
     def begin(self, microbatch: int, *, backward: bool, puts_off: bool = False) -> None:
-        """A part of this microbatch's work follows. `puts_off`: a backward that leaves weight gradients to a part of
-        their own."""
+        """Begin a forward or backward of this microbatch. `puts_off`: the backward defers its weight gradients."""
         self.end()
         self._microbatch = microbatch
         if not backward:
@@ -50,7 +52,7 @@ class Uses:
             self._part = "second half" if microbatch in self._put_off else "backward"
 
     def end(self) -> None:
-        """What was begun is complete."""
+        """The current forward or backward is complete."""
         if self._part in ("backward", "first half"):
             entered = self._entered.pop(self._microbatch, {})
             for bucket, count in self._passed.items():
@@ -69,18 +71,18 @@ class Uses:
             self._entered[self._microbatch][bucket] += 1
 
     def passes(self, bucket: _Bucket) -> bool:
-        """The backward has come past a parameter, whose gradient is written or put off. True if it is through with them
-        all."""
+        """The backward has passed a parameter: its gradient is written or deferred. Returns True after the last
+        parameter."""
         self._passed[bucket] += 1
         return self._part != "second half" and self._passed[bucket] == self._expected(bucket)
 
     def writes(self, bucket: _Bucket) -> bool:
-        """A gradient was written. True if all of this microbatch are."""
+        """A gradient was written. Returns True after the last one of this microbatch."""
         self._written[bucket] += 1
         if self._part == "second half":
             return self._written[bucket] == self._put_off[self._microbatch][bucket]
         is_complete = self._written[bucket] == self._expected(bucket)
-        if is_complete and self._microbatch is None:  # nobody says where a backward ends
+        if is_complete and self._microbatch is None:  # a loop that never calls `begin` has no other end of a backward
             del self._written[bucket], self._passed[bucket]
         return is_complete
 
@@ -89,4 +91,4 @@ class Uses:
         known = self._known.get((bucket, entries))
         if known is None and entries > 1 and bucket in self._guessed:
             return None
-        return max(known or 0, self._said[bucket])  # less may be a branch that was not taken
+        return max(known or 0, self._said[bucket])  # fewer gradients may be due to a branch not taken

@@ -1,5 +1,4 @@
-"""What the ZeRO stages do differently: when gradients are summed, and when parameters are gathered. Two choices for a
-chunk.
+"""The ZeRO stages as two strategies per chunk: when gradients are reduced, and when parameters are gathered.
 
     stage         gradients                                parameters
     0, 1          ReduceOnce, at the end of a step         ParamGather, after the update
@@ -7,7 +6,7 @@ chunk.
     3             ReduceEachMicrobatch                     ParamFetcher (`fetch.py`), around each use
     0, 1, fixed   ReduceInFixedOrder (`fixed_order.py`)    ParamGather
 
-Within a bucket the stages differ by what is there: a shard, or memory that comes and goes (`bucket.py`).
+Inside a bucket (`bucket.py`) the stages differ by its memory: with or without shards, permanent or transient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,10 +21,10 @@ from megatron.core.weight_grads import WeightGradStore
 
 
 class GradReduce:
-    """The gradients of a chunk on their way to sums. begun: no backward of the step is to follow; is_complete: they are
-    summed."""
+    """Base of the gradient strategies. begun: no backward of the step follows; is_complete: the gradients are
+    reduced."""
 
-    sums_ends = False  # whether what two pipeline stages share is summed too
+    sums_ends = False  # whether the strategy also sums a table that two pipeline stages share
 
     def __init__(self, buckets: Sequence[Bucket], *, overlap: bool):
         self.buckets, self.overlap = buckets, overlap
@@ -37,7 +36,8 @@ class GradReduce:
         self._num_microbatches: int | None = None  # of this step
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        """Forget the step before. A step of as many microbatches writes no more often; it may leave a layer out."""
+        """Forget the last step. With an equal number of microbatches, a parameter gets at most the gradients it got
+        before."""
         knows = self.is_complete and num_microbatches == self._num_microbatches
         self._num_microbatches = num_microbatches
         self.begun = self.is_complete = False
@@ -49,7 +49,7 @@ class GradReduce:
             bucket.missing = sum(slot.expected > 0 or not self.learned for slot in bucket.slots)
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
-        """A forward or a backward of it follows."""
+        """Called before a forward or backward of the microbatch."""
 
     def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
         return slot.bucket.open_grad(slot, overwrites=overwrites)
@@ -58,27 +58,28 @@ class GradReduce:
         self.open(slot)
 
     def add(self, slot: ParamSlot) -> None:
-        """Of a step without gradients, as of validation, there was nothing to sum, and it goes on."""
+        """Count a gradient. Raises RuntimeError after the reduction began; a step without gradients, such as
+        validation, may continue."""
         if self.begun and any(other.added for other in self.slots):
             raise RuntimeError(
-                f"the gradient of {slot.name} was added to those of a step that are summed over the ranks already, where it "
-                "would be counted otherwise than they are; call zero_grad_buffer() of each model chunk before the first "
-                "forward of a step, and run all microbatches of the step in one call of get_forward_backward_func()"
+                f"the gradient of {slot.name} was added after the gradients of its step were reduced over the ranks; call "
+                "zero_grad_buffer() of each model chunk before the first forward of a step, and run all microbatches of the "
+                "step in one call of get_forward_backward_func()"
             )
         if self.begun:
             self.begun = self.is_complete = False
         slot.added += 1
 
     def start(self) -> None:
-        """Begin to sum what is not under way."""
+        """Start every reduction that is not in flight."""
         self.begun = True
 
     def finish(self) -> None:
-        """This rank's part of each gradient is the sum over all samples of the step."""
+        """Wait until this rank's shard of each gradient is the sum over all samples of the step."""
 
 
 class ReduceOnce(GradReduce):
-    """Stages 0 and 1: all at the end of a step; with overlap, a bucket as soon as all its gradients are there."""
+    """Stages 0 and 1: reduce at the end of a step; with overlap, each bucket as soon as its gradients are complete."""
 
     def add(self, slot: ParamSlot) -> None:
         super().add(slot)
@@ -86,15 +87,15 @@ class ReduceOnce(GradReduce):
             return
         if slot.added > slot.expected:
             raise RuntimeError(
-                f"the gradient of {slot.name} was written {slot.added} times in this step and {slot.expected} times at most "
-                "in those before, so it may be on its way already; leave out --overlap-grad-reduce for such a model"
+                f"the gradient of {slot.name} was written {slot.added} times in this step and at most {slot.expected} times "
+                "before, so its reduction may be in flight; leave out --overlap-grad-reduce for this model"
             )
         if slot.added == slot.expected:
             slot.bucket.missing -= 1
             self._start_complete()
 
     def _start_complete(self) -> None:
-        """Begin to sum buckets in their order, which is the same on all ranks, up to the first incomplete one."""
+        """Start buckets in their order, equal on all ranks, up to the first incomplete one."""
         for bucket in self.buckets:
             if bucket.missing:
                 return
@@ -111,8 +112,8 @@ class ReduceOnce(GradReduce):
 
 
 class ReduceEachMicrobatch(GradReduce):
-    """Stages 2 and 3: as soon as a microbatch's gradients of a bucket are complete, which `uses` tells, one bucket at a
-    time."""
+    """Stages 2 and 3: reduce a bucket as soon as a microbatch's gradients are complete, as `uses` counts them. One
+    bucket is in flight at a time."""
 
     def __init__(
         self,
@@ -151,8 +152,12 @@ class ReduceEachMicrobatch(GradReduce):
             self._sum(slot.bucket)
 
     def _sum(self, bucket: Bucket) -> None:
-        """Hand a microbatch's gradients on. A bucket that is written less often than expected is summed with the next
-        microbatch, or at the end of the step; one that is written more often is summed twice."""
+        """Reduce a microbatch's gradients.
+
+        A bucket with fewer gradients than expected is reduced with the next microbatch, or at the end of the step; one
+        with
+        more is reduced twice.
+        """
         if self._travelling is not None:
             self._travelling.finish_reduce()
         bucket.start_reduce()
@@ -176,8 +181,8 @@ class ReduceEachMicrobatch(GradReduce):
 
 
 class ParamGather:
-    """Stages 0 to 2: parameters are whole. With overlap, updated ones travel during the next forward, where modules
-    wait for theirs."""
+    """Stages 0 to 2: parameters stay whole. With overlap, the all-gather of updated ones is in flight during the next
+    forward, and each module waits for its own."""
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], *, overlap: bool):
         self._buckets, self._overlap = buckets, overlap
@@ -187,21 +192,21 @@ class ParamGather:
                 owner.register_forward_pre_hook(lambda *_, own=own: [bucket.finish_gather() for bucket in own] and None)
 
     def begin_step(self) -> None:
-        """Nothing that an error has left is in the way."""
+        """No state of a failed step is in the way."""
 
     def begin_microbatch(self, *, backward: bool) -> None:
-        """Nothing comes or goes."""
+        """Parameters stay resident."""
 
     def before_forward(self) -> None:
         for bucket in self._buckets:
-            if bucket.buffer.is_tied:  # used by the output layer, which does not hold it
+            if bucket.buffer.is_tied:  # the output layer uses the table but has no hook for it
                 bucket.finish_gather()
 
     def passed(self, bucket: Bucket) -> None:
-        """They stay."""
+        """The parameters of the bucket stay resident."""
 
     def updated(self) -> None:
-        """Fetch what the other ranks have updated; with overlap begin, in the order of the next forward."""
+        """Gather the shards that the other ranks have updated; with overlap, start in the order of the next forward."""
         self.finish()
         for bucket in reversed(self._buckets):
             bucket.start_gather()
