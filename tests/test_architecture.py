@@ -280,7 +280,7 @@ BUDGETS = {
     "megatron/core/optimizer": 810,
     "megatron/core/pipeline_parallel": 1_100,
     "megatron/core/storage": 140,
-    "megatron/core/tensor_parallel": 500,
+    "megatron/core/tensor_parallel": 510,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 480,
     "megatron/core/transformer": 690,

@@ -1,10 +1,8 @@
-"""The factor that lifts float16 gradients out of underflow: state machines told, step by step, whether it was too
-large.
+"""The loss scale, which keeps float16 gradients above underflow: state machines fed with "did this step overflow?".
 
-good good good ... good          `loss_scale_window` good steps in a row: scale x 2, patience restored
-bad                              an overflow: the step is skipped, patience falls by one
-bad                              no patience left: scale x 1/2, and again at every further overflow until the next
-growth
+good good good ... good     after `loss_scale_window` good steps in a row: scale x 2, patience restored
+bad                         an overflow: the step is skipped, patience falls by one
+bad                         no patience left: scale x 1/2, and again at every overflow until the next growth
 """
 
 import math
@@ -36,7 +34,7 @@ class LossScaleConfig(FlagConfig):
 
 
 class ConstantGradScaler:
-    """A scale that stays."""
+    """A fixed scale."""
 
     can_fall = False
 
@@ -44,31 +42,30 @@ class ConstantGradScaler:
         self.scale = scale
 
     def update(self, overflow: bool) -> None:
-        """Nothing follows from an overflow."""
+        """An overflow changes nothing."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """A fixed scale is the command line's, not the checkpoint's."""
+        """A fixed scale comes from the command line, not from the checkpoint."""
 
 
 class DynamicGradScaler:
     """A scale that doubles after a window of good steps and halves when overflows have used up its patience.
 
-    The patience is restored by growth alone, not by a good step: two overflows far apart within one window halve the
-    scale.
+    Only growth restores the patience, a good step does not: two overflows far apart within one window halve the scale.
     """
 
     def __init__(self, initial: float, *, minimum: float, window: int, hysteresis: int):
         self.scale, self.minimum = initial, minimum
         self.window, self.hysteresis = window, hysteresis
         self.good_steps = 0  # since the last overflow or growth
-        self.patience = hysteresis  # overflows still borne before the scale falls
+        self.patience = hysteresis  # overflows left before the scale falls
 
     @property
     def can_fall(self) -> bool:
-        """Whether another overflow may be the scale's fault: not the second in a row at the lowest scale, with no
+        """Whether the next overflow may be due to the scale. False after an overflow at the lowest scale without
         patience left."""
         return self.scale > self.minimum or self.patience > 0 or self.good_steps > 0
 
@@ -86,11 +83,11 @@ class DynamicGradScaler:
             self.scale *= GROWTH
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON; the names are Megatron's."""
+        """The state for a checkpoint, as JSON; the names are Megatron's."""
         return {"scale": self.scale, "growth_tracker": self.good_steps, "hysteresis_tracker": self.patience}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on as `state` says; a state without a scale, of a run that did not adapt one, changes nothing."""
+        """Resume from `state`. A state without a scale, from a run with a fixed scale or none, changes nothing."""
         if "scale" in state:
             self.scale, self.good_steps = float(state["scale"]), int(state["growth_tracker"])
             self.patience = int(state["hysteresis_tracker"])
@@ -100,7 +97,7 @@ GradScaler = ConstantGradScaler | DynamicGradScaler
 
 
 def make_grad_scaler(config: LossScaleConfig, *, fp16: bool) -> GradScaler | None:
-    """The scaler of a run; None where nothing is scaled. A fixed scale is obeyed in every precision."""
+    """The scaler of a run; None if the loss is not scaled. A fixed scale applies in every precision."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not fp16:

@@ -1,8 +1,7 @@
-"""The learning rate and the weight decay as functions of the samples consumed. Pure numbers.
+"""Learning rate and weight decay as functions of the samples consumed. Pure numbers.
 
-The unit is samples even where the user speaks of iterations (iterations x global batch size), as Megatron saves it. A
-schedule is its numbers and nothing else, so that a checkpoint can hold it and a resumed run can compare it with its
-own:
+The unit is samples, as in Megatron's checkpoints; iterations count as iterations x global batch size. A schedule is a
+record of numbers: a checkpoint holds it, and a resumed run compares it with its own.
 
     settings --learning_rate_schedule--> LearningRateSchedule --at(samples)--> rate
                                               | asdict, saved
@@ -80,7 +79,7 @@ class LearningRateConfig(FlagConfig):
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is, in the unit that its user counts in."""
+    """The length of a run, in the user's unit."""
 
     count: int
     unit: Literal["iters", "samples"] = "iters"
@@ -97,12 +96,12 @@ class RunLength:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """`at(samples)` is the rate of the iteration that begins after `samples` samples. All lengths are in samples."""
+    """`at(samples)`: the rate of the iteration that begins after `samples` samples. All lengths are in samples."""
 
     lr: float
     min_lr: float
     warmup_init: float
-    warmup: float  # a share of the decay need not be whole
+    warmup: float  # not an integer if given as a share of the decay
     decay: int
     style: DecayStyle
     wsd_decay: int | None = None
@@ -114,7 +113,7 @@ class LearningRateSchedule:
         return self._between(self.min_lr, self.lr, samples)
 
     def decoupled_at(self, samples: int) -> float | None:
-        """The rate of the word table and the output layer, by the same curve; None if they have none of their own."""
+        """The rate of the word table and the output layer; None if it is that of all parameters."""
         if self.decoupled_lr is None:
             return None
         lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
@@ -136,12 +135,12 @@ class LearningRateSchedule:
 
     @property
     def ignored(self) -> set[str]:
-        """The fields that this style does not look at."""
+        """The fields that this style does not read."""
         wsd = set() if self.style == "WSD" else {"wsd_decay", "wsd_style"}
         return wsd | ({"min_lr", "decay", "decoupled_min_lr"} if self.style == "constant" else set())
 
 
-# What is left of the way down after a share `x` of it, 0 <= x <= 1.
+# The height (1 at the start, 0 at the end) after a share `x` of the decay, 0 <= x <= 1.
 _FALLS = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
@@ -151,9 +150,9 @@ _FALLS = {
 
 
 def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> LearningRateSchedule:
-    """The schedule of a run of this length. Raises ConfigError where its parts do not fit into each other.
+    """The schedule of a run of this length. Raises ConfigError if warm-up or WSD decay exceed the decay.
 
-    Lengths count in the unit of the run's; that no setting uses the other unit is for the caller to check.
+    Lengths are in the run's unit; the caller checks that no setting uses the other unit.
     """
     unit, share = length.samples_per_unit, config.lr_warmup_fraction
 
@@ -172,14 +171,14 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
         )
     if config.lr_decay_style == "WSD" and wsd is not None and wsd > decay:
         raise ConfigError(
-            f"--lr-wsd-decay-{length.unit} ({wsd}) are the last of the decay's {decay} {word}; lower it or raise "
+            f"--lr-wsd-decay-{length.unit} ({wsd}) must not exceed the decay ({decay} {word}); lower it or raise "
             f"--lr-decay-{length.unit}"
         )
     return LearningRateSchedule(
         lr=config.lr,
         min_lr=config.min_lr,
         warmup_init=config.lr_warmup_init,
-        # The share is taken of the samples, not of the iterations, for that is Megatron's last digit.
+        # The share is taken of samples, not of iterations, which gives Megatron's last digit.
         warmup=warmup * unit if share is None else share * (decay * unit),
         decay=decay * unit,
         style=config.lr_decay_style,
@@ -192,8 +191,7 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """`at(samples)` is the weight decay of the iteration that begins after `samples` samples, growing over
-    `samples`."""
+    """`at(samples)`: the weight decay of the iteration that begins after `samples` samples; it grows over `samples`."""
 
     start: float
     end: float
@@ -219,10 +217,10 @@ AnySchedule = TypeVar("AnySchedule", LearningRateSchedule, WeightDecaySchedule)
 def schedule_in_force(
     mine: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str, samples: int
 ) -> AnySchedule:
-    """What a resumed run follows: its own schedule, or the one `saved` with the checkpoint (None: it has none).
+    """The schedule of a resumed run: its own, or the one `saved` in the checkpoint (None: the checkpoint has none).
 
-    Raises ConfigError if they differ in what matters and no flag says which. `what` names the schedule in messages,
-    which tell what either gives the next step, the one after `samples` samples.
+    Raises ConfigError if they differ and no flag decides. `what` names the schedule in the message, which gives both
+    values of the next step, the one after `samples` samples.
     """
     if saved is None or config.override_opt_param_scheduler:
         return mine
@@ -241,15 +239,15 @@ def schedule_in_force(
 
 
 def differences(theirs: AnySchedule, mine: AnySchedule) -> dict[str, str]:
-    """Field -> what it was and is, of those that matter to either schedule."""
+    """field -> "before, now", for fields that at least one of the schedules reads."""
     before, now = asdict(theirs), asdict(mine)
     names = [name for name in before if name not in mine.ignored & theirs.ignored and before[name] != now[name]]
     return {name: "{} {} before, {} now".format(name, *_told_apart(before[name], now[name])) for name in names}
 
 
 def _told_apart(one: Any, other: Any) -> tuple[str, str]:
-    """Two different values, floats with as few digits as tell them apart: 22.4 for 0.01 * 2240, which is
-    22.400000000000002."""
+    """Two different values as text; floats with as few digits as tell them apart: 22.4 for 22.400000000000002 (0.01 *
+    2240)."""
     for digits in (6, 12, 17):
         texts = [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (one, other)]
         if texts[0] != texts[1]:

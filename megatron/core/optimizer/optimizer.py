@@ -1,8 +1,8 @@
-"""The update over flat tensors: the optimizer sees buffers cut into segments of equal groups, and no parallelism.
+"""The optimizer over flat buffers, cut into segments of equal parameter groups. No parallelism shows here.
 
-Of each buffer it keeps, for the part that this rank owns (all of it, or with ZeRO a shard), a master copy in float32
-(or the parameters themselves, where they are that precise already) and the moments, laid out like the parameters. What
-it must know of other ranks is one number, the norm of the whole gradient.
+For this rank's part of each buffer (all of it, or a ZeRO shard) it keeps fp32 masters and moments, laid out like the
+parameters. Parameters that are fp32 or wider are their own masters. The only number from other ranks is the norm of
+the whole gradient.
 """
 
 import math
@@ -34,12 +34,12 @@ from megatron.core.tiers.tier import Tier
 
 
 class FlatOptimizer:
-    """An optimizer of OPTIMIZERS, or several, on float32 masters of the buffers of all model chunks of this rank.
+    """Optimizers of OPTIMIZERS on the fp32 masters of all model chunks of this rank.
 
-    group_of: how each parameter is updated, and by which optimizer, if not --optimizer. scaler: what the gradients were
-    scaled by, if they were. fixed_order: the norm has the same bits however parameters are spread over pipeline stages.
-    device: where to add up the norm on a rank that trains nothing.
-    tier: where this fraction of masters and moments live, and are updated slice by slice; with the buffers when None.
+    group_of: each parameter's group, and its optimizer if not --optimizer. scaler: the loss scale of the gradients.
+    fixed_order: compute the norm to the same bits in every pipeline layout. device: of the norm on a rank without
+    parameters. tier: storage of `offload_fraction` of masters and moments, which are updated slice by slice; None: the
+    buffers' device.
     """
 
     def __init__(
@@ -78,11 +78,12 @@ class FlatOptimizer:
         self._divide()
 
     def _keeps(self, name: str, kind: str) -> bool:
-        """Whether the parameter's optimizer has a state of that name."""
+        """Whether the parameter's optimizer has a state of this name."""
         return kind in self._states[self._group_of[name]]
 
     def _of_whole_tensors(self, tier: Tier | None) -> dict[str, nn.Parameter]:
-        """The parameters whose update needs whole tensors. Raises ConfigError where a rank has less of one."""
+        """The parameters whose update needs the whole tensor. Raises ConfigError if this rank holds only a part of
+        one."""
         named = {name: p for buffer in self.buffers for name, p in buffer.parameters.items()}
         whole = {name: p for name, p in named.items() if self.config.rule(self._group_of[name].optimizer).whole}
         stages = {f"--zero-stage {buffer.stage}": buffer.stage > 1 for buffer in self.buffers}
@@ -91,14 +92,14 @@ class FlatOptimizer:
         if whole and hindrances:
             name = self._group_of[next(iter(whole))].optimizer or self.config.optimizer
             raise ConfigError(
-                f"--optimizer {name} computes with whole tensors ({next(iter(whole))} and {len(whole) - 1} more), of which a "
-                f"rank has parts only with {' and '.join(hindrances)}; use "
+                f"--optimizer {name} needs whole tensors ({next(iter(whole))} and {len(whole) - 1} more), but "
+                f"{' and '.join(hindrances)} leaves a rank parts of them; use "
                 "--zero-stage 1 and leave out the rest"
             )
         return whole
 
     def _divide(self) -> None:
-        """What is updated by which call."""
+        """Sort the segments: one call per group for resident tensors, slices for the rest."""
         self._together: defaultdict[ParamGroup, list[Segment]] = defaultdict(list)  # updated by one call a group
         in_slices = []
         for segment in self._segments():
@@ -106,16 +107,15 @@ class FlatOptimizer:
         self._sliced = SlicedUpdater(in_slices, self._updates.__getitem__)
 
     def _leave_out_frozen(self) -> None:
-        """A parameter that is frozen by now stays as it is, though it has a buffer: without a gradient it would decay
-        still."""
+        """Drop parameters that were frozen since the last step; with a zero gradient they would still decay."""
         frozen = {id(p) for buffer in self.buffers for p in buffer.parameters.values() if not p.requires_grad}
         if frozen != self._frozen:
             self._frozen = frozen
             self._divide()
 
     def _segments(self) -> Iterator[Segment]:
-        """All that this rank owns and trains, in runs of equal groups that are kept alike; tensors that are updated
-        whole one by one."""
+        """All segments that this rank owns and trains: runs of equal group and storage; whole-tensor updates one by
+        one."""
         for i, (buffer, kept) in enumerate(zip(self.buffers, self._kept)):
             labels = {
                 name: (self._group_of[name], name if name in self._whole_tensors else None) if p.requires_grad else None
@@ -137,9 +137,9 @@ class FlatOptimizer:
                     yield segment if name is None else self._as_tensor(segment, buffer.parameters[name], name)
 
     def _as_tensor(self, segment: Segment, parameter: nn.Parameter, name: str) -> Segment:
-        """The same in the parameter's shape."""
+        """The segment with its tensors in the parameter's shape."""
         assert segment.gradients.numel() == parameter.numel(), (
-            f"{name} lies in several shards, though it is updated whole; name it to DistributedDataParallel in `whole`"
+            f"{name} lies in several shards, but its update needs it whole; pass its name to DistributedDataParallel in `whole`"
         )
         shape = parameter.shape
         states = {kind: stored.view(shape) for kind, stored in segment.moments.items()}
@@ -147,18 +147,21 @@ class FlatOptimizer:
         return replace(segment, master=segment.master.view(shape), moments=states, gradients=gradients, whole=whole)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss as a backward of our own loop needs it, for Megatron's `grad_scale_func`; `clip_grad_norm(loss
-        scale)` undoes it."""
+        """The scaled loss, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` removes the scale."""
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def grad_norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each parameter counted once. For each kind of parameter, one
-        all-reduce of a number over the ranks that hold shards of the gradient, and one over those of a copy of the
-        model; in fixed order, where every rank has the whole sum, an all-reduce of a count and an all-gather of all
-        parameters' sums of squares over mp.
+        """The L2 norm of the whole model's gradient; each parameter counts once. Every rank must call.
 
-        It is not finite if any gradient on any rank is not, counted or not: a copy that overflowed alone, by a kernel
-        whose order of summation varies, would else be the only one that is updated.
+        Communication, for each kind of parameter: one all-reduce of a number over the ranks that hold shards of the
+        gradient,
+        and one over the ranks of a model copy. In fixed order, where every rank has whole sums: an all-reduce of a
+        count and
+        an all-gather of all parameters' sums of squares over mp.
+
+        The norm is not finite if any gradient on any rank is not finite, counted or not. Otherwise a copy that
+        overflows alone
+        (kernels may sum in varying order) would diverge from the other copies.
         """
         if self.fixed_order:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
@@ -166,7 +169,7 @@ class FlatOptimizer:
         return torch.stack(squares).sum().sqrt().item()
 
     def _sum_of_squares(self, model: Axis) -> Tensor:
-        """Of the gradients of the parameters whose copies are spread over `model`, all of whose ranks must call."""
+        """The sum of squares of gradients whose copies are spread over `model`. All ranks of `model` must call."""
         total, shard_axes = torch.zeros((), dtype=torch.float64, device=self.device), ()
         for buffer, weighted in zip(self.buffers, self._weighted):
             if buffer.axes.model.ranks == model.ranks:
@@ -178,8 +181,12 @@ class FlatOptimizer:
         return comm.all_reduce(total, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
-        """The sum of squares of each piece of a parameter, from all ranks of mp, with some zeros; in no certain order,
-        so add them up exactly. Each is summed as a tensor of its own, for a sum's bits depend on where it begins."""
+        """The sums of squares of each piece of a parameter, from all ranks of mp, padded with zeros, in no certain
+        order.
+
+        Add them exactly (fsum). Each is summed as a tensor of its own, since the bits of a sum depend on where it
+        begins.
+        """
         mine = [weight * part.double().square().sum() for weighted in self._weighted for weight, part in weighted]
         length = comm.all_reduce(torch.tensor([len(mine)], device=self.device), self.mesh["mp"], "max").item()
         padded = torch.zeros(int(length), dtype=torch.float64, device=self.device)
@@ -188,15 +195,18 @@ class FlatOptimizer:
         return comm.all_gather(padded, self.mesh["mp"]).tolist()
 
     def clip_factor(self, divisor: float = 1.0) -> tuple[float, float]:
-        """The norm of gradient / `divisor`, and by what `step` must multiply the gradient so that this, and no longer
-        than `clip_grad`, is what it updates with. The divisor may be negative. Every rank must call."""
+        """(norm of gradient / `divisor`, factor for `step` that divides and clips to `clip_grad`). Every rank must
+        call.
+
+        The divisor may be negative.
+        """
         norm = self.grad_norm() / abs(divisor)
         limit = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad > 0 else 1.0
-        return norm, (limit if limit < 1 else 1.0) / divisor  # a norm that is no number limits nothing
+        return norm, (limit if limit < 1 else 1.0) / divisor  # a NaN norm clips nothing
 
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
-        """Do that multiplication now, and return the norm: one more pass over the gradient, for who wants to see it.
-        Every rank must call."""
+        """Divide and clip the gradients now, and return the norm. One more pass over the gradients than
+        `step(factor=...)`. Every rank must call."""
         norm, factor = self.clip_factor(divisor)
         if factor != 1:
             for buffer in self.buffers:
@@ -208,9 +218,11 @@ class FlatOptimizer:
     def step(
         self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None, factor: float = 1.0
     ) -> None:
-        """Update masters and parameters with `factor` x the gradients in the buffers, decoupled groups at their own
-        rate if given, and with another weight decay than the settings' if given. The gradients are multiplied on the
-        way."""
+        """Update masters and parameters with `factor` x the gradients in the buffers; gradients are multiplied in
+        place.
+
+        decoupled_lr: learning rate of decoupled groups; None: `lr`. weight_decay: None: the setting's.
+        """
         self._leave_out_frozen()
         weight_decay = self.config.weight_decay if weight_decay is None else weight_decay
 
@@ -229,19 +241,21 @@ class FlatOptimizer:
         self._publish([kept.here for kept in self._kept])
 
     def publish_masters(self) -> None:
-        """Round the masters into the parameters that this rank owns; `DistributedDataParallel.gather_params` does the
-        rest."""
+        """Round the masters into the parameters that this rank owns. `DistributedDataParallel.gather_params`
+        distributes them."""
         self._publish([kept.here + kept.away for kept in self._kept])
 
     def _publish(self, runs_of: list[list[tuple[int, int]]]) -> None:
-        """The same of these runs of each buffer, where parameters and masters are not the same memory."""
+        """Round the masters of these runs of each buffer into parameters, if these are separate memory."""
         for kept, master, held in zip(self._kept, self.masters, runs_of):
             for start, stop in held if kept.rounds else ():
                 copy_stored(kept.buffer.owned_params.at(start, stop), master.at(start, stop))
 
     def tensors(self) -> dict[str, dict[str, Stored]]:
-        """What a checkpoint must hold to go on exactly: kind -> parameter name -> tensor shaped like the parameter, or,
-        of a parameter in shards, the elements that `kept_of` says, flat. In memory or in a file."""
+        """The state of a checkpoint: kind -> parameter name -> tensor, in memory or in a file.
+
+        A tensor has the parameter's shape; that of a sharded parameter is flat and holds the elements of `kept_of`.
+        """
         kinds = dict(self.moments)
         if any(buffer.is_half_precision for buffer in self.buffers):
             kinds["master"] = self.masters
@@ -256,7 +270,7 @@ class FlatOptimizer:
         }
 
     def kept_of(self) -> dict[str, tuple[int, int]]:
-        """Of each parameter that lies in shards, the elements (start, stop), in row-major order, whose state this rank
+        """Sharded parameters: name -> (start, stop), in row-major order, of the elements whose state this rank
         keeps."""
         return {
             slot.name: buffer.kept(slot)
@@ -267,11 +281,10 @@ class FlatOptimizer:
 
 
 class _Kept:
-    """Where the state of what this rank owns of a buffer is kept: the runs `away` in a tier, those `here` with the
-    buffer.
+    """Storage of a buffer's optimizer state: the runs `away` in a tier, the runs `here` on the buffer's device.
 
-    splits: whether masters are the parameters and what these lack; rounds: whether parameters are rounded copies of
-    them."""
+    splits: masters are the parameters plus their missing bits; rounds: parameters are rounded copies of the masters.
+    """
 
     def __init__(self, buffer: ParamAndGradBuffer, tier: Tier | None, fraction: float, *, splits: bool = False):
         self.buffer, self.tier = buffer, tier
@@ -282,7 +295,7 @@ class _Kept:
         self.away, self.here = cut_by_fraction(buffer.owned, starts, fraction if tier is not None else 0.0)
 
     def zeros(self, dtype: torch.dtype | None = None, among: Callable[[str], bool] = lambda name: True) -> Shard:
-        """Laid out like what is owned of the parameters of these names; of the masters' type if not told."""
+        """Zeros in the layout of the owned parameters of these names; dtype: None: that of the masters."""
         dtype, device = dtype or self.buffer.master_dtype, self.buffer.device
         away, here = self.away, self.here
         labels = {slot.name: among(slot.name) for slot in self.buffer.plan.slots}
@@ -295,7 +308,8 @@ class _Kept:
         )
 
     def master(self) -> Shard:
-        """The owned parameters in float32: themselves, where they are that precise already."""
+        """The owned parameters in fp32: the parameters themselves if they are that precise, otherwise copies or
+        `SplitMaster`s."""
         if not self.buffer.is_half_precision:
             return self.buffer.owned_params
         if self.splits:
@@ -317,10 +331,14 @@ _WIDENED_AT_ONCE = 2**24  # elements on an accelerator: 128 MB
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """In float64, whatever the layout to its last digits. Widened piece by piece: a copy of all gradients in float64
-    would take twice their memory. On the CPU, where torch's norm that widens on the way is not vectorized, into memory
-    that stays in the cache: 21 ms for 33 million float32 (one thread), 115 by that norm. A piece gives each thread what
-    torch gives a thread at least."""
+    """The sum of squares in float64, equal in every layout to the last digits.
+
+    Widened piece by piece: a float64 copy of all gradients would take twice their memory. On the CPU, torch's norm with
+    a
+    wider dtype is not vectorized, so pieces are copied into a buffer that stays in the cache: 21 ms instead of 115 ms
+    for
+    33 million float32 (one thread). A piece is as large as the least work that torch gives to each thread.
+    """
     if x.device.type != "cpu":
         norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in x.split(_WIDENED_AT_ONCE)]
         return torch.stack(norms).square().sum()
@@ -331,8 +349,8 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 
 
 def _weighted_gradients(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list[tuple[float, Tensor]]:
-    """All sums of gradients that this rank has of the buffer, in parts: weight 1 where it speaks for them in sums over
-    the model, else 0. `join`: neighbours as one part."""
+    """This rank's sums of gradients, in parts of weight 1 where this rank counts them in the norm, otherwise 0. `join`:
+    merge neighbours."""
     slots, end = buffer.plan.slots, 0
     parts: list[tuple[float, int, int]] = []
     for slot, next_start in zip(slots, [slot.start for slot in slots[1:]] + [buffer.plan.numel]):

@@ -1,4 +1,4 @@
-"""The settings of the optimizer, and the table of the optimizers that there are. Pure."""
+"""The settings of the optimizer, and the table of optimizers. Pure."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,14 +14,14 @@ from megatron.core.placement import Placement
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """One optimizer: a line of OPTIMIZERS. The settings that it reads are those of OptimizerConfig, or of the script
-    that adds the line.
+    """An optimizer: a line of OPTIMIZERS. It reads its settings from OptimizerConfig, or from the script that adds it.
 
-    update: settings -> `update.Update`, which changes parameters in place. states: settings -> the names of what is
-    kept for each element of a parameter, zeros at first; checkpoints hold it under these names. whole: an update
-    computes with whole tensors, and not element by element; it is handed `whole.WholeTensor`s too, and needs ZeRO stage
-    0 or 1. scales: it multiplies gradients by the step's factor itself, as a fused kernel can; else they are multiplied
-    before.
+    update: config -> `update.Update`, which changes parameters in place.
+    states: config -> names of the states kept per element, zeros at first; checkpoints use these names.
+    whole: the update needs whole tensors. It is passed a `whole.WholeTensor` per parameter, and requires ZeRO stage 0
+    or 1.
+    scales: the update multiplies gradients by the step's factor, as a fused kernel can; otherwise they are multiplied
+    first.
     """
 
     update: Callable[["OptimizerConfig"], Callable[..., None]]
@@ -38,8 +38,7 @@ def _sgd(config: "OptimizerConfig") -> Callable[..., None]:
     return partial(optimizer.sgd_update, momentum=config.sgd_momentum)
 
 
-# A script adds a line before it calls pretrain(), and --optimizer takes its name. The states of these are torch's
-# names.
+# A script adds a line before it calls pretrain(); --optimizer then takes its name. The states here have torch's names.
 OPTIMIZERS: dict[str, UpdateRule] = {
     "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True),
     "sgd": UpdateRule(_sgd, lambda config: ("momentum_buffer",) if config.sgd_momentum else ()),
@@ -81,24 +80,25 @@ class OptimizerConfig(FlagConfig):
             yield f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"
 
     def weight_decay_schedule(self, samples: int) -> WeightDecaySchedule:
-        """The weight decay of a run of so many samples."""
+        """The weight decay over a run of `samples` samples."""
         ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":
             ends = (self.weight_decay, self.weight_decay)
         return WeightDecaySchedule(*ends, self.weight_decay_incr_style, samples)
 
     def rule(self, name: str | None = None) -> UpdateRule:
-        """The optimizer of that name, of --optimizer if None. Raises ConfigError for a name that OPTIMIZERS lacks."""
+        """The rule of the optimizer `name`; None: --optimizer. Raises ConfigError for a name missing from
+        OPTIMIZERS."""
         name = name or self.optimizer
         if name not in OPTIMIZERS:
             raise ConfigError(f"the optimizer {name} is not one of OPTIMIZERS: {', '.join(OPTIMIZERS)}")
         return OPTIMIZERS[name]
 
     def whole_among(self, placements: Mapping[str, Placement], group_of: GroupRule) -> set[str]:
-        """The parameters whose optimizer computes with whole tensors, of those of these placements."""
+        """Names of the parameters whose optimizer needs whole tensors."""
         return {name for name, it in placements.items() if self.rule(group_of(name, it).optimizer).whole}
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What --optimizer keeps of past gradients, by the names under which checkpoints hold it."""
+        """The states of --optimizer, by their names in checkpoints."""
         return self.rule().states(self)

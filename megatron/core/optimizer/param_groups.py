@@ -1,4 +1,4 @@
-"""Which parameters are updated alike: weight decay and learning rate by name and shape. Pure.
+"""Parameter groups: weight decay, learning rate and optimizer by name and shape. Pure.
 
 group_of(name, placement) -> ParamGroup        a fork passes its own to pretrain(); parameters of equal groups are
                                                updated together, as segments of the flat buffers
@@ -16,16 +16,16 @@ class ParamGroup:
 
     weight_decay_multiplier: float = 1.0
     lr_multiplier: float = 1.0
-    decoupled: bool = False  # follows --decoupled-lr, if that is given, instead of --lr
-    optimizer: str | None = None  # the one of OPTIMIZERS that updates it; --optimizer when None
+    decoupled: bool = False  # follows --decoupled-lr, if given, instead of --lr
+    optimizer: str | None = None  # a name of OPTIMIZERS; None: --optimizer
 
 
 GroupRule = Callable[[str, Placement], ParamGroup]
 
 
 def default_group(name: str, placement: Placement) -> ParamGroup:
-    """Megatron's rule: vectors (biases, norm weights) do not decay; word table and output layer may have their own
-    rate."""
+    """Megatron's rule: vectors (biases, norm weights) do not decay; word table and output layer follow
+    --decoupled-lr."""
     return ParamGroup(
         weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
         decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),

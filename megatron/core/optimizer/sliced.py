@@ -1,11 +1,11 @@
-"""An update slice by slice, over state that need not be in memory, nor be tensors as they are.
+"""The update slice by slice, for optimizer state that is offloaded, or is no plain tensor.
 
     the tier's thread   read 1 | read 2            | write 0, read 3 | write 1 ...
     this thread                  update 0           | update 1        | update 2 ...
 
-Of each kind three slices are in memory at a time, whatever the size of the model. An element's update has the same bits
-in a slice as in a whole buffer: slices begin at multiples of what a vector holds, counted from where a whole update
-begins.
+At most three slices of each state are in memory, whatever the size of the model. An element's update has the same bits
+in a slice as in a whole buffer: slices begin at multiples of the vector length, counted from the start of a whole
+update.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ from megatron.core.tiers.plan import SLICE, cut_in_slices
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring elements that are updated alike, each tensor laid out like the others.
+    """Neighbouring elements of one group, in tensors of equal layout.
 
-    parameters: the rounded copy of the masters that the model reads; None where writing the masters is writing that.
-    is_away: kept in a tier, and updated on the host; else where the gradients are.
+    parameters: the rounded copy of the masters that the model reads; None if the masters are what it reads.
+    is_away: kept in a tier and updated on the host; otherwise updated on the gradients' device.
     """
 
     group: ParamGroup
@@ -40,11 +40,11 @@ class Segment:
     gradients: Tensor
     parameters: Stored | None
     is_away: bool = False
-    whole: WholeTensor | None = None  # of a parameter that is updated as such: the tensors have its shape
+    whole: WholeTensor | None = None  # for a whole-tensor update: the tensors have the parameter's shape
 
     @property
     def is_tensors(self) -> bool:
-        """Whether it can be updated where it lies."""
+        """Whether the update can run in place."""
         return not self.is_away and isinstance(self.master, Tensor)
 
     def part(self, start: int, stop: int) -> "Segment":
@@ -58,14 +58,14 @@ class Segment:
 
 
 class SlicedUpdater:
-    """`step` updates all segments, and what the model reads of them. update_of: how those of a group are updated.
-    length: elements of a slice, a multiple of ALIGN."""
+    """Updates all segments and publishes them to the model. update_of: a group's update. length: elements per slice, a
+    multiple of ALIGN."""
 
     def __init__(self, segments: Sequence[Segment], update_of: Callable[[ParamGroup], Update], length: int = SLICE):
         if length < 1 or length % ALIGN:
             raise ValueError(
-                f"slices of {length} elements: an update is computed in vectors, and a slice that ends within one has other "
-                f"bits than a whole update; give a multiple of {ALIGN}"
+                f"slices of {length} elements: a slice that ends inside a vector has other bits than a whole update; give a "
+                f"multiple of {ALIGN}"
             )
         self._update_of = update_of
         self._slices: list[Segment] = []
@@ -76,7 +76,7 @@ class SlicedUpdater:
 
     @torch.no_grad()
     def step(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
-        """step_of: the numbers of each group's update. All is written when it returns."""
+        """Update and write all segments. step_of: the numbers of each group's update."""
         reading = _start_reading(self._slices[0]) if self._slices else None
         writing: Pending[Any] = done()
         for current, following in zip(self._slices, [*self._slices[1:], None]):
@@ -85,18 +85,18 @@ class SlicedUpdater:
             states = {kind: [values] for kind, values in here.moments.items()}
             step = step_of(current.group)
             self._update_of(current.group)([here.master], [here.gradients], states, step)
-            if here.gradients.data_ptr() != current.gradients.data_ptr():  # a copy on the host was multiplied
+            if here.gradients.data_ptr() != current.gradients.data_ptr():  # the update multiplied a copy on the host
                 current.gradients.mul_(step.factor)
             writing.wait()
             writing = _start_writing(current, here)
         writing.wait()
 
 
-_LONGER_ON_DEVICE = 8  # of an accelerator: 8 M elements, else starting kernels would take longer than they do
+_LONGER_ON_DEVICE = 8  # slices of 8 M elements on an accelerator: with fewer, kernel launches take longer than kernels
 
 
 def _start_reading(part: Segment) -> Pending[Segment]:
-    """Begin to bring a slice to where it is updated, as tensors."""
+    """Start to bring a slice, as tensors, to the device of its update."""
     start = _start_fetching if part.is_away else start_reading
     master, gradients = start(part.master), start(part.gradients)
     moments = {kind: start(stored) for kind, stored in part.moments.items()}
@@ -109,7 +109,7 @@ def _start_reading(part: Segment) -> Pending[Segment]:
 
 
 def _start_fetching(stored: Stored) -> Pending[Tensor]:
-    """Begin to copy to the host what is not there."""
+    """Start to copy a tensor to the host, unless it is there."""
     if isinstance(stored, SplitMaster):
         return stored.start_reading(_start_fetching)
     return start_to_host(stored) if isinstance(stored, Tensor) else start_reading(stored)

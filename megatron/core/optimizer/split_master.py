@@ -1,19 +1,19 @@
-"""A float32 master held as the bfloat16 weight that the model reads and a signed 16-bit residual: two bytes a parameter
-less.
+"""An fp32 master stored as the bf16 weight that the model reads and a signed 16-bit residual; saves 2 bytes a
+parameter.
 
     bits of the master, an int32    =    65536 x bits of the weight, an int16    +    residual, -32768 .. 32767
 
-The weight is the master rounded to nearest, ties to even: the weight of a run that holds masters whole. 65,537 masters
-round to an even weight, one more than 16 bits tell apart: the weight itself, 32,767 on each side of it, and a tie at
-each end. So the tie farther from zero is broken before it is stored: that master moves one unit in the last place
-towards zero, and still rounds to the same weight.
+The weight is the master rounded to nearest, ties to even, as in a run with separate masters. 65,537 masters round to
+an even weight, one more than 16 bits can tell apart: the weight itself, 32,767 on each side, and a tie at each end. So
+the tie farther from zero is broken before it is stored: the master moves one unit in the last place towards zero, and
+still rounds to the same weight.
 
     lower half of the master    8000 after an odd upper half    residual -32768    rounds up, kept exactly
                                 8000 after an even upper half   residual  32767    rounds down, kept as 7FFF
 
-That is one master in 131,072, by chance; every other comes back to the bit, and one that was broken is never changed
-again. A finite master too large for bfloat16 has an infinite weight, as with any rounding, and is kept exactly. The
-weight of a NaN is a NaN; which NaN it was is forgotten.
+That affects one master in 131,072, by chance. Every other master is restored to the bit, and a broken tie is not
+broken again. A finite master too large for bf16 has an infinite weight, as with any rounding, and is restored exactly.
+The weight of a NaN is a NaN; its payload is lost.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.core.pending import Pending, all_of
 from megatron.core.storage.stored import Stored, StoredTensor, start_reading, start_writing
 
-_NAN = 0x7FC00000  # whose lower half is zero; that of NVIDIA's, 0x7FFFFFFF, would round to minus zero
+_NAN = 0x7FC00000  # its lower half is zero; NVIDIA's NaN, 0x7FFFFFFF, would round to minus zero
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,13 +38,13 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(weight: Tensor, residual: Tensor) -> Tensor:
-    """The float32 master, on the weight's device, in memory of its own."""
+    """The float32 master, on the weight's device, in new memory."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(residual.to(bits.device)).view(torch.float32)
 
 
 class SplitMaster(StoredTensor):
-    """A float32 tensor whose upper half is the weight itself: writing one writes the other."""
+    """A float32 tensor whose upper half is the weight: writing to it writes the weight."""
 
     dtype = torch.float32
 
@@ -59,7 +59,7 @@ class SplitMaster(StoredTensor):
         return SplitMaster(self.weight[rows], self.residual[rows])
 
     def start_reading(self, start: Callable[[Stored], Pending[Tensor]] = start_reading) -> Pending[Tensor]:
-        """start: how to begin to read each half."""
+        """start: the function that starts to read each half."""
         weight, residual = start(self.weight), start(self.residual)
         return Pending(lambda: join_master(weight.wait(), residual.wait()))
 

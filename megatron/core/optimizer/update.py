@@ -1,4 +1,4 @@
-"""What AdamW and SGD do to tensors, in place: torch's own functions, whose state is ours."""
+"""The updates of AdamW and SGD, in place: torch's functions, with state that is ours."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 class UpdateStep(NamedTuple):
-    """The numbers of one update of one group."""
+    """The numbers of one group's update."""
 
     lr: float
     weight_decay: float
@@ -23,14 +23,13 @@ class UpdateStep(NamedTuple):
 
 Tensors = list[Tensor]
 States = dict[str, Tensors]  # by name, each like the parameters
-# (parameters, gradients, states by name, step) -> updates the first and the states, and multiplies the gradients. An
-# update of whole
-# tensors is given a list of WholeTensor too.
+# (parameters, gradients, states by name, step): updates parameters and states in place, and multiplies the gradients.
+# A whole-tensor update gets a list of WholeTensor as its last argument.
 Update = Callable[..., None]
 
 
 def make_update(config: OptimizerConfig, name: str | None) -> Update:
-    """The update of the optimizer of that name, of --optimizer if None."""
+    """The update of the optimizer `name`; None: --optimizer."""
     rule = config.rule(name)
     update = rule.update(config)
 
@@ -44,8 +43,10 @@ def make_update(config: OptimizerConfig, name: str | None) -> Update:
 def adam_update(
     parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, beta1: float, beta2: float, eps: float
 ) -> None:
-    """torch.optim.AdamW's step, in one pass over each tensor where the device has that, the multiplication of gradients
-    included: a pass of its own for that is a quarter of the update's time (CPU)."""
+    """torch.optim.AdamW's step, in one pass over each tensor if the device has a fused kernel.
+
+    The fused kernel multiplies the gradients too: a separate pass for that takes a quarter of the update's time (CPU).
+    """
     device = parameters[0].device
     fused = has_fused_adam(device)
     divisor = _as_divisor(step.factor, gradients) if fused else None
@@ -58,7 +59,7 @@ def adam_update(
 
 
 def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, momentum: float) -> None:
-    """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike Adam's, the decay passes through the
+    """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike in AdamW, the decay enters the
     momentum."""
     kept = states.get("momentum_buffer", [None] * len(parameters))
     rates = {"lr": step.lr, "weight_decay": step.weight_decay, "momentum": momentum}
@@ -66,8 +67,8 @@ def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: Up
 
 
 def _as_divisor(factor: float, gradients: list[Tensor]) -> Tensor | None:
-    """By what the fused kernel divides gradients: a float32, so that it is None where that would not be as exact as
-    their own type."""
+    """The divisor of gradients for the fused kernel, a float32; None where that is less exact than the gradients'
+    dtype."""
     if factor == 1 or gradients[0].dtype != torch.float32 or not 1e-30 < abs(factor) < 1e30:
         return None
     return torch.full((), 1 / factor, device=gradients[0].device)

@@ -1,11 +1,10 @@
-"""The whole tensor of a parameter whose parts lie on several tensor-parallel ranks, for updates that compute with
-matrices.
+"""Whole tensors of parameters that are sharded over tensor-parallel ranks, for updates that need matrices.
 
-    whole = tensor.gather(momentum)        one all-gather over tp; every rank of it must call, for its parameters in their order
+    whole = tensor.gather(momentum)        one all-gather over tp; all its ranks must call, for its parameters in their order
     momentum_part = tensor.part(direction(whole))
 
-So an update is written as for one process, and is the same in every layout. A rank computes what its neighbours in tp
-compute too.
+An update is written as for one process and gives the same numbers in every layout. Ranks of tp repeat each other's
+computation.
 """
 
 import json
@@ -25,7 +24,7 @@ Pieces = list[tuple[Box, Box]]  # (box in the whole tensor, box in the local one
 
 
 class WholeTensor:
-    """One parameter. shape: of the whole; local: of the part, padding included; pieces: those of each rank of the
+    """One parameter. shape: of the whole tensor; local: of this rank's part, with padding; pieces: of each rank of the
     axis."""
 
     def __init__(self, shape: tuple[int, ...], local: tuple[int, ...], axis: Axis, pieces: list[Pieces]):
@@ -33,7 +32,7 @@ class WholeTensor:
         self._axis, self._pieces = axis, pieces
 
     def gather(self, mine: Tensor) -> Tensor:
-        """The whole of something laid out like the parameter, without padding; `mine` itself where it is all of it."""
+        """The whole of a tensor laid out like the parameter, without padding; `mine` itself if it is whole already."""
         if self._axis.size == 1:
             return mine
         whole = mine.new_zeros(self.shape)
@@ -43,7 +42,7 @@ class WholeTensor:
         return whole
 
     def part(self, whole: Tensor) -> Tensor:
-        """What this rank holds of it, with zeros as padding."""
+        """This rank's part of `whole`, padded with zeros."""
         if self._axis.size == 1:
             return whole
         mine = whole.new_zeros(self._local)
@@ -55,14 +54,14 @@ class WholeTensor:
 def whole_tensors(
     parameters: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device | str
 ) -> dict[str, WholeTensor]:
-    """Of each parameter. The ranks of tp tell one another what they hold: every one of them must call, with its parts
-    of the same ones."""
+    """The WholeTensor of each parameter. The ranks of tp exchange their pieces: all must call, with their parts of the
+    same parameters."""
     tp, divided = mesh["tp"], {}
     for name, parameter in parameters.items():
         placement = parameter.placement
         if others := set(placement.shard) - {"tp"}:
             raise ConfigError(
-                f"{name} is divided over {', '.join(others)}; an optimizer of whole tensors gathers over tp only"
+                f"{name} is sharded over {', '.join(others)}; an optimizer of whole tensors gathers over tp only"
             )
         if placement.shard or placement.rows:
             divided[name] = pieces(placement, tuple(parameter.shape), mesh)
