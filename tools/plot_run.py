@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +65,11 @@ class Curves:
         if value is not None and math.isfinite(value):
             self.of[name][iteration] = value
 
-    def add_interval(self, iteration: int, numbers: Iterable[float | None], per_second: int) -> None:
+    def add_interval(self, iteration: int, numbers: list[float | None], per_second: int) -> None:
         """Add a log line's numbers, in the order of `_IN_LOG`. per_second: units of its time in a second."""
-        *values, samples, time = numbers
-        values.append(per_second * samples / time if samples and time else None)
-        for name, value in zip(("training", "learning rate", "gradient norm", "throughput"), values):
+        samples, time = numbers[3:]
+        pace = per_second * samples / time if samples and time else None
+        for name, value in zip(("training", "learning rate", "gradient norm", "throughput"), [*numbers[:3], pace]):
             self.add(name, iteration, value)
 
     def go_on_from(self, iteration: int) -> None:
@@ -109,7 +109,7 @@ def read_metrics(text: str) -> Curves:
             continue  # the cut last line of a killed run
         iteration = entry["iteration"]
         if entry["kind"] == "interval":
-            curves.add_interval(iteration, map(entry.get, _IN_METRICS), 1)
+            curves.add_interval(iteration, [entry.get(name) for name in _IN_METRICS], 1)
         elif entry["kind"] == "validation":
             curves.add("validation", iteration, entry.get("lm loss validation"))
     return curves
