@@ -265,7 +265,7 @@ def test_a_package_says_what_lives_in_it(folder: Path):
 
 
 RULES_OF_SIZE = ("file", "function", "assignment", "line")
-BEING_REBUILT = ("megatron/training/memory/", "tools/estimate_memory")
+BEING_REBUILT: tuple[str, ...] = ()
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
@@ -286,7 +286,7 @@ BUDGETS = {
     "megatron/core/transformer": 690,
     "megatron/training": 1_740,
     "megatron/training/ending": 240,
-    "megatron/training/memory": 1_190,
+    "megatron/training/memory": 1_200,
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_000,
     "megatron/training/watch": 990,

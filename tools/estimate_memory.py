@@ -3,10 +3,12 @@
     python tools/estimate_memory.py --world-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 \\
         --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 \\
         --global-batch-size 1536 --bf16 --sequence-parallel --use-distributed-optimizer --vocab-size 51200
-    python tools/estimate_memory.py --measure --rank 2 --world-size 8 ...    train that rank here, alone, and count its tensors beside
+    python tools/estimate_memory.py --measure --rank 2 --world-size 8 ...    train that rank here, alone, and count
+    its tensors beside
     python tools/estimate_memory.py --model mine/pretrain.py ...             a script's own model
 
-Takes the flags of pretrain_gpt.py, or with --model bert of pretrain_bert.py; of data and steps none is needed. docs/memory.md says what is counted.
+Takes the flags of pretrain_gpt.py, or with --model bert of pretrain_bert.py; of data and steps none is needed.
+docs/memory.md says what is counted.
 """
 
 import argparse
@@ -86,7 +88,7 @@ class Read(NamedTuple):
 def read(words: Sequence[str]) -> Read:
     """Raises ConfigError with all problems."""
     try:
-        config, args, _ = parse_args(words, add_own_flags, defaults_for(words))
+        config, args = parse_args(words, add_own_flags, defaults_for(words))[:2]
     except ArgumentsError as error:
         found: list[str] = []
         with collected(found):
@@ -138,7 +140,10 @@ def check_run(config: Config, world_size: int, model: str) -> None:
 
 def _in_terms_of_words(problem: str) -> str:
     """Of a tokenizer only the number of its words is needed here."""
-    enough = "--vocab-size N is required: the number of words is enough, and so are the tokenizer's own flags (--tokenizer-type ...)"
+    enough = (
+        "--vocab-size N is required: the number of words is enough, and so are the tokenizer's own flags "
+        "(--tokenizer-type ...)"
+    )
     return enough if problem == NO_TOKENIZER else problem
 
 

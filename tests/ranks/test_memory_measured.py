@@ -75,7 +75,8 @@ def test_recorded_peaks_are_the_predicted(record: dict, values: bool):
 def test_the_record_is_what_ranks_take_today(record: dict, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where those with an --offload-dir have it
     got = measure((SMALL + record["flags"]).split(), record["world_size"], record["rank"], record["model"])
-    assert (got.bytes, got.total, got.in_file) == (record["bytes"], record["all"], record["in_file"])
+    assert {**got.bytes, "all": got.total} == pytest.approx({**record["bytes"], "all": record["all"]}, rel=0.01)
+    assert got.in_file == record["in_file"]
 
 
 @pytest.mark.full

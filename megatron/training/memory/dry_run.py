@@ -44,7 +44,8 @@ COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
 class Job(NamedTuple):
-    """What is to be trained: the settings of a run that has begun, or that `tools/estimate_memory.py` was told, and its script."""
+    """What is to be trained: the settings of a run that has begun, or that `tools/estimate_memory.py` was told, and
+    its script."""
 
     runtime: Runtime
     model_provider: ModelProvider
@@ -163,7 +164,8 @@ class ShapesTier:
     """Host memory or a file that nothing is written to. `made`: what lies in memory of the host."""
 
     def __init__(self, name: str):
-        self.name, self.made, self._end = name, [], 0
+        self.name, self._end = name, 0
+        self.made: list[Tensor] = []
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Stored:
         if self.name == "file":
@@ -239,7 +241,8 @@ def _described(
 
 
 def _parameters_of(parts: RankParts) -> int:
-    """Elements of the stages' parameters over all tensor-parallel ranks; of a table that two stages share on the first of them."""
+    """Elements of the stages' parameters over all tensor-parallel ranks; of a table that two stages share on the
+    first of them."""
     placements = [(stage, p.placement) for stage, chunk in parts.chunks.items() for p in chunk.parameters()]
     return sum(math.prod(one.shape) for stage, one in placements if stage == 0 or "embd" not in one.partial_grad)
 
@@ -253,7 +256,8 @@ def microbatches(config: Config, world_size: int) -> int:
 
 
 def _to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:
-    """The microbatches that are run: all where units of ZeRO or activations come and go between a stage's actions; else the last, whose
+    """The microbatches that are run: all where units of ZeRO or activations come and go between a stage's actions;
+    else the last, whose
     gradients are summed, and the first, which finds what the step before has left."""
     if config.data_parallel.stage > 1 or config.transformer.cpu_offloading_num_layers:
         return set(range(batch.num_microbatches))

@@ -47,7 +47,8 @@ _V1: _Names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactiv
 
 
 def _groups_of_process(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
-    """Folders of the groups that this process is in, the innermost first. In a container they may not be seen by these names: the root
+    """Folders of the groups that this process is in, the innermost first. In a container they may not be seen by
+    these names: the root
     is its own."""
     lines = ["0::/", "1:memory:/", *_text(proc / "self" / "cgroup").splitlines()]
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
@@ -59,8 +60,8 @@ def _groups_of_process(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]
 
 
 def _left_in(folder: Path, names: _Names) -> int | None:
-    limit_name, used_name, of_files = names
-    limit, used, stat = (_text(folder / name) for name in (limit_name, used_name, "memory.stat"))
+    limit, used = (_text(folder / name) for name in names[:2])
+    of_files, stat = names[2], _text(folder / "memory.stat")
     if not (limit.isdigit() and used.isdigit()):  # no such group, or "max"
         return None
     pages = dict(line.split(maxsplit=1) for line in stat.splitlines() if " " in line)

@@ -1,4 +1,5 @@
-"""What a run's state, and offloading, ask of devices, machines and disks: refused where it does not fit. `memory/` says at the start how
+"""What a run's state, and offloading, ask of devices, machines and disks: refused where it does not fit. `memory/`
+says at the start how
 much that is."""
 
 import json
@@ -26,7 +27,10 @@ from megatron.training.runtime import Runtime, print_rank_0
 _ALL_THE_SAME = "--no-check-memory starts all the same"
 Bytes = dict[str, dict[str, int]]  # by tier and kind
 
-_ADVICE = "more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction or --cpu-offloading-num-layers"
+_ADVICE = (
+    "more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction "
+    "or --cpu-offloading-num-layers"
+)
 
 
 def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
@@ -68,10 +72,12 @@ class Room:
 
 
 def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room, forecast: Forecast | None = None) -> None:
-    """Raise ConfigError, on all ranks, where what lasts of a run does not fit: on a disk or a host the offloaded bytes that will live
+    """Raise ConfigError, on all ranks, where what lasts of a run does not fit: on a disk or a host the offloaded
+    bytes that will live
     there, and wherever it lives the state alone. --no-check-memory turns what is only about memory into a warning.
 
-    Nothing of the state has been written yet, so that it takes no memory on a host; room: as it was before the modules were made. Every
+    Nothing of the state has been written yet, so that it takes no memory on a host; room: as it was before the
+    modules were made. Every
     rank must call, before it makes the buffers.
     """
     modules, world = list(modules), runtime.mesh["world"]
@@ -104,7 +110,8 @@ def _true_size(parameter: nn.Parameter, mesh: Mesh) -> int:
 
 
 def warn_of_room(runtime: Runtime, forecast: Forecast) -> None:
-    """Say on the first rank, before the buffers are made, that a prediction is more than its device, or its share of a machine, has.
+    """Say on the first rank, before the buffers are made, that a prediction is more than its device, or its share of
+    a machine, has.
     Every rank must call."""
     if not forecast.ranks:
         return
@@ -154,7 +161,8 @@ def _need_of(runtime: Runtime, found: Bytes, room: Room) -> dict[str, Any]:
 
 
 def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """(what does not fit a disk, what does not fit memory), of the needs of all ranks: each disk and each machine is shared by those who
+    """(what does not fit a disk, what does not fit memory), of the needs of all ranks: each disk and each machine is
+    shared by those who
     name it alike."""
     disks = []
     for _, sharing, total, free in _overfull(needs, "disk"):
@@ -166,7 +174,8 @@ def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], li
     for name, sharing, total, free in _overfull(needs, "host"):
         what = "what is offloaded does" if sharing[0]["offloads"] else f"{STATE} do"
         memory.append(
-            f"{what} not fit the memory of {name}: {len(sharing)} rank(s) need {show_bytes(total)}, and {show_bytes(free)} are free; "
+            f"{what} not fit the memory of {name}: {len(sharing)} rank(s) need "
+            f"{show_bytes(total)}, and {show_bytes(free)} are free; "
             + (f"give --offload-dir, {_ADVICE}; {_ALL_THE_SAME}" if sharing[0]["offloads"] else advice)
         )
     for rank, need in enumerate(needs):
@@ -179,7 +188,8 @@ def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], li
     if on_device:
         rank = max(on_device, key=lambda rank: needs[rank]["device_needs"])
         memory.append(
-            f"{STATE} of {len(on_device)} rank(s) do not fit their devices: rank {rank} needs {show_bytes(needs[rank]['device_needs'])}, "
+            f"{STATE} of {len(on_device)} rank(s) do not fit their devices: rank {rank} "
+            f"needs {show_bytes(needs[rank]['device_needs'])}, "
             f"and its device has {show_bytes(needs[rank]['device_has'])}; {advice}"
         )
     return disks, memory
@@ -198,7 +208,8 @@ def _overfull(needs: Sequence[Mapping[str, Any]], what: str) -> Iterator[tuple[s
 
 
 _ONE_THREAD = (
-    "masters and moments on the host are updated by one thread of each rank (torchrun sets OMP_NUM_THREADS to 1); set it to the cores that a "
+    "masters and moments on the host are updated by one thread of each rank (torchrun sets "
+    "OMP_NUM_THREADS to 1); set it to the cores that a "
     "rank has to itself"
 )
 

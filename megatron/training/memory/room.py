@@ -29,13 +29,15 @@ def warning_of_room(
     )
     what, size = _largest(most, tiers)
     return [
-        f"WARNING: predicted {amount(_needed(most, tiers))} a rank, {has}: the run may end for lack of memory. {amount(size)} are {what}; "
+        f"WARNING: predicted {amount(_needed(most, tiers))} a rank, {has}: the run may end "
+        f"for lack of memory. {amount(size)} are {what}; "
         f"less with {less_with(config, world_size, what, shares=shares)}"
     ]
 
 
 def hint_of_fused(job: Job, ranks: Sequence[RankMemory]) -> list[str]:
-    """A line where the dropout of attention weights alone keeps them from a fused kernel, and that halves the activations or better."""
+    """A line where the dropout of attention weights alone keeps them from a fused kernel, and that halves the
+    activations or better."""
     config = job.runtime.config
     if not _is_unfused_by_dropout(config):
         return []
@@ -65,8 +67,10 @@ def _largest(one: RankMemory, tiers: Sequence[str]) -> tuple[str, int]:
 
 
 def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str:
-    """The flags that make this (`STATE`, `ACTIVATIONS`, else what travels) less and are not given yet; shares: as `warning_of_room`."""
-    model, parallel, sent = config.transformer, config.parallel, config.data_parallel
+    """The flags that make this (`STATE`, `ACTIVATIONS`, else what travels) less and are not given yet; shares: as
+    `warning_of_room`."""
+    model, parallel = config.transformer, config.parallel
+    sent = config.data_parallel
     stage = (
         3 if parallel.pipeline_model_parallel_size == 1 else 1
     )  # with pipelines the higher ones send for every microbatch
@@ -96,7 +100,8 @@ def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str
 
 
 def _half_has_less_state(config: Config, shards: int, tiers: Sequence[str]) -> bool:
-    """Whether --bf16 makes the state less: a parameter is two bytes shorter, and its master of four is new. That is less only where
+    """Whether --bf16 makes the state less: a parameter is two bytes shorter, and its master of four is new. That is
+    less only where
     masters are divided further than parameters, or lie elsewhere."""
     sent, offload = config.data_parallel, config.offload
     parameters_over = shards if sent.stage == 3 else 1

@@ -102,11 +102,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        b, n, s, _ = q.shape
-        out = torch.empty((b, s, n, v.shape[-1]), dtype=q.dtype).transpose(1, 2)
-        ctx.save_for_backward(
-            q, k, v, out, torch.empty((b, n, s), dtype=torch.promote_types(q.dtype, torch.float32)), mask
-        )
+        rows = q.shape[:3]  # [b, n, s]
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, torch.empty(rows, dtype=torch.promote_types(q.dtype, torch.float32)), mask)
         return out
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""An allocation that failed, as advice: how much was asked for and where, what the run was predicted to need, which flags make it less."""
+"""An allocation that failed, as advice: how much was asked for and where, what the run was predicted to need, which
+flags make it less."""
 
 import re
 import traceback
@@ -26,7 +27,8 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+ ?(?:bytes|[KMGT]iB))", re.IGNORE
 def in_words(
     error: BaseException, runtime: Runtime | None, predicted: Sequence[RankMemory] | None = None
 ) -> BaseException:
-    """`error`; or where it came of memory that was not to be had, an `OutOfMemory` with advice. predicted: of the run's ranks, if that is
+    """`error`; or where it came of memory that was not to be had, an `OutOfMemory` with advice. predicted: of the
+    run's ranks, if that is
     known; None before the model is built."""
     cause = next((one for one in _chain(error) if _is_shortage(one)), None)
     if cause is None or runtime is None:

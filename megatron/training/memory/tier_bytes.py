@@ -22,7 +22,8 @@ class Element:
     def of(
         cls, parameter: int, moments: int, *, gradient: int | None = None, splits_masters: bool = False
     ) -> "Element":
-        """parameter: bytes of one in the model's precision; moments: how many the optimizer keeps; gradient: bytes of one that a rank
+        """parameter: bytes of one in the model's precision; moments: how many the optimizer keeps; gradient: bytes
+        of one that a rank
         adds up, those of its sum when None; splits_masters: of a master only what the parameter lacks is kept."""
         wide = max(parameter, 4)
         master = wide - parameter if splits_masters else wide
@@ -40,12 +41,14 @@ def bytes_by_tier(
     fraction: float = 1.0,
     offload_params: bool = False,
 ) -> dict[str, dict[str, int]]:
-    """Of `numel` trained elements of a rank's model chunks, the bytes of each kind in each tier: lasting state, without alignment.
+    """Of `numel` trained elements of a rank's model chunks, the bytes of each kind in each tier: lasting state,
+    without alignment.
 
     {"device": {"parameters": .., "gradients": ..}, "host": {"masters": .., "moments": .., "slices": ..}}
 
     stage: ZeRO's; shards: over how many ranks things are divided; outer: over how many more masters and moments are; tier: where
-    `fraction` of masters and moments live, and with `offload_params` the parameters. What is whole for a while in ZeRO stages 2 and 3 is not counted. "slices" are the buffers on
+    `fraction` of masters and moments live, and with `offload_params` the parameters. What is whole for a while in
+    ZeRO stages 2 and 3 is not counted. "slices" are the buffers on
     the host that state in a file passes through.
     """
     part = -(-numel // shards) if stage else numel

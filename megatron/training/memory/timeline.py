@@ -3,7 +3,8 @@
     Forecast(job).ranks     a `RankMemory` for each pipeline rank, on every rank of a run
     forecast(job)           the same in a process alone
 
-Ranks of one pipeline stage hold equally much, but for a share of offloaded state, which is rounded up to other parameters on each.
+Ranks of one pipeline stage hold equally much, but for a share of offloaded state, which is rounded up to other
+parameters on each.
 """
 
 import json
@@ -96,7 +97,8 @@ class Forecast:
 
 def forecast(job: Job) -> list[RankMemory]:
     """One entry a pipeline rank. Stages of the same layers are tried once."""
-    config, stages, tried, ranks = job.runtime.config, job.runtime.config.stages, {}, []
+    config, tried = job.runtime.config, {}
+    stages, ranks = config.stages, []
     for pp_rank, rank in enumerate(mesh_of(config, job.world_size, 0)["pp"].ranks):
         mine = stages.of_rank(pp_rank)
         like = tuple((len(config.layer_split[stage]), stage == 0, stage == stages.last) for stage in mine)
@@ -125,10 +127,12 @@ def along(profile: Profile, rank: int) -> dict[str, dict[str, int]]:
     tried = sorted({microbatch for _, _, microbatch in profile.changes if microbatch is not None})
     repeats = any(action.microbatch not in (*tried, None) for action in actions)
     ends = {(action.stage, action.microbatch): action.op for action in actions if action.op in COMPUTES}
-    live, peak, owed = Counter(profile.start), Counter(profile.start), Counter()
+    live, peak = Counter(profile.start), Counter(profile.start)
+    owed: Counter[tuple[int, int]] = Counter()
     away, most_away = Counter(), Counter()  # by stage, each of which has rooms of its own
     for action in actions:
-        op, stage, microbatch = action
+        op = action.op
+        stage, microbatch = action.stage, action.microbatch
         change = profile.changes[op, chunk_of[stage], _stand_in(op, microbatch, tried)]
         for kind in PASSING:
             peak[kind] = max(peak[kind], live[kind] + change.peak[kind])
@@ -145,7 +149,8 @@ def along(profile: Profile, rank: int) -> dict[str, dict[str, int]]:
 
 
 def _stand_in(op: Op, microbatch: int | None, tried: Sequence[int]) -> int | None:
-    """The microbatch that was run in its stead: forward the last, since the first finds what the step before has left; backward the
+    """The microbatch that was run in its stead: forward the last, since the first finds what the step before has
+    left; backward the
     first, since the last begins the sums."""
     if microbatch is None or microbatch in tried:
         return microbatch

@@ -1,6 +1,8 @@
-"""The bytes that live, by what they are for, as tensors come and go: what a prediction is compared with. Any device; made for CPUs.
+"""The bytes that live, by what they are for, as tensors come and go: what a prediction is compared with. Any device;
+made for CPUs.
 
-Every operator is seen (`TorchDispatchMode`), each new storage is counted, and its end too. What it is for follows from the innermost
+Every operator is seen (`TorchDispatchMode`), each new storage is counted, and its end too. What it is for follows
+from the innermost
 of our files that asked for it: a bucket's copies and what travels between stages are communication, what the optimizer makes in
 passing is left apart, the rest is activations. The tensors that stay are named by `assign`.
 """

@@ -1,4 +1,5 @@
-"""A run's memory as predicted, at its start, and as measured, beside it: by the allocator of an accelerator, or, on a CPU and where
+"""A run's memory as predicted, at its start, and as measured, beside it: by the allocator of an accelerator, or, on
+a CPU and where
 asked for, by counting every tensor of a step.
 """
 
@@ -26,7 +27,8 @@ class MemoryWatch:
     def __init__(
         self, runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer, forecast: Forecast
     ):
-        self.runtime, self.chunks, self.optimizer = runtime, chunks, optimizer
+        self.runtime = runtime
+        self.chunks, self.optimizer = chunks, optimizer
         self._counts = runtime.device.module is None  # whether tensors are counted here, since no allocator does
         self._tracker: MemoryTracker | None = None
         self._steps = 0
@@ -58,14 +60,16 @@ class MemoryWatch:
             yield
 
     def report(self, iteration: int) -> None:
-        """Print what was measured, where it is due, the most on any rank of each stage, beside the most predicted for any. Every rank
+        """Print what was measured, where it is due, the most on any rank of each stage, beside the most predicted
+        for any. Every rank
         must call."""
         interval = self.runtime.config.log.log_memory_interval
         due = self._tracker is not None if self._counts else self._is_due(iteration, interval)
         if not due:
             return
         measured = self._measured()
-        pp, world, device = self.runtime.mesh["pp"], self.runtime.mesh["world"], self.runtime.device.torch_device
+        pp, world = self.runtime.mesh["pp"], self.runtime.mesh["world"]
+        device = self.runtime.device.torch_device
         numbers = [pp.rank, *measured.values(), *(self._expected(kind) for kind in measured)]
         mine = torch.tensor([numbers], dtype=torch.int64, device=device)
         rows = comm.all_gather(mine, world).tolist()
