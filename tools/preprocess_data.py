@@ -19,10 +19,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,13 +32,13 @@ from megatron.core.config import Count, FlagConfig, knob
 from megatron.core.datasets.indexed import token_dtype
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from tools.errors import missing, run_tool
+from tools.errors import missing, naming_flag, run_tool
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder
 from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_summary, settings_text, write_piece
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
 from tools.preprocessing.sources import ENDINGS, LONGEST_LINE_MB, Piece, input_files, read_pieces, total_size
 
-_FORMAT = 2  # of the pieces; raise it whenever the same text and settings give other tokens
+_FORMAT = 3  # of the pieces; raise it whenever the same text and settings give other tokens
 _PIECES_AHEAD = 2  # pieces of text held for each worker: one at work, one waiting
 
 
@@ -98,10 +98,9 @@ def make_encoder(config: PreprocessConfig, tokenizer_config: TokenizerConfig) ->
 
 def make_store(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> PieceStore:
     """Where the pieces of this output are, named by all that their tokens depend on."""
-    neutral = PreprocessConfig(["-"], output_prefix="-", json_keys=config.keys)  # what tokens do not depend on
-    means = ("append_eod", "split_sentences", "sentence_splitter", "lang", "keep_newlines")
-    asked = replace(neutral, **{name: getattr(config, name) for name in means})
-    return PieceStore(f"{config.output_prefix}.pieces", f"{_FORMAT} {settings_text(asked, tokenizer_config)}")
+    names = ("keys", "append_eod", "split_sentences", "sentence_splitter", "lang", "keep_newlines")
+    settings = settings_text({name: getattr(config, name) for name in names}, asdict(tokenizer_config))
+    return PieceStore(f"{config.output_prefix}.pieces", f"{_FORMAT} {settings}")
 
 
 class Finished(NamedTuple):
@@ -109,35 +108,26 @@ class Finished(NamedTuple):
 
     path: str
     summary: Encoded
-    size: int  # bytes of text
     position: int | None  # as in Piece
     kept: bool  # done before this run
 
 
-def finish_piece(piece: Piece, path: str, encoder: Encoder, skip: bool) -> Finished:
+def finish_piece(piece: Piece, path: str, skip: bool, encoder: Encoder | None = None) -> Finished:
     """Encode a piece and store it. With bad lines that may not be skipped it is not stored."""
-    encoded = encoder.encode(piece.chunks)
+    encoded = (encoder or _encoder).encode(piece.chunks)
     if skip or not encoded.bad:
         write_piece(path, encoded)
-    return Finished(path, replace(encoded, columns={}), encoded.size, piece.position, kept=False)
+    return Finished(path, replace(encoded, columns={}), piece.position, kept=False)
 
 
-# A process keeps its encoder here; a tokenizer costs a second to build and cannot always be sent.
-_finish: Callable[[Piece, str], Finished] | None = None
-
-
-def _finish_in_worker(piece: Piece, path: str) -> Finished:
-    return _finish(piece, path)
-
-
-def _use(encoder: Encoder, config: PreprocessConfig) -> None:
-    global _finish
-    _finish = functools.partial(finish_piece, encoder=encoder, skip=config.on_error == "skip")
+# A worker keeps its encoder here; a tokenizer costs a second to build and cannot always be sent.
+_encoder: Encoder | None = None
 
 
 def _start_worker(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
+    global _encoder
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _use(make_encoder(config, tokenizer_config), config)
+    _encoder = make_encoder(config, tokenizer_config)
 
 
 def _die_with_parent() -> None:
@@ -159,46 +149,25 @@ class DeafWorkers(ProcessPoolExecutor):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class InProcess(Executor):
-    """A pool of no workers: this process does what is submitted, at once."""
-
-    def submit(self, work: Callable, *arguments: Any) -> Future:
-        done: Future = Future()
-        done.set_result(work(*arguments))
-        return done
+Finish = Callable[[Piece, str], Callable[[], Finished]]  # begins a piece; what it gives waits for the end
 
 
-def finish_pieces(pieces: Iterator[Piece], store: PieceStore, pool: Executor, ahead: int) -> Iterator[Finished]:
-    """All pieces, in order; those in the store as they are, the others once the pool has made them. ahead: how many of
-    these are read before the first of them is done, which bounds the memory."""
+def finish_pieces(pieces: Iterator[Piece], store: PieceStore, finish: Finish, ahead: int) -> Iterator[Finished]:
+    """All pieces, in order; those in the store as they are, the others once `finish` has made them.
+
+    ahead: how many pieces are read before the first of them is done, which bounds the memory.
+    """
     pending: collections.deque[Callable[[], Finished]] = collections.deque()
     for piece in pieces:
-        path, size = store.path(piece), sum(len(chunk.text) for chunk in piece.chunks)
+        path = store.path(piece)
         if os.path.exists(path):
-            done = Finished(path, read_summary(path), size, piece.position, kept=True)
-            pending.append(lambda done=done: done)
+            pending.append(functools.partial(Finished, path, read_summary(path), piece.position, kept=True))
         else:
-            pending.append(pool.submit(_finish_in_worker, piece, path).result)
+            pending.append(finish(piece, path))
         if len(pending) >= ahead:
             yield pending.popleft()()
     while pending:
         yield pending.popleft()()
-
-
-@dataclass
-class _Tally:
-    """read: bytes of the input files; size: of their text."""
-
-    documents: int = 0
-    size: int = 0
-    pieces: int = 0
-    read: int = 0
-
-    def add(self, done: Finished, read: int) -> None:
-        self.documents += done.summary.documents
-        self.size += done.size
-        self.pieces += 1
-        self.read += read
 
 
 class Progress:
@@ -209,67 +178,71 @@ class Progress:
 
     def __init__(self, total: int | None, interval: int):
         self.total, self.interval = total, interval
-        self.all, self.kept = _Tally(), _Tally()  # kept: of these, what an earlier run has done
-        self.skipped = 0
+        self.new, self.kept = collections.Counter(), collections.Counter()  # kept: from an earlier run
         self._position: int | None = 0
         self.started = time.monotonic()
 
+    @property
+    def all(self) -> collections.Counter:
+        """The documents, pieces, skipped lines and bytes of text (`size`) so far."""
+        return self.new + self.kept
+
     def add(self, done: Finished) -> None:
-        before = self.all.documents // self.interval
-        read = (done.position or 0) - (self._position or 0)
-        for tally in (self.all, self.kept) if done.kept else (self.all,):
-            tally.add(done, read)
+        before, summary = self.all, done.summary
+        tally = self.kept if done.kept else self.new
+        tally.update(documents=summary.documents, size=summary.size, pieces=1, skipped=summary.bad_count)
+        tally.update(read=(done.position or 0) - (self._position or 0))  # bytes of the input files
         self._position = done.position
-        self._skip(done.summary)
-        if self.all.documents // self.interval > before:
+        for line in summary.bad[: max(0, SHOWN - before["skipped"])]:
+            print(f"skipped {line}", file=sys.stderr)
+        if self.all["documents"] // self.interval > before["documents"] // self.interval:
             print(self.line(), file=sys.stderr, flush=True)
 
-    def _skip(self, summary: Encoded) -> None:
-        for line in summary.bad[: max(0, SHOWN - self.skipped)]:
-            print(f"skipped {line}", file=sys.stderr)
-        self.skipped += summary.bad_count
-
     def line(self) -> str:
+        """How much is done, and how long the rest will take at the speed of this run."""
         seconds = max(time.monotonic() - self.started, 1e-9)
-        documents, size = self.all.documents - self.kept.documents, self.all.size - self.kept.size
-        speed = f"{documents / seconds:.1f} docs/s, {size / seconds / 1e6:.2f} MB/s"
-        return f"{self.all.documents} documents, {speed}, {self._left(seconds)}"
-
-    def _left(self, seconds: float) -> str:
-        """How much is done and how long the rest will take, at the speed of this run."""
+        speed = f"{self.new['documents'] / seconds:.1f} docs/s, {self.new['size'] / seconds / 1e6:.2f} MB/s"
+        begin = f"{self.all['documents']} documents, {speed}"
         if self.total is None or self._position is None:
-            return f"{self.all.size / 1e6:.1f} MB so far, unknown time left"
-        worked = self._position - self.kept.read
+            return f"{begin}, {self.all['size'] / 1e6:.1f} MB so far, unknown time left"
+        worked = self.new["read"]
         left = int(seconds * (self.total - self._position) / worked) if worked > 0 else 0
         share = 100 * self._position / max(self.total, 1)
-        return f"{share:.1f}%, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        return f"{begin}, {share:.1f}%, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Progress:
     """Write the files of every key. Raises ValueError or OSError without leaving any output, but for finished pieces."""
     files = input_files(config.input)
     encoder = make_encoder(config, tokenizer_config)  # here too: what is wrong with it is said once, before any worker
-    make_folder(config.output_prefix)
+    folder = os.path.dirname(os.path.abspath(config.output_prefix))
+    with naming_flag("--output-prefix", config.output_prefix, f"the folder {folder} cannot be made; choose another"):
+        os.makedirs(folder, exist_ok=True)
     store = make_store(config, tokenizer_config)
     with store.claimed(), ExitStack() as stack:
-        pool: Executor = InProcess()
-        _use(encoder, config)
+        pool, skip = None, config.on_error == "skip"
         if config.workers > 1:
             context = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizer library's threads
             pool = DeafWorkers(config.workers, context, _start_worker, (config, tokenizer_config))
             stack.callback(pool.shutdown, cancel_futures=True)
+
+        def finish(piece: Piece, path: str) -> Callable[[], Finished]:
+            if pool is None:
+                return functools.partial(finish_piece, piece, path, skip, encoder)
+            return pool.submit(finish_piece, piece, path, skip).result
+
         progress = Progress(total_size(files), config.log_interval)
         names = stack.enter_context(tempfile.TemporaryFile("w+", dir=store.folder))  # of a million pieces, perhaps
         ahead = _PIECES_AHEAD * config.workers if config.workers > 1 else 1
         try:
-            for done in finish_pieces(read_pieces(files, config.keys, config.max_line_mb << 20), store, pool, ahead):
-                if done.summary.bad and config.on_error == "fail":
+            for done in finish_pieces(read_pieces(files, config.keys, config.max_line_mb << 20), store, finish, ahead):
+                if done.summary.bad and not skip:
                     raise ValueError(f"{done.summary.bad[0]}; {advice_on(done.summary.bad[0])}")
                 names.write(f"{os.path.basename(done.path)}\n")
                 progress.add(done)
         except BrokenProcessPool:
             raise ValueError("a worker process died, perhaps for want of memory; use fewer --workers") from None
-        if not progress.all.documents:
+        if not progress.all["documents"]:
             raise ValueError(f"no document in {', '.join(files)}")
         names.seek(0)
         paths = (os.path.join(store.folder, name.rstrip("\n")) for name in names)
@@ -285,16 +258,6 @@ def advice_on(bad_line: str) -> str:
     if match is None or match[1].endswith(ENDINGS):
         return mend
     return f"of plain text make JSON lines first (docs/data_preparation.md, step 1); of JSON lines {mend}"
-
-
-def make_folder(output_prefix: str) -> None:
-    """The folder of the output. Raises ValueError if it cannot be made."""
-    folder = os.path.dirname(os.path.abspath(output_prefix))
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        what = "a file is in its way" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
-        raise ValueError(f"--output-prefix {output_prefix}: the folder {folder} cannot be made: {what}") from None
 
 
 def merge_pieces(paths: Iterable[str], config: PreprocessConfig, dtype: type) -> None:
@@ -314,9 +277,9 @@ def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
         progress = preprocess(config, tokenizer_config)
     except MemoryError:
         raise ValueError("there is not enough memory; use fewer --workers, or a smaller --max-line-mb") from None
-    kept, pieces = progress.kept.pieces, progress.all.pieces
-    before = f", {kept} of {pieces} pieces from an earlier run" if kept else ""
-    print(f"done: {progress.line()}, {progress.skipped} lines skipped{before}", file=sys.stderr)
+    kept, every = progress.kept["pieces"], progress.all
+    before = f", {kept} of {every['pieces']} pieces from an earlier run" if kept else ""
+    print(f"done: {progress.line()}, {every['skipped']} lines skipped{before}", file=sys.stderr)
     if not (config.append_eod or config.split_sentences):
         print(
             "no end-of-document tokens: a GPT sees no border between documents; --append-eod puts them there",

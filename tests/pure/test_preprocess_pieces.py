@@ -455,10 +455,9 @@ def test_lengths_survive_the_piece_format(tmp_path):
     encoder = Encoder(build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=100)), ["a", "b"], True)
     encoded = encoder.encode([Chunk("f", 1, b'{"a": "1 2", "b": ["3", "4 5"]}\n{"a": "", "b": "6"}\n')])
     pieces.write_piece(str(tmp_path / "p"), encoded)
-    content = (tmp_path / "p").read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    assert json.loads(content[8 : 8 + length])["columns"] == {"a": [3, 1, 2], "b": [6, 3, 2]}
-    a, b = np.split(np.frombuffer(content[8 + length :], np.uint8), [4 + 16 + 6])
+    header, content = (tmp_path / "p").read_bytes().split(b"\n", 1)
+    assert json.loads(header)["columns"] == {"a": [3, 1, 2], "b": [6, 3, 2]}
+    a, b = np.split(np.frombuffer(content, np.uint8), [4 + 16 + 6])
     assert [a[:4].view("<i4").tolist(), a[4:20].view("<i8").tolist(), a[20:].view("<u2").tolist()] == [
         [3],
         [1, 0],

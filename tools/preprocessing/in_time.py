@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,20 +14,13 @@ def in_time(work: Callable[[], T], seconds: float) -> T:
     It runs in a thread of its own, for code of a library cannot be interrupted; such code must let other threads run.
     The thread ends with the process at the latest. Making it takes 0.1 ms.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            done.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(seconds)

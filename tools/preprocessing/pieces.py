@@ -6,17 +6,14 @@
 The hash is of the piece's text and of all settings that its tokens depend on, so a file that is there under its name is
 what the piece would become again. It appears under that name when it is complete. Its content:
 
-    8 bytes                 length of the header, little-endian
-    JSON                    documents, bad lines, and for each key [tokens, sequences, documents]
+    a line of JSON          documents, bytes of text, bad lines, and for each key [tokens, sequences, documents]
     for each key            int32 length of each sequence, int64 sequences of each document, tokens
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +26,6 @@ from megatron.core.storage.atomic import atomic_file
 from megatron.core.storage.locks import locked
 from tools.preprocessing.encode import Encoded
 from tools.preprocessing.sources import Piece
-
-_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -84,15 +79,10 @@ class PieceStore:
 
 def write_piece(path: str, encoded: Encoded) -> None:
     """Store a piece under its name, once it is complete. Raises OSError that names the file."""
-    header = {
-        "documents": encoded.documents,
-        "bad_count": encoded.bad_count,
-        "bad": encoded.bad,
-        "columns": {key: [len(c.tokens), len(c.lengths), len(c.counts)] for key, c in encoded.columns.items()},
-    }
-    text = json.dumps(header).encode()
+    columns = {key: [len(c.tokens), len(c.lengths), len(c.counts)] for key, c in encoded.columns.items()}
+    header = vars(encoded) | {"columns": columns}
     with naming(path), atomic_file(path) as file:
-        file.write(_LENGTH.pack(len(text)) + text)
+        file.write(json.dumps(header).encode() + b"\n")
         for column in encoded.columns.values():
             for array in (column.lengths, column.counts, column.tokens):
                 file.write(array.data)
@@ -102,8 +92,7 @@ def read_summary(path: str) -> Encoded:
     """What a stored piece says of itself, without its columns."""
     with open(path, "rb") as file:
         header = _read_header(path, file)
-    header.pop("columns")
-    return Encoded(**header)
+    return Encoded(**header | {"columns": {}})
 
 
 def append_piece(path: str, writers: dict[str, IndexedDatasetWriter]) -> None:
@@ -121,9 +110,8 @@ def append_piece(path: str, writers: dict[str, IndexedDatasetWriter]) -> None:
 def _read_header(path: str, file: BinaryIO) -> dict[str, Any]:
     """The header of a piece. Raises ValueError if the file was damaged since it was written."""
     try:
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        return json.loads(file.read(length))
-    except (struct.error, ValueError, MemoryError, OverflowError):
+        return json.loads(file.readline())
+    except ValueError:
         raise ValueError(f"{path} is damaged; delete it and run the same command again") from None
 
 
@@ -143,9 +131,8 @@ def file_digest(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def settings_text(*configs: object) -> str:
-    """`configs` (dataclasses) with the content of the files they name, as text that changes when any of it does."""
-    given = [dataclasses.asdict(config) for config in configs]
+def settings_text(*given: dict[str, Any]) -> str:
+    """Settings with the content of the files that they name, as text that changes when any of it does."""
     paths = [value for config in given for value in config.values() if isinstance(value, str) and os.path.exists(value)]
     files = [
         p for path in paths for p in ([path] if os.path.isfile(path) else sorted(map(str, Path(path).glob("*.json"))))
