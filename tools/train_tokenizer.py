@@ -19,6 +19,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import FlagConfig, knob
+from megatron.core.lazy import optional_package
 from megatron.core.storage.atomic import atomic_file
 from megatron.training.watch.heartbeat import heartbeat
 from tools.errors import missing, run_tool
@@ -95,11 +96,7 @@ def _texts_of(line: bytes, path: str, json_key: str) -> list[str]:
 
 
 def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ImportError("training needs the package tokenizers: pip install tokenizers") from None
-    return tokenizers
+    return optional_package("tokenizers", "training")
 
 
 def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:

@@ -1,4 +1,4 @@
-"""Lazy imports: a package's names are imported on first use, so that files of plain integers load without torch."""
+"""Lazy imports: names and packages are imported on first use, so that files of plain integers load without torch."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -18,6 +18,15 @@ def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], A
         return getattr(import_module(home[name], module), name)
 
     return get, lambda: sorted(home)
+
+
+def optional_package(name: str, needed_by: str) -> Any:
+    """The module `name`. Raises ImportError that says what needs its package and how to install it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        raise ImportError(f"{needed_by} needs the package {package}: pip install {package}") from None
 
 
 def not_built(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:

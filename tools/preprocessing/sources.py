@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron.core.lazy import optional_package
+
 STDIN = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 
@@ -165,10 +167,7 @@ def _gzip_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
 
 def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
     """Frame by frame, since the library's own reader takes a file that was cut off for one that ends."""
-    try:
-        import zstandard
-    except ImportError:
-        raise ImportError(f"{path} needs the package zstandard: pip install zstandard") from None
+    zstandard = optional_package("zstandard", path)
     frame = None
     try:
         for block in iter(functools.partial(file.read, _ZSTD_BYTES), b""):
@@ -184,13 +183,9 @@ def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
 
 def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
     """The rows as JSON lines, so that all that follows is the same. Line n is row n."""
+    pyarrow, parquet = (optional_package(name, path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(f"{path} needs the package pyarrow: pip install pyarrow") from None
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no Parquet file, or damaged: {error}") from None
     names = table.schema_arrow.names

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.lazy import optional_package
+
 # How byte-level BPE cuts text into words: GPT-2's own pattern.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -110,17 +112,6 @@ class WordPieceTokenizer(LibraryTokenizer):
         self.additional_special_tokens_ids = [ids[token] for token in sentinels]
 
 
-def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ImportError(
-            "BertWordPiece, GPT2BPETokenizer, HuggingFaceTokenizer and TikTokenizer need the package tokenizers: "
-            "pip install tokenizers"
-        ) from None
-    return tokenizers
-
-
 def check_exists(path: str, flag: str) -> None:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{flag} {path}: there is no such file")
@@ -128,7 +119,7 @@ def check_exists(path: str, flag: str) -> None:
 
 def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
     """The tokenizer of the published BERT models: vocab.txt has one token a line, its id being the line's number."""
-    library = _library()
+    library = optional_package("tokenizers", config.tokenizer_type)
     check_exists(config.vocab_file, "--vocab-file")
     with open(config.vocab_file, encoding="utf-8", newline="\n") as file:
         try:
@@ -149,7 +140,7 @@ def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
 
 def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
     """GPT-2's byte-level BPE. `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron."""
-    library = _library()
+    library = optional_package("tokenizers", config.tokenizer_type)
     check_exists(config.vocab_file, "--vocab-file")
     check_exists(config.merge_file, "--merge-file")
     try:
@@ -171,7 +162,7 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     Its end-of-document token is the eos_token of the tokenizer_config.json beside it, or, where there is none, the
     first of EOD_NAMES among its special tokens; likewise for padding.
     """
-    library = _library()
+    library = optional_package("tokenizers", config.tokenizer_type)
     path = config.tokenizer_model
     path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     check_exists(path, "--tokenizer-model")
@@ -230,7 +221,7 @@ def tik_tokenizer(config: Any) -> LibraryTokenizer:
 
     Ids: --tiktoken-num-special-tokens special ones, then the ranks, up to --vocab-size ids in all.
     """
-    library = _library()
+    library = optional_package("tokenizers", config.tokenizer_type)
     check_exists(config.tokenizer_model, "--tokenizer-model")
     count = config.tiktoken_num_special_tokens
     tokens = _ranked_tokens(config.tokenizer_model, (config.vocab_size or TIK_LARGEST) - count)

@@ -8,6 +8,7 @@ import functools
 import re
 from typing import Any
 
+from megatron.core.lazy import optional_package
 from megatron.core.tokenizers.library import check_exists
 
 
@@ -92,12 +93,7 @@ class SpecialPieceTokenizer(PieceTokenizer):
 
 
 def _load(config: Any) -> Any:
-    try:
-        import sentencepiece
-    except ImportError:
-        raise ImportError(
-            f"{config.tokenizer_type} needs the package sentencepiece: pip install sentencepiece"
-        ) from None
+    sentencepiece = optional_package("sentencepiece", config.tokenizer_type)
     check_exists(config.tokenizer_model, "--tokenizer-model")
     try:
         return sentencepiece.SentencePieceProcessor(model_file=config.tokenizer_model)
