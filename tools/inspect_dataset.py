@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import FlagConfig, knob
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.known_ids import first_unknown
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from tools.errors import missing, run_tool
 from tools.merge_datasets import prefixes_of
@@ -84,14 +85,12 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
     """
     starts = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
     tokens = np.memmap(dataset.data_path, dataset.dtype, "r") if starts[-1] else np.empty(0, dataset.dtype)
-    limit = None if tokenizer is None else tokenizer.vocab_size
-    least, most = 0, 0
+    limit, most = np.inf if tokenizer is None else tokenizer.vocab_size, 0
     for first in range(0, len(tokens), _TOKENS_AT_ONCE):
         some = tokens[first : first + _TOKENS_AT_ONCE]
-        least, most = min(least, some.min()), max(most, some.max())
-        if least < 0 or (limit is not None and most >= limit):
-            wrong = (some < 0) | (some >= (limit if limit is not None else np.inf))
-            at = first + int(np.argmax(wrong))
+        most = max(most, some.max())
+        if (found := first_unknown(some, limit)) is not None:
+            at = first + found
             i = int(np.searchsorted(starts, at, side="right")) - 1
             document = int(np.searchsorted(dataset.document_indices, i, side="right")) - 1
             raise ValueError(

@@ -33,35 +33,30 @@ from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check
 from tools.errors import exit_status
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Script:
-    """What a training script adds to its flags.
+    """A training script: its own defaults and rules, and what builds its data sets.
 
-    build(config, tokenizer, samples of each split, say, progress) -> its data sets
+    build: from the run's settings, a tokenizer, the samples of each split, the seed, and the `say` and `progress` of `Building`.
     """
 
-    defaults: dict[str, Any]
+    tokenizer: str
     rules: ModelRules
-    build: Callable[[Config, Any, list[int], Say, Say], tuple]
+    build: Callable[..., tuple]
 
 
-def _build_gpt(config: Config, tokenizer: Any, sizes: list[int], say: Say, progress: Say) -> tuple:
-    return build_gpt_datasets(
-        config.data, tokenizer, sizes, config.training.seed, say=say, progress=progress, fim=config.fim
-    )
+def _build_gpt(config: Config, *request: Any, **heard: Any) -> tuple:
+    return build_gpt_datasets(config.data, *request, fim=config.fim, **heard)
 
 
-def _build_bert(config: Config, tokenizer: Any, sizes: list[int], say: Say, progress: Say) -> tuple:
-    seed = config.training.seed
-    return build_bert_datasets(config.data, config.masked_data, tokenizer, sizes, seed, say=say, progress=progress)
+def _build_bert(config: Config, *request: Any, **heard: Any) -> tuple:
+    return build_bert_datasets(config.data, config.masked_data, *request, **heard)
 
 
 SCRIPTS = {
-    "gpt": Script({"tokenizer_type": "GPT2BPETokenizer"}, GPT_RULES, _build_gpt),
-    "bert": Script({"tokenizer_type": "BertWordPieceLowerCase"}, BERT_RULES, _build_bert),
+    "gpt": Script("GPT2BPETokenizer", GPT_RULES, _build_gpt),
+    "bert": Script("BertWordPieceLowerCase", BERT_RULES, _build_bert),
 }
 
 
@@ -92,10 +87,10 @@ def world_size_of(config: Config, given: int | None) -> int:
     return given or config.parallel.ranks_per_sample * config.data_parallel.num_distributed_optimizer_instances
 
 
-def prepare(argv: Sequence[str] | None, say: Say, progress: Say) -> dict[str, int]:
+def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str, int]:
     """Build what the run of this command line needs; the samples of each split. Raises ConfigError or ValueError."""
     script = script_of(argv)
-    parsed = parse_args(argv, add_flags, script.defaults)
+    parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer})
     config = parsed.config
     world_size = world_size_of(config, parsed.args.prepare_cache_world_size)
     problems: list[str] = []
@@ -117,7 +112,7 @@ def prepare(argv: Sequence[str] | None, say: Say, progress: Say) -> dict[str, in
     sizes = samples_to_request(
         config.training, config.train_iters(world_size), config.batch_sizes(world_size).last, TrainState()
     )
-    datasets = script.build(config, tokenizer, sizes, say, progress)
+    datasets = script.build(config, tokenizer, sizes, config.training.seed, say=say, progress=say)
     return {name: len(dataset) for name, dataset in zip(SPLIT_NAMES, datasets) if dataset is not None}
 
 
@@ -128,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{time.monotonic() - began:8.1f} s  {message}", flush=True)
 
     def work() -> None:
-        lengths = prepare(arguments, progress, progress)
+        lengths = prepare(arguments, progress)
         progress("ready: " + ", ".join(f"{count:,} {name} samples" for name, count in lengths.items()))
 
     return exit_status("prepare_cache", work, "indices built so far stay; the same command continues")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.core.datasets.indexed import token_dtype
+from megatron.core.datasets.known_ids import first_unknown
 from megatron.core.tokenizers import Tokenizer
 from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk
@@ -67,13 +68,9 @@ class Encoder:
     def encode(self, chunks: list[Chunk]) -> Encoded:
         """The documents of neighbouring chunks. Blank lines are passed over; a line bad under one key counts under none."""
         result = Encoded(size=sum(len(chunk.text) for chunk in chunks))
-        arrays: dict[str, list[Column]] = {key: [] for key in self.keys}
-        for chunk in chunks:
-            documents = self._documents(chunk, result)
-            result.documents += len(documents)
-            for column, key in enumerate(self.keys):
-                arrays[key].append(self._column([document[column] for document in documents]))
-        result.columns = {key: _join(columns) for key, columns in arrays.items()}
+        documents = [document for chunk in chunks for document in self._documents(chunk, result)]
+        result.documents = len(documents)
+        result.columns = {key: self._column([columns[k] for columns in documents]) for k, key in enumerate(self.keys)}
         return result
 
     def _documents(self, chunk: Chunk, result: Encoded) -> list[list[list[bytes]]]:
@@ -125,10 +122,9 @@ class Encoder:
         Stored in the dtype of the vocabulary, it would be another.
         """
         ids = np.frombuffer(b"".join(of_texts), _PACKED)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
-            wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)][0]
+        if (at := first_unknown(ids, self.tokenizer.vocab_size)) is not None:
             raise TokenizerError(
-                f"{self._file}: the tokenizer gives the id {wrong}, which {self._outside}; mend it there"
+                f"{self._file}: the tokenizer gives the id {ids[at]}, which {self._outside}; mend it there"
             )
 
     @property
@@ -161,10 +157,6 @@ class Encoder:
         counts = np.array(list(map(len, documents)), "<i8")
         dtype = np.dtype(token_dtype(self.tokenizer.vocab_size)).newbyteorder("<")
         return Column(np.frombuffer(b"".join(sequences), _PACKED).astype(dtype), lengths, counts)
-
-
-def _join(columns: list[Column]) -> Column:
-    return Column(*(np.concatenate([getattr(c, name) for c in columns]) for name in ("tokens", "lengths", "counts")))
 
 
 def without_mark(line: bytes, number: int) -> bytes:

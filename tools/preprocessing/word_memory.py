@@ -24,7 +24,7 @@ _LONGEST_TEXT = 1 << 20  # characters; of a longer text the words are found one 
 
 # Past the last character that a pattern knows.
 _ASCII, _FIRST_PLANE = 0x80, 0x10000
-_TWO_PLANES = 0x20000
+_BEYOND = {past: re.compile(f"[{chr(past)}-\U0010ffff]").search for past in (_FIRST_PLANE, 0x20000)}
 # Blocks of characters that differ from each other in no class that a pattern names; the first stands for all.
 _UNIFORM = ((0x3400, 0x4DC0), (0x4E00, 0x9FF0), (0xAC00, 0xD7A4))
 _NAMED = re.compile(r"\\p\{\w+\}|\\s")
@@ -61,8 +61,6 @@ class WordMemory:
         self._tokenizer, self._never = tokenizer, list(never)
         self._ids, self._new_texts = _Ids(tokenizer), 0
         self._words = functools.cache(lambda past: re.compile(spelled_out(pattern, past)))
-        self._beyond_first_plane = re.compile(r"[\U00010000-\U0010ffff]").search
-        self._beyond_two_planes = re.compile(r"[\U00020000-\U0010ffff]").search
 
     def encode(self, text: str) -> bytes:
         cut = self._cutter(text)
@@ -88,14 +86,10 @@ class WordMemory:
 
     def _cutter(self, text: str) -> Callable[[str], Iterable[str]] | None:
         """The fastest way to cut `text` into words: the fewer characters a pattern knows, the faster it is."""
-        if text.isascii():
-            pattern = self._words(_ASCII)
-        elif not self._beyond_first_plane(text):
-            pattern = self._words(_FIRST_PLANE)
-        elif not self._beyond_two_planes(text):
-            pattern = self._words(_TWO_PLANES)
-        else:
+        past = _ASCII if text.isascii() else next((past for past, beyond in _BEYOND.items() if not beyond(text)), None)
+        if past is None:
             return None
+        pattern = self._words(past)
         if len(text) <= _LONGEST_TEXT:
             return pattern.findall
         return lambda text: (match.group() for match in pattern.finditer(text))

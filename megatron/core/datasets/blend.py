@@ -11,12 +11,11 @@ Sample k of a data set always comes before its sample k + 1, so each data set ke
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.datasets.indexed import meant_prefix
+from megatron.core.datasets.indexed import missing_file
 
 MAX_DATASETS = np.iinfo(np.int16).max - 1
 
@@ -63,15 +62,8 @@ class Blend:
         """A line for each prefix that lacks a file, and what may be meant."""
         numbers = [prefix for prefix in self.prefixes if _number(prefix) is not None]
         hint = f"; is {numbers[0]} a weight? then every prefix needs one before it: 0.3 A 0.7 B" if numbers else ""
-        lines = []
-        for prefix in self.prefixes:
-            missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not Path(path).is_file()]
-            if missing:
-                lines.append(
-                    f"--data-path {prefix}: {missing[0]} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, "
-                    f"without the ending{meant_prefix(prefix) or hint}"
-                )
-        return lines
+        found = [(prefix, missing_file(prefix)) for prefix in self.prefixes]
+        return [f"--data-path {prefix}: {problem}{hint}" for prefix, problem in found if problem]
 
 
 def parse_blend(words: list[str]) -> Blend:

@@ -71,15 +71,14 @@ class FillInTheMiddle:
     def __init__(self, config: FimConfig, tokenizer: Any, seed: int):
         self.config, self.seed = config, seed
         self.tokenizer = tokenizer
-        ids, problems = {}, []
-        for name in [f"fim_{kind}_token" for kind in ("prefix", "middle", "suffix", "pad", "eod")] + [
-            "fim_split_sample"
-        ]:
-            token = getattr(config, name)
-            ids[name] = None if token is None else token_id(tokenizer, token)
-            if token is not None and ids[name] is None:
-                advice = "add it to the vocabulary, or name another"
-                problems.append(f"{flag_of(name)} {token} is no token of the tokenizer; {advice}")
+        names = [*(f"fim_{kind}_token" for kind in ("prefix", "middle", "suffix", "pad", "eod")), "fim_split_sample"]
+        tokens = {name: getattr(config, name) for name in names}
+        ids = {name: None if token is None else token_id(tokenizer, token) for name, token in tokens.items()}
+        problems = [
+            f"{flag_of(name)} {token} is no token of the tokenizer; add it to the vocabulary, or name another"
+            for name, token in tokens.items()
+            if token is not None and ids[name] is None
+        ]
         self.prefix, self.middle = ids["fim_prefix_token"], ids["fim_middle_token"]
         self.suffix, self.pad = ids["fim_suffix_token"], ids["fim_pad_token"]
         self.eod = tokenizer.eod if ids["fim_eod_token"] is None else ids["fim_eod_token"]

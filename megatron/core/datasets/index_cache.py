@@ -138,9 +138,5 @@ def _hash_of_blocks(path: Path) -> str:
             return hashlib.sha256(os.pread(file.fileno(), _HASH_BLOCK, at)).digest()
 
         blocks = range(0, os.fstat(file.fileno()).st_size, _HASH_BLOCK)
-        if len(blocks) <= 1:
-            digests = map(digest, blocks)
-        else:
-            with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
-                digests = pool.map(digest, blocks)
-        return hashlib.sha256(b"".join(digests)).hexdigest()
+        with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
+            return hashlib.sha256(b"".join(pool.map(digest, blocks))).hexdigest()

@@ -53,12 +53,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path, *, multimodal: bool = False, mmap: bool = True):
         self.prefix = str(prefix)
-        for path in (self.index_path, self.data_path):
-            if not os.path.isfile(path):
-                raise FileNotFoundError(
-                    f"{path} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without the ending"
-                    + meant_prefix(self.prefix)
-                )
+        if problem := missing_file(self.prefix):
+            raise FileNotFoundError(problem)
         index = _read_index(self.index_path, multimodal)
         self.dtype, self._starts = index.dtype, index.starts
         self.sequence_lengths, self.document_indices = index.lengths, index.documents
@@ -122,15 +118,22 @@ class IndexedDataset:
             )
 
 
-def meant_prefix(prefix: str) -> str:
-    """The prefix that was perhaps meant, for a message: with what preprocessing appends to it, or without a file's ending."""
+def missing_file(prefix: str) -> str | None:
+    """Which file of `prefix` does not exist, and which prefix may be meant; None if both do.
+
+    Prefixes that are near: with the name that preprocessing appends, or without a file's ending.
+    """
+    missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
+    if not missing:
+        return None
     folder, name = os.path.split(prefix)
     longer = [
         path.removesuffix(".idx") for path in glob.glob(os.path.join(glob.escape(folder), glob.escape(name) + "_*.idx"))
     ]
     whole = prefix.removesuffix(".bin").removesuffix(".idx")
     near = [whole] if whole != prefix and os.path.isfile(f"{whole}.idx") else sorted(longer)[:3]
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"{missing[0]} does not exist; give the prefix of PREFIX.bin and PREFIX.idx, without the ending{meant}"
 
 
 def _map(path: str, dtype: np.dtype) -> np.ndarray:
