@@ -21,6 +21,11 @@ def relative_to(box: Box, origin: Box) -> Box:
     return tuple((start - zero, stop - zero) for (start, stop), (zero, _) in zip(box, origin, strict=True))
 
 
+def is_within(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the box is not empty and lies in a tensor of `shape`."""
+    return len(box) == len(shape) and all(0 <= start < stop <= size for (start, stop), size in zip(box, shape))
+
+
 def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 

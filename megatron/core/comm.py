@@ -267,7 +267,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending[Tensor]:
     if axis.size == 1:
         return done(x)
     x = x.contiguous()
-    out = x.new_empty((my_part(x.shape[0], axis).stop - my_part(x.shape[0], axis).start, *x.shape[1:]))
+    out = torch.empty_like(x[my_part(x.shape[0], axis)])
     return _issue("reduce_scatter", axis, x, lambda: axis.group.reduce_scatter(out, x), out)
 
 
@@ -349,7 +349,7 @@ def together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
         failed_first = int(all_reduce(torch.tensor([failed_first], device=device), axis, "max").item())
     if failed_first and axis.size > 1:
         source = axis.size - failed_first
-        text = _broadcast_bytes(str(error).encode(), axis, source, device).decode(errors="replace")
+        text = broadcast_text(str(error), axis, device, source)
         if error is None:
             raise PeerError(f"rank {axis.ranks[source]}: {text}")
     if error is not None:
@@ -358,7 +358,12 @@ def together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
 
 def broadcast_text(text: str | None, axis: Axis, device: torch.device | str = "cpu", source: int = 0) -> str:
     """The text of the rank at position `source`, on every rank of the axis. Every rank must call."""
-    return _broadcast_bytes((text or "").encode(), axis, source, device).decode()
+    data = (text or "").encode()
+    length = broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, source)
+    x = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if axis.rank == source:
+        x.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else x)
+    return broadcast(x, axis, source).cpu().numpy().tobytes().decode()
 
 
 def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
@@ -367,7 +372,7 @@ def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") 
     length = all_reduce(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, "max")
     padded = torch.zeros(1, int(length.item()), dtype=torch.uint8, device=device)
     padded[0, : len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[0, :0])
-    return [bytes(row.numpy().tobytes()).rstrip(b"\0").decode() for row in all_gather(padded, axis).cpu()]
+    return [row.numpy().tobytes().rstrip(b"\0").decode() for row in all_gather(padded, axis).cpu()]
 
 
 def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
@@ -378,11 +383,3 @@ def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
 def fingerprint(text: str) -> int:
     """A 63-bit hash of a text, so that ranks can compare texts by one number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _broadcast_bytes(data: bytes, axis: Axis, source: int, device: torch.device | str) -> bytes:
-    length = broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, source)
-    x = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if axis.rank == source:
-        x.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else x)
-    return bytes(broadcast(x, axis, source).cpu().numpy().tobytes())

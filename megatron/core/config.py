@@ -52,12 +52,9 @@ def knob(
     `of_model`, for a script's own knobs: a checkpoint with another value does not fit the model and is refused.
     `names`: an open table; the allowed values are its keys when the flags are read, with a script's additions.
     """
-    metadata = {"help": help, "flags": flags, "metavar": metavar, "required": required, "of_model": of_model}
-    metadata["names"] = names
-    if isinstance(default, list):
-        return dataclasses.field(
-            default_factory=lambda: list(default), metadata=metadata, hash=False
-        )  # a list has no hash
+    metadata = dict(help=help, flags=flags, metavar=metavar, required=required, of_model=of_model, names=names)
+    if isinstance(default, list):  # which has no hash
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata, hash=False)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -366,9 +363,8 @@ def unknown_problems(words: Sequence[str], parser: FlagParser) -> list[str]:
 def unknown_flag_message(flag: str, known: list[str], refused: Collection[str] = ()) -> str:
     """`unknown flag --num-layer; did you mean --num-layers?`"""
     name = flag.split("=")[0]
-    near = nearest_flag(name, known, refused) or " or ".join(
-        _longer_flags(name, [other for other in known if other not in refused])
-    )
+    allowed = [other for other in known if other not in refused]
+    near = nearest_flag(name, known, refused) or " or ".join(_longer_flags(name, allowed))
     return f"unknown flag {flag}" + (f"; did you mean {near}?" if near else "; --help lists the known ones")
 
 

@@ -53,7 +53,7 @@ def get_mesh() -> Mesh:
     return current().mesh
 
 
-def has_mesh() -> bool:
+def model_parallel_is_initialized() -> bool:
     return (getattr(_override, "current", None) or _of_process) is not None
 
 

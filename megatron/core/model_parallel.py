@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.core.comm import Group, TorchGroup, as_peer_error
 from megatron.core.config import ConfigError
-from megatron.core.current_mesh import current, has_mesh, mesh_of_process, set_mesh_of_process
+from megatron.core.current_mesh import current, mesh_of_process, set_mesh_of_process
 from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
 from megatron.core.mesh import Mesh, StageRanks, build_mesh
 from megatron.core.parallel_config import ORDER, ParallelConfig
@@ -77,10 +77,6 @@ def initialize_model_parallel(
     set_mesh_of_process(mesh)
     all_have_met()
     return mesh
-
-
-def model_parallel_is_initialized() -> bool:
-    return has_mesh()
 
 
 def destroy_model_parallel() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.config import ConfigError
-from megatron.core.current_mesh import current, get_mesh, use_mesh  # noqa: F401
+from megatron.core.current_mesh import current, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
 from megatron.core.job.processes import (  # noqa: F401
     agreement_axis,
     available_backends,
@@ -35,7 +35,6 @@ from megatron.core.lazy import not_built
 from megatron.core.model_parallel import (  # noqa: F401
     destroy_model_parallel,
     initialize_model_parallel,
-    model_parallel_is_initialized,
     torch_group,
 )
 from megatron.core.parallel_config import ORDER, ParallelConfig  # noqa: F401

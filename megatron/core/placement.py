@@ -140,19 +140,12 @@ def _divide(pair: tuple[Box, Box], dim: int, part: int, parts: int, blocks: tupl
 
     Two blocks, two parts:  whole  [ g0 g1 | u0 u1 ]     part 0 is [ g0 u0 ], part 1 is [ g1 u1 ]
     """
-    box, local = pair
-    extent = local[dim][1]
-    result, block_start = [], 0
-    local_start = 0
+    extent = pair[1][dim][1]
+    result, local_start = [], 0
     for block in blocks or (extent * parts,):
         size = block // parts
-        start = block_start + part * size
-        result.append(
-            (
-                box[:dim] + ((start, start + size),) + box[dim + 1 :],
-                local[:dim] + ((local_start, local_start + size),) + local[dim + 1 :],
-            )
-        )
-        block_start, local_start = block_start + block, local_start + size
+        starts = local_start * parts + part * size, local_start  # in the global and in the local tensor
+        result.append(tuple((*b[:dim], (at, at + size), *b[dim + 1 :]) for b, at in zip(pair, starts)))
+        local_start += size
     assert local_start == extent, f"blocks {blocks} in {parts} parts do not fill a local extent of {extent}"
     return result

@@ -127,10 +127,10 @@ def ways_as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:
 
 def from_json(kept: Mapping[str, Any] | None, dtype: torch.dtype) -> Products | None:
     """The inverse of `ways_as_json`; None for another dtype, or if `kept` is not its output."""
-    known = (
-        isinstance(kept, Mapping) and kept.get("dtype") == str(dtype) and all(kept.get(kind) in WAYS for kind in _KINDS)
-    )
-    return Products(*(kept[kind] for kind in _KINDS)) if known else None
+    if not isinstance(kept, Mapping) or kept.get("dtype") != str(dtype):
+        return None
+    ways = [kept.get(kind) for kind in _KINDS]
+    return Products(*ways) if all(way in WAYS for way in ways) else None
 
 
 def _listed(of: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron.core.boxes import Box, intersect, size_of
+from megatron.core.boxes import Box, intersect, is_within, size_of
 
 FORMAT, FORMAT_VERSION = "megatron-boxes", 1
 MANIFEST = "manifest.json"
@@ -187,9 +187,8 @@ def _read(kind: Any, value: Any, at: str) -> Any:
     inner = get_args(kind)
     if is_dataclass(kind):
         if isinstance(value, dict):
-            return kind(
-                **{name: _read(part, value.get(name), f"{at}, {name!r}") for name, part in _hints(kind).items()}
-            )
+            parts = _hints(kind).items()
+            return kind(**{name: _read(part, value.get(name), f"{at}, {name!r}") for name, part in parts})
         wanted = f"an object with {', '.join(_hints(kind))}"
     elif get_origin(kind) is tuple:
         if isinstance(value, list) and (inner[-1] is ... or len(value) == len(inner)):
@@ -232,7 +231,7 @@ def _problems_of_places(manifest: Manifest) -> list[str]:
             continue
         for piece in record.pieces:
             at = f"tensor {name!r}, box {show_box(piece.box)}"
-            if not _is_box_within(piece.box, record.shape):
+            if not is_within(piece.box, record.shape):
                 problems.append(f"{at} is not a box within shape {record.shape}")
             elif piece.nbytes != item_bytes_of(size_of(piece.box), record.dtype):
                 problems.append(f"{at} cannot have {piece.nbytes} bytes of {record.dtype}")
@@ -243,10 +242,6 @@ def _problems_of_places(manifest: Manifest) -> list[str]:
             elif not re.fullmatch("[0-9a-f]{64}", piece.sha256):
                 problems.append(f"{at} has {piece.sha256!r} where a sha256 in hexadecimal belongs")
     return problems
-
-
-def _is_box_within(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(start < stop <= size for (start, stop), size in zip(box, shape))
 
 
 def check_whole(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.boxes import Box, size_of
+from megatron.core.boxes import Box, is_within, size_of, slices
 from megatron.core.checkpoint.format import ITEM_BYTES, show_box
 from megatron.core.storage.stored import Stored, StoredTensor
 
@@ -36,8 +36,7 @@ class LocalTensor:
         global_box, local_box = piece
         if isinstance(self.tensor, StoredTensor):
             return self.tensor.box(local_box).view(size_of(global_box))
-        view = self.tensor.detach()[tuple(slice(start, stop) for start, stop in local_box)]
-        return view.view(size_of(global_box))
+        return self.tensor.detach()[slices(local_box)].view(size_of(global_box))
 
 
 def problems_of_tensors(tensors: dict[str, LocalTensor]) -> list[str]:
@@ -52,7 +51,7 @@ def _problems_of(name: str, local: LocalTensor) -> list[str]:
         return [f"tensor {name!r} is {local.tensor.layout}; a checkpoint holds dense tensors"]
     problems = []
     for global_box, local_box in (*local.pieces, *local.copies):
-        if not (_is_within(global_box, local.shape) and _is_within(local_box, local.tensor.shape)):
+        if not (is_within(global_box, local.shape) and is_within(local_box, local.tensor.shape)):
             problems.append(
                 f"tensor {name!r}: the boxes {show_box(global_box)} <- {show_box(local_box)} do not lie within the whole "
                 f"shape {tuple(local.shape)} and the local shape {tuple(local.tensor.shape)}"
@@ -62,10 +61,6 @@ def _problems_of(name: str, local: LocalTensor) -> list[str]:
                 f"tensor {name!r}: box {show_box(global_box)} cannot be taken from box {show_box(local_box)}"
             )
     return problems
-
-
-def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(0 <= start < stop <= size for (start, stop), size in zip(box, shape))
 
 
 def _match(global_size: tuple[int, ...], local_size: tuple[int, ...], is_contiguous: bool) -> bool:

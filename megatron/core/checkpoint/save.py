@@ -73,7 +73,8 @@ def save_checkpoint(
             _check_nothing_lost(partial, tensors, json.loads(summary))
         with _together(root, world, device):
             if world.is_first:
-                _publish(partial, iteration)
+                with _writing(partial.with_suffix("")):
+                    folder.publish(partial, iteration)
                 _clear_leftovers(root, warn)
     except Exception:
         if world.is_first:
@@ -246,11 +247,6 @@ def _check_nothing_lost(partial: Path, tensors: dict[str, LocalTensor], saved: d
     ]
     if problems:
         raise CheckpointError(partial, problems, _ONE_WRITER)
-
-
-def _publish(partial: Path, iteration: int) -> None:
-    with _writing(partial.with_suffix("")):
-        folder.publish(partial, iteration)
 
 
 @contextlib.contextmanager

@@ -42,11 +42,9 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
 
 def notes_on(state: dict[str, Any]) -> list[str]:
     """What is assumed of a checkpoint, and what it says that is not read here."""
-    notes = (
-        [] if "model" in state else ["the checkpoint does not name its model: it is taken for a GPT of these layers"]
-    )
+    notes = [] if "model" in state else ["the checkpoint does not name its model; GPT is assumed"]
     own = _listed(state["config"].get("own", {}))
-    return notes + ([f"not read here, settings of the script's own: {own}"] if own else [])
+    return notes + ([f"the script's own settings are ignored: {own}"] if own else [])
 
 
 def _listed(settings: dict[str, Any]) -> str:

@@ -38,12 +38,8 @@ from megatron.core.errors import write_error_file
 SAYS_EVERY = 30.0  # seconds between two words about who is missing
 _GRACE = 4.0  # seconds that a rank has to notice by itself that another has died, and to leave in order
 _ANSWERS_WITHIN = 3.0  # seconds in which an address that can be reached accepts a connection
-_PROBES = {
-    "TCP_KEEPIDLE": 3,
-    "TCP_KEEPALIVE": 3,
-    "TCP_KEEPINTVL": 2,
-    "TCP_KEEPCNT": 3,
-}  # seconds, seconds, seconds, probes
+# TCP keepalive: idle seconds (Linux, macOS), seconds between probes, probes without an answer.
+_PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPALIVE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 _LONGEST = 1 << 16  # bytes of a message; more does not come from a rank
 
 _sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
@@ -399,6 +395,5 @@ def _allow_open_files(number: int) -> None:
     with contextlib.suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < number:
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (number if hard == resource.RLIM_INFINITY else min(number, hard), hard)
-            )
+            allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

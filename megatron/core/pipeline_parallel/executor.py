@@ -4,7 +4,8 @@ A run without pipelining takes the same path: one rank runs F0.0 B0.0 F0.1 B0.1 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from megatron.core.weight_grads import WeightGradStore, Work
 Key = tuple[int, int]  # (stage, microbatch)
 
 
+@dataclass(eq=False)
 class Executor:
     """One rank's part of one step. Holds the tensors in flight by (stage, microbatch).
 
@@ -32,26 +34,19 @@ class Executor:
     nominal_tokens: tokens of a full microbatch, the weight of a loss that is a mean.
     """
 
-    def __init__(
-        self,
-        chunks: Mapping[int, nn.Module],
-        stages: StageMap,
-        *,
-        transport: Transport,
-        forward_step: ForwardStep,
-        data_iterators: Mapping[int, Iterator | None],
-        begin: Callable[[Action], None] = lambda action: None,
-        reduce: Callable[[int], None] = lambda stage: None,
-        weight_grads: WeightGradStore | None = None,
-        nominal_tokens: float = 1.0,
-        around: Callable[[Action], AbstractContextManager] | None = None,
-    ):
-        self.chunks, self.stages = chunks, stages
-        self.transport, self.nominal_tokens = transport, nominal_tokens
-        self.forward_step, self.data_iterators = forward_step, data_iterators
-        self.begin, self.reduce = begin, reduce
-        self.weight_grads = weight_grads or WeightGradStore()
-        self.around = around
+    chunks: Mapping[int, nn.Module]
+    stages: StageMap
+    _: KW_ONLY
+    transport: Transport
+    forward_step: ForwardStep
+    data_iterators: Mapping[int, Iterator | None]
+    begin: Callable[[Action], None] = lambda action: None
+    reduce: Callable[[int], None] = lambda stage: None
+    weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
+    nominal_tokens: float = 1.0
+    around: Callable[[Action], AbstractContextManager] = nullcontext
+
+    def __post_init__(self) -> None:
         self.inputs: dict[Key, tuple[_Input, ...]] = {}
         self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until sent
         self.roots: dict[Key, tuple[Tensor | GradientEdge, ...]] = {}  # the start of each backward
@@ -72,7 +67,8 @@ class Executor:
         with torch.set_grad_enabled(training):
             for index, action in enumerate(schedule[rank]):
                 try:
-                    self._do(action)
+                    with self.around(action):
+                        _HANDLERS[action.op](self, action)
                 except Exception as error:
                     error.add_note(f"while running pipeline action {action}:\n{show(schedule, rank, index)}")
                     raise
@@ -81,44 +77,35 @@ class Executor:
         assert not left, f"the schedule is incomplete; still in flight: {left}"
         return self.totals
 
-    def _do(self, action: Action) -> None:
-        if self.around is None:
-            _HANDLERS[action.op](self, action)
-            return
-        with self.around(action):
-            _HANDLERS[action.op](self, action)
-
     # ---------------------------------------------------------------- compute
 
     def forward(self, action: Action) -> None:
-        stage, microbatch = action[1:]
-        key, chunk = (stage, microbatch), self.chunks[stage]
+        stage, microbatch = key = action[1:]
+        chunk = self.chunks[stage]
         self.begin(action)
         inputs = tuple(x.enter() for x in self.inputs.get(key, ()))
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
         del inputs  # the executor keeps no reference, so the chunk can free its input early
-        output, loss_func = read_step(
-            self.forward_step(self.data_iterators[stage], chunk), is_last=stage == self.stages.last
-        )
+        is_last = stage == self.stages.last
+        output, loss_func = read_step(self.forward_step(self.data_iterators[stage], chunk), is_last=is_last)
         chunk.set_input_tensor(None)
-        if stage == self.stages.last:
+        if is_last:
             loss = read_loss(loss_func(output), self.nominal_tokens)
             self.totals.add(loss)
             output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale
         outputs = output if isinstance(output, tuple) else (output,)
         if self.training:
-            self.roots[key] = outputs if stage == self.stages.last else tuple(_root(x) for x in outputs)
+            self.roots[key] = outputs if is_last else tuple(_root(x) for x in outputs)
         else:
             self.inputs.pop(key, None)
         if stage + 1 in self.chunks:  # the next stage is on this rank: no transfer
             self.inputs[stage + 1, microbatch] = _as_inputs(outputs, self.training)
-        elif stage < self.stages.last:
+        elif not is_last:
             self.outputs[key] = outputs
 
     def backward(self, action: Action) -> None:
         """Gradients of the stage's input and weights. A root of None, of a frozen stage, has no backward."""
-        stage, microbatch = action[1:]
-        key = (stage, microbatch)
+        stage, microbatch = key = action[1:]
         self.begin(action)
         roots, inputs = self.roots.pop(key), self.inputs.pop(key, ())
         incoming = (None,) * len(roots) if stage == self.stages.last else self.grads.pop(key)
@@ -134,18 +121,18 @@ class Executor:
     def backward_input(self, action: Action) -> None:
         with self.weight_grads.collect() as work:
             self.backward(action)
-        self.weight_work[action.stage, action.microbatch] = work
+        self.weight_work[action[1:]] = work
 
     def backward_weight(self, action: Action) -> None:
         self.begin(action)
-        for work in self.weight_work.pop((action.stage, action.microbatch)):
+        for work in self.weight_work.pop(action[1:]):
             work()
 
     # ---------------------------------------------------------------- transfers
 
     def send(self, action: Action) -> None:
         held = self.outputs if action.op is Op.SEND_F else self.grads
-        tensors = tuple(x.detach() for x in held.pop((action.stage, action.microbatch)))
+        tensors = tuple(x.detach() for x in held.pop(action[1:]))
         self.transfers[action] = self.transport.send(DIRECTION_OF[action.op], self._peer(action), tensors)
 
     def post(self, action: Action) -> None:
@@ -158,9 +145,9 @@ class Executor:
     def receive(self, action: Action) -> None:
         tensors = self.transfers.pop(action.with_op(BEGIN_OF[action.op])).wait()
         if action.op is Op.RECV_F:
-            self.inputs[action.stage, action.microbatch] = _as_inputs(tensors, self.training)
+            self.inputs[action[1:]] = _as_inputs(tensors, self.training)
         else:
-            self.grads[action.stage, action.microbatch] = tensors
+            self.grads[action[1:]] = tensors
 
     def reduce_grads(self, action: Action) -> None:
         self.reduce(action.stage)

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,9 +79,9 @@ class Pipeline:
         self.keys = _keys_in(chunks) if keys is None else {keys}
         self.stages = stage_map(schedule_name, mesh["pp"].size, len(chunks))
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
-        self.forward_step, self.weight_grads = forward_step, weight_grads
+        self.forward_step, self.weight_grads = forward_step, weight_grads or WeightGradStore()
         self.schedule_name = schedule_name
-        self.around: Callable[[Action], AbstractContextManager] | None = None  # entered for each action
+        self.around: Callable[[Action], AbstractContextManager] = nullcontext  # entered for each action
         self._schedules: dict[bool, tuple[int, Schedule]] = {}  # by whether it trains
 
     def run(
@@ -138,8 +138,7 @@ class Pipeline:
         return schedule
 
     def _step_of(self, m: int) -> Schedule:
-        name = self.schedule_name
-        made = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks))
+        made = make_schedule(name := self.schedule_name, self.mesh["pp"].size, m, len(self.chunks))
         if stages_in(made) != self.stages:
             raise ValueError(f"{name}: {m} microbatches move its stages to other ranks; fix SCHEDULES[{name!r}]")
         return made

@@ -25,9 +25,8 @@ from megatron.core.storage.stored import Stored, start_reading, start_writing
 from megatron.core.tiers.slots import SlotBuffer, as_flat, strides_like
 from megatron.core.tiers.tier import HostTier, Tier
 
-Keep = Callable[
-    [Tensor], Callable[[], Tensor]
-]  # hands a tensor in; the call that is returned gives its values, as often as asked
+# Takes a tensor; returns a function that gives its values, any number of times.
+Keep = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class StageActivations:
@@ -64,9 +63,7 @@ class StageActivations:
     def saving(self, layer: int, x: Tensor, beside: Iterable[Tensor | None]) -> Iterator[None]:
         """Inside, what autograd saves for this layer goes away. x: its input; beside: what stays alive anyway, as parameters
         do."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # a parameter of ZeRO stage 3 may be asked where its values will be
+        with torch._C.DisableTorchFunctionSubclass():  # asks a released parameter of ZeRO stage 3 for its storage only
             stays = {other.untyped_storage()._cdata for other in beside if other is not None}
         packer = _Packer(
             self._next(first=layer == 0), self.room(x.device), stays, self.smallest, x.untyped_storage().device
@@ -179,7 +176,7 @@ class Away:
 
     def __del__(self) -> None:
         for under_way in (getattr(self, "_leaving", None), getattr(self, "_coming", None)):
-            if under_way is not None and self._room.has_side_stream:
+            if under_way is not None and self._room.side is not None:
                 under_way.wait()  # else the device's memory would be used again before it was read or filled
 
 
@@ -188,19 +185,11 @@ class TierRoom:
     it held is on its way. To memory of the host an accelerator copies on a stream of its own."""
 
     def __init__(self, tier: Tier, device: torch.device):
-        self._tier, self._device = tier, device
+        self._tier, self.device = tier, device
         self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
-        self._side = None if device.type == "cpu" or tier.name == "file" else _SideStream(device)
+        self.side = None if device.type == "cpu" or tier.name == "file" else _SideStream(device)
         self.slots: list[Stored] = []  # all of them
         self.in_use = self.bytes_in_use = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def has_side_stream(self) -> bool:
-        return self._side is not None
 
     def take(self, numel: int, dtype: torch.dtype) -> Stored:
         free = self._free[numel, dtype]
@@ -218,16 +207,16 @@ class TierRoom:
 
     def send(self, slot: Stored, flat: Tensor) -> Pending[Any]:
         """Begin to move `flat` there, which may not change until that is done."""
-        return start_writing(slot, flat) if self._side is None else self._side.start_copy(slot, flat)
+        return start_writing(slot, flat) if self.side is None else self.side.start_copy(slot, flat)
 
     def fetch(self, slot: Stored) -> Pending[Tensor]:
         """Begin to bring back what lies there."""
-        if self._side is not None:
-            return self._side.start_copy(torch.empty(slot.numel(), dtype=slot.dtype, device=self._device), slot)
+        if self.side is not None:
+            return self.side.start_copy(torch.empty(slot.numel(), dtype=slot.dtype, device=self.device), slot)
         reading = start_reading(slot)
         if isinstance(slot, Tensor):
             return Pending(lambda: reading.wait().clone())  # the slot may be lent again while the values are in use
-        return Pending(lambda: to_device(reading.wait(), self._device))
+        return Pending(lambda: to_device(reading.wait(), self.device))
 
 
 class _SideStream:
@@ -262,9 +251,8 @@ class _Packer:
         self._layer, self._room = layer, room
         self._stays = stays
         self._smallest, self._device = smallest, device  # of the memory: in a dry run it is not the tensors'
-        self._sent: dict[
-            tuple[int, int], tuple[weakref.ref, weakref.ref]
-        ] = {}  # (memory, version) -> the memory, where it is
+        # (address of the memory, version) -> the memory, and its `Away`
+        self._sent: dict[tuple[int, int], tuple[weakref.ref, weakref.ref]] = {}
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> Any:
