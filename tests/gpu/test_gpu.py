@@ -332,7 +332,7 @@ def test_a_failed_rank_ends_the_job():
 def test_more_processes_than_devices_are_refused():
     done = job("pretrain_gpt.py", f"{TINY} {BATCH}", COUNT + 1)
     assert done.returncode != 0
-    assert ("compute on one device" if COUNT == 1 else f"processes on this machine see {COUNT} devices") in done.stderr
+    assert ("use the same device" if COUNT == 1 else f"processes on this machine see {COUNT} devices") in done.stderr
 
 
 def test_settings_that_cannot_work_are_said_once():

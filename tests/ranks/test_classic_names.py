@@ -415,7 +415,7 @@ def test_a_fork_draws_from_a_state_of_its_own_and_leaves_the_other_alone():
         after = torch.rand(2)
         with tracker.fork():
             inside_again = torch.rand(2)
-        with pytest.raises(ValueError, match="tracked already"):
+        with pytest.raises(ValueError, match="in use"):
             tracker.add("model-parallel-rng", 1)
         with pytest.raises(ValueError, match="'mine'"), tracker.fork("mine"):
             pass

@@ -289,7 +289,10 @@ def test_a_class_may_say_that_it_is_a_gpt_unless_flags_of_its_own_shape_it(of_mo
     monkeypatch.setattr(Louder, "model_name", "GPTModel", raising=False)
     train(tmp_path, NULL, louder_gpt, extra_args_provider=own_flags)
     code, _, err = tool("--load", tmp_path, "--prompt", "5 6")
-    assert code == of_model and ("volume 1.0" if of_model else "the script's own settings are ignored: greeting hello") in err
+    assert (
+        code == of_model
+        and ("volume 1.0" if of_model else "the script's own settings are ignored: greeting hello") in err
+    )
 
 
 def test_a_checkpoint_that_does_not_name_its_model_is_taken_for_a_gpt(runs, tool, tmp_path):

@@ -1,7 +1,7 @@
-"""Megatron's generators, for the modules of a fork: one that all tensor-parallel ranks share and one that is each rank's own.
+"""Megatron's random generators: one state shared by all tensor-parallel ranks, and one per rank.
 
-Our own layers use neither: their masks follow from names and positions (`megatron.core.random`). A fork's that draw inside
-`get_cuda_rng_tracker().fork()` are as layout-dependent as they are with Megatron.
+Our layers use neither: their masks follow from names and positions (`megatron.core.random`). Layers that draw inside
+`get_cuda_rng_tracker().fork()` depend on the layout, as in Megatron.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ EXPERT_PARALLEL = "expert-parallel-rng"
 
 
 def _generator() -> Any:
-    """The module that has the default generator of this rank's device."""
+    """The module with the default generator of this rank's device."""
     device = torch.device(current().device)
     return torch.random if device.type == "cpu" else torch.get_device_module(device)
 
 
 class RngTracker:
-    """States of the device's default generator by name, swapped in for a block."""
+    """Named states of the device's default generator."""
 
     def __init__(self) -> None:
         self.states: dict[str, Tensor] = {}
@@ -43,9 +43,9 @@ class RngTracker:
         self.states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A new state; neither its name nor its seed may be there already."""
+        """Adds a state with its own seed. ValueError if the name or the seed is in use."""
         if name in self.states or seed in self.seeds:
-            raise ValueError(f"a random state {name!r} or the seed {seed} is tracked already; choose others or reset()")
+            raise ValueError(f"the random state {name!r} or the seed {seed} is in use; choose others or reset()")
         self.seeds.add(seed)
         generator = _generator()
         before = generator.get_rng_state()
@@ -55,9 +55,9 @@ class RngTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the named state inside the block; it goes on where it stood."""
+        """Draws inside the block come from the named state, and advance it."""
         if name not in self.states:
-            raise ValueError(f"no random state {name!r} is tracked; call model_parallel_cuda_manual_seed(seed) first")
+            raise ValueError(f"there is no random state {name!r}; call model_parallel_cuda_manual_seed(seed) first")
         generator = _generator()
         before = generator.get_rng_state()
         generator.set_rng_state(self.states[name])
@@ -76,7 +76,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default generator alike on all tensor-parallel ranks, and a state of its own for each (2718 and its rank on)."""
+    """Seeds the default generator equally on all tensor-parallel ranks, and a state per rank with seed + 2718 + rank."""
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     _generator().manual_seed(seed)
@@ -86,16 +86,15 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """function(*args), computed again in the backward with the generators as they were, tracked ones too.
+    """function(*args), recomputed in the backward with the same generator states, tracked ones included.
 
-    distribute_saved_activations: of the first argument, of which all tensor-parallel ranks hold the same, each keeps a part, and
-    the backward gathers them. It stays whole under sequence parallelism, where each rank has its own, and where the ranks do not
-    divide it.
+    distribute_saved_activations: shards the first argument over the tensor-parallel ranks, which all hold it, until the backward
+    all-gathers it. Ignored under sequence parallelism, where the ranks hold different tensors, and if its size is not divisible.
     """
     tracker, mesh = get_cuda_rng_tracker(), get_mesh()
     states, take = tracker.get_states(), None
     is_again = False
-    # torch finds the device by the arguments, of which there may be none left: the state of its generator is ours to keep.
+    # torch finds the device from the arguments, but none may be left: so the generator's state is saved here.
     generator = _generator()
     before = generator.get_rng_state()
     if distribute_saved_activations and torch.is_grad_enabled() and _is_divisible(args[0], mesh):

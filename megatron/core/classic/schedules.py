@@ -1,10 +1,10 @@
-"""Megatron's `get_forward_backward_func()` over the executor, for the training loop of a fork.
+"""Megatron's `get_forward_backward_func()` on our pipeline, for a script's own training loop.
 
     forward_backward = get_forward_backward_func()
     reports = forward_backward(forward_step_func=forward_step, data_iterator=iterator, model=[chunk], num_microbatches=8,
                                seq_length=1024, micro_batch_size=4)
 
-There is one function: without a pipeline it runs F0 B0 F1 B1 ..., with one 1F1B, with several chunks the interleaved schedule.
+One function covers all cases: without a pipeline F0 B0 F1 B1 ..., with a pipeline 1F1B, with several chunks interleaved 1F1B.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline, tell
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.stage_map import loop
 
-# Megatron's further arguments: they steer its own transfers and groups, or how it warms up.
+# Megatron's arguments that only concern its own transfers, groups or warm-up.
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
 
 
@@ -43,28 +43,28 @@ def forward_backward(
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None,
     **others: Any,
 ) -> list[Any]:
-    """One step's forwards and backwards; returns the report of each microbatch on the last stage, [] elsewhere. Every rank calls.
+    """The forwards and backwards of one step. Returns the microbatches' reports on the last stage, [] on others. Every rank must
+    call.
 
-    Gradients are added to the chunks' buffers (to `.grad` of a chunk that no DistributedDataParallel wraps), summed
-    over the data-parallel ranks, and divided by the tokens of the whole step: afterwards they are those of the mean
-    loss, and not scaled. The caller zeroes them before (`zero_grad_buffer`), and updates after.
-    `finalize_model_grads` may be called in between, or be the `finalize_model_grads_func` of the model's config,
-    which is called here with the chunks and None: either changes nothing.
+    Gradients accumulate in the chunks' buffers (in `.grad` without DistributedDataParallel), are summed over data-parallel ranks
+    and divided by the tokens of the step: they are gradients of the mean loss. The caller zeroes them before
+    (`zero_grad_buffer`) and updates after. `finalize_model_grads` has no effect, called by the script or as the
+    `finalize_model_grads_func` of the model's config, which is called here with (chunks, None).
 
-    grad_scale_func(loss) -> the loss times the loss scale, such as the optimizer's `scale_loss`; that of the model's config when
-    left out. Gradients are then those of the mean loss times the scale, for the caller to take out again.
+    grad_scale_func(loss) -> the loss times the loss scale, such as the optimizer's `scale_loss`; default: the function in the
+    model's config. The caller must divide the gradients by the scale.
 
-    model: this rank's chunk, or its chunks in order, with a data iterator each. Chunks have `set_input_tensor` and, in a
-    pipeline, `config` with hidden_size and params_dtype. collect_non_loss_data: the list holds loss_func(output,
-    non_loss_data=True) of each microbatch instead, and nothing is differentiated.
+    model: this rank's chunk, or its chunks in order, each with a data iterator. Chunks have `set_input_tensor` and, in a
+    pipeline, `config` with hidden_size and params_dtype. collect_non_loss_data: forwards only; returns
+    loss_func(output, non_loss_data=True) of each microbatch.
     """
     strange = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
     if strange:
-        raise TypeError(f"get_forward_backward_func: {sorted(strange)} are not built; leave them out")
+        raise TypeError(f"get_forward_backward_func: {sorted(strange)} are not built; omit them")
     if decoder_seq_length not in (None, seq_length):
         raise ValueError(
-            f"decoder_seq_length ({decoder_seq_length}) differs from seq_length ({seq_length}): models of an encoder "
-            "and a decoder are not built yet"
+            f"decoder_seq_length ({decoder_seq_length}) differs from seq_length ({seq_length}); encoder-decoder models are "
+            "not built yet"
         )
     chunks = list(model) if isinstance(model, Sequence) else [model]
     iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
@@ -89,7 +89,7 @@ def forward_backward(
         return reports
     scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"))
     rank_samples = num_microbatches * micro_batch_size
-    # A scaled loss is divided by the tokens before and not after the backward, so that a sum of losses overflows no float16.
+    # With a loss scale the loss is divided by the tokens before the backward: a sum over tokens could overflow float16.
     step_tokens = 1 if scale is None else rank_samples * seq_length * mesh.tokens.size
     totals = pipeline.run(data, first_sample, loss_scale=(scale or 1.0) / step_tokens)
     _finish(pipeline, pipeline.share_totals(totals).tokens, scaled_by=1 / step_tokens)
@@ -98,7 +98,7 @@ def forward_backward(
 
 
 def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: int) -> tuple[TensorSpec, ...]:
-    """The hidden states that pass between two stages; nothing does without a pipeline."""
+    """The hidden states that pass between two stages; () without a pipeline."""
     if mesh["pp"].size == 1:
         return ()
     config = get_model_config(chunk)
@@ -109,20 +109,20 @@ def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: i
 
 
 def _config_of(chunk: nn.Module, name: str) -> Any:
-    """What the model's config holds under this name; None where it has none."""
+    """A field of the model's config; None if there is none."""
     return getattr(getattr(unwrap_model(chunk), "config", None), name, None)
 
 
 def _loss_scale(grad_scale_func: Callable | None) -> float | None:
-    """What the function multiplies by; None where nothing is scaled."""
+    """The factor of `grad_scale_func`; None without one."""
     return None if grad_scale_func is None else float(grad_scale_func(torch.ones((), device=current().device)))
 
 
 def _finish(pipeline: Pipeline, tokens: float, *, scaled_by: float) -> None:
-    """Make the gradients whole, and those of the mean over all tokens of the step. scaled_by: what the sum of losses was."""
+    """Reduces the gradients, and divides them by the tokens of the step and by `scaled_by`, the factor of the loss."""
     chunks, share = list(pipeline.chunks.values()), 1.0 / (max(tokens, 1.0) * scaled_by)
     if (finalize := _config_of(chunks[0], "finalize_model_grads_func")) is not None:
-        finalize(chunks, None)  # no tokens: the gradients are divided here
+        finalize(chunks, None)  # without tokens: the division follows here
     for chunk in chunks:
         tell(chunk, "finish_grad_reduce")
         if hasattr(chunk, "scale_gradients"):

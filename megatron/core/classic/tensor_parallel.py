@@ -1,10 +1,10 @@
-"""The divided layers with Megatron's arguments, for the model of a fork.
+"""Tensor-parallel layers and regions with Megatron's arguments.
 
     ColumnParallelLinear(hidden, 4 * hidden, config=config, init_method=init_method_normal(0.02), gather_output=False)
 
-What our own models hand to a layer, these find in the current mesh: the axis, sequence parallelism, the device. `config` gives
-`params_dtype`, and `sequence_parallel` where it has one. `tp=TensorParallel(...)` takes the place of both. Weights have their
-initial values at once, drawn as the state of torch's generator has it, or, in a model that `get_model` builds, by their names.
+The layers find axis, sequence parallelism and device in the current mesh. `config` gives `params_dtype`, and
+`sequence_parallel` if it has the field; `tp=TensorParallel(...)` overrides both. The constructor draws initial weights from
+torch's generator; in a model that `get_model` builds they are seeded by their names.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
 INIT_STD = 0.02
 
-# Arguments of Megatron's that change nothing here: all weights are drawn for the whole tensor, and gradients accumulate in place.
+# Megatron's arguments without effect: weights are always drawn for the whole tensor, and gradients accumulate in place.
 _WITHOUT_EFFECT = {"keep_master_weight_for_test", "skip_weight_param_allocation", "is_expert", "tp_comm_buffer_name"}
 
 
 def tensor_parallel_of(config: Any = None) -> TensorParallel:
-    """What a layer needs to know, from the current mesh."""
+    """The `TensorParallel` of the current mesh for a model's config."""
     here, mesh = current(), get_mesh()
     divided = getattr(config, "sequence_parallel", here.sequence_parallel) and mesh["tp"].size > 1
     dtype = getattr(config, "params_dtype", torch.get_default_dtype())
@@ -38,7 +38,7 @@ def tensor_parallel_of(config: Any = None) -> TensorParallel:
 
 
 def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> InitialValue:
-    """The initial values. Raises TypeError for what has no meaning here."""
+    """The initial value. TypeError for unsupported arguments."""
     strange = [name for name, value in others.items() if name not in _WITHOUT_EFFECT or value]
     if stride != 1:
         strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.linear_layers)")
@@ -46,16 +46,17 @@ def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) 
         raise TypeError(f"{layer}: not built: {', '.join(strange)}")
     if init_method is not None and not isinstance(init_method, Normal | Constant) and not callable(init_method):
         raise TypeError(
-            f"{layer}: init_method must be init_method_normal(std) or scaled_init_method_normal(std, layers) of "
-            "megatron.core.utils, or a function of the whole tensor, such as torch.nn.init.xavier_normal_, not "
-            f"{type(init_method).__name__}"
+            f"{layer}: init_method must be init_method_normal(std), scaled_init_method_normal(std, layers) or a function of "
+            f"the whole tensor, such as torch.nn.init.xavier_normal_, not {type(init_method).__name__}"
         )
     return Normal(INIT_STD) if init_method is None else init_method
 
 
 class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
-    """Y = X A + b with A split by columns -> (y, bias or None). `gather_output` when left out: as in Megatron 2, which has no
-    `config`, yes; as in its core, no."""
+    """Y = X A + b with A sharded by columns -> (y, bias or None).
+
+    gather_output: default True without `config`, as in Megatron 2, and False with it, as in Megatron core.
+    """
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
 
 
 class RowParallelLinear(linear_layers.RowParallelLinear):
-    """Z = Y B + b with B split by rows -> (z, bias or None). `input_is_parallel`: each rank has its part of y, else the whole."""
+    """Z = Y B + b with B sharded by rows -> (z, bias or None). `input_is_parallel`: y is sharded, else whole on each rank."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class RowParallelLinear(linear_layers.RowParallelLinear):
 
 
 class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
-    """A table split by rows: ids [s, b] -> [s, b, h] ([s/t, b, h] with `reduce_scatter_embeddings`)."""
+    """A table sharded by rows: ids [s, b] -> [s, b, h], or [s/t, b, h] with `reduce_scatter_embeddings`."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
 
 
 def _region(move: mappings.Move) -> Callable[[Tensor], Tensor]:
-    """One of the moves of `mappings`, over the tensor-parallel axis of the mesh."""
+    """A region of `mappings` over the tensor-parallel axis of the current mesh."""
 
     def region(x: Tensor) -> Tensor:
         return move(x, get_mesh()["tp"])
@@ -147,7 +148,7 @@ reduce_scatter_to_sequence_parallel_region = _region(mappings.reduce_scatter_seq
 
 
 def gather_from_sequence_parallel_region(x: Tensor, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """`tensor_parallel_output_grad`: each rank has a part of the result's gradient, to be summed; else all have the same."""
+    """All-gather of the sequence. `tensor_parallel_output_grad`: the ranks' output gradients are partial sums, else equal."""
     move = mappings.gather_sequence if tensor_parallel_output_grad else mappings.whole_sequence
     return move(x, get_mesh()["tp"])
 
@@ -156,13 +157,13 @@ _MOST_DIMENSIONS = 5
 
 
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors `keys` of the first tensor-parallel rank's `data`, on every rank. Their shapes, which may differ, go before."""
+    """The tensors `keys` of the first tensor-parallel rank's `data`, on all ranks of the axis. Every rank must call."""
     axis, device = get_mesh()["tp"], current().device
     shapes = torch.full((len(keys), _MOST_DIMENSIONS), -1, dtype=torch.int64)
     if axis.is_first:
         wrong = {key: data[key].dtype for key in keys if data[key].dtype != datatype}
         if wrong:
-            raise TypeError(f"broadcast_data: the batch holds {wrong}, but {datatype} was asked for; convert it")
+            raise TypeError(f"broadcast_data: the batch has {wrong}, not {datatype}; convert it")
         for row, key in zip(shapes, keys):
             row[: data[key].dim()] = torch.tensor(data[key].shape)
     if axis.size > 1:

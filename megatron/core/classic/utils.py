@@ -1,4 +1,4 @@
-"""Small helpers by Megatron's names: initial values, wrapped models, divided tensors."""
+"""Megatron's helpers: initial values, wrapped models, divided tensors."""
 
 import math
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def init_method_normal(sigma: float) -> Normal:
-    """Initial weights from N(0, sigma^2). A description and no function of a tensor, so that a rank draws only what it holds."""
+    """Initial weights from N(0, sigma^2): a description, not a function of a tensor, so that a rank draws only its shard."""
     return Normal(sigma)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Normal:
-    """The same for the last matrix of each block, of which the residual stream adds up 2 x num_layers."""
+    """For the output matrix of each block: sigma / sqrt(2 num_layers), since the residual stream sums 2 num_layers outputs."""
     return Normal(sigma / math.sqrt(2.0 * num_layers))
 
 
@@ -41,7 +41,7 @@ def unwrap_model(model: Any) -> Any:
 
 
 def get_attr_wrapped_model(model: Any, attr: str) -> Any:
-    """`model.attr` of a model that may be wrapped."""
+    """An attribute of the model inside its wrappers."""
     return getattr(unwrap_model(model), attr)
 
 
@@ -52,13 +52,13 @@ def get_model_config(model: Any) -> Any:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    """Equal parts of the last dimension: views, or copies that are contiguous."""
+    """Equal parts of the last dimension: views, or contiguous copies."""
     parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
 class VocabUtility:
-    """Which rows of the vocabulary a rank holds: [first, last)."""
+    """The rows [first, last) of the vocabulary on a rank."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

@@ -1,4 +1,4 @@
-"""What the program that started this process says of the job: rank, world size, where to meet. Pure: a dictionary in.
+"""The place of this process in its job, from the launcher's environment variables: rank, world size, address. Pure functions.
 
 | started by                               | rank, world size                            | local rank, ranks of the node        |
 |------------------------------------------|---------------------------------------------|--------------------------------------|
@@ -7,9 +7,9 @@
 | mpiexec of MPICH, Intel MPI, Cray        | PMI_RANK, PMI_SIZE                          | MPI_LOCALRANKID, MPI_LOCALNRANKS     |
 | srun of SLURM                            | SLURM_PROCID, SLURM_STEP_NUM_TASKS          | SLURM_LOCALID, SLURM_STEP_TASKS_...  |
 
-The first of these that is there counts. Inside a SLURM job mpirun starts its daemons by srun, one a node, whose SLURM_PROCID its
-own processes inherit: that is why SLURM stands last. Where to meet is MASTER_ADDR and MASTER_PORT. Without them it is
-this machine, where all ranks are on it, or the first node of the SLURM step; and a port made from the job's number.
+The first launcher whose variables are set counts. SLURM is last because mpirun inside a SLURM job starts one daemon per node by
+srun, and its processes inherit the daemon's SLURM_PROCID. The rendezvous address is MASTER_ADDR and MASTER_PORT; default: this
+machine if all ranks are on it, else the first node of the SLURM step, and a port derived from the job's number.
 """
 
 import re
@@ -23,14 +23,14 @@ from megatron.core.config import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """One process' place in its job; by default a job of its own."""
+    """The place of one process in its job; by default a job of one process."""
 
     launcher: str = "none"
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0  # among the ranks of this node; without a word of the launcher, the rank
-    local_size: int = 1  # ranks of this node
-    address: str | None = None  # where rank 0 listens; None in a job of one that needs no meeting
+    local_rank: int = 0  # on this node; the global rank if the launcher does not give it
+    local_size: int = 1  # ranks on this node
+    address: str | None = None  # where rank 0 listens; None for a job of one process without rendezvous
     port: int | None = None
 
 
@@ -56,7 +56,7 @@ DEFAULT_PORT = 29500  # torchrun's
 
 
 def discover(environment: Mapping[str, str]) -> Launch:
-    """This process' place in its job. Raises ConfigError with all that is wrong or missing."""
+    """The place of this process in its job. Raises ConfigError with all invalid and missing variables."""
     for names in _LAUNCHERS:
         if environment.get(names.rank) or environment.get(names.size):
             return _read(environment, names)
@@ -66,21 +66,21 @@ def discover(environment: Mapping[str, str]) -> Launch:
         return _read(environment, names)
     if (tasks := environment.get("SLURM_NTASKS", "1")) != "1" and "SLURM_JOB_ID" in environment:
         raise ConfigError(
-            f"this is a SLURM job of {tasks} tasks (SLURM_NTASKS), but srun did not start this process: it would train alone; "
-            "start with srun or torchrun, or, for one process, set RANK=0 WORLD_SIZE=1"
+            f"this is a SLURM job of {tasks} tasks (SLURM_NTASKS), but this process was not started by srun and would train "
+            "alone; start with srun or torchrun, or set RANK=0 WORLD_SIZE=1 for one process"
         )
     return Launch()
 
 
 def _step(environment: Mapping[str, str]) -> str | None:
-    """The number of the srun step that this process belongs to. The batch script and salloc's shell belong to none: SLURM
-    numbers such steps of its own from the top of 32 bits."""
+    """The number of this process's srun step; None in the batch script and salloc's shell, whose step numbers are the last of
+    32 bits."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return step if step.isdigit() and int(step) < 0xFFFFFFF0 else None
 
 
 class _Problems:
-    """Reads numbers out of variables, and collects what is wrong with them."""
+    """Reads integers from variables, and collects problems."""
 
     def __init__(self, environment: Mapping[str, str]):
         self.environment, self.found = environment, []
@@ -104,7 +104,7 @@ def _read(environment: Mapping[str, str], names: _Variables) -> Launch:
     world_size = read.number(names.size, 1, low=1)
     rank = read.number(names.rank, 0)
     local_size = _slurm_local_size(environment) if names.launcher == "SLURM" else read.number(names.local_size, 0)
-    # MPICH under SLURM (srun --mpi=pmi2) has no local variables of its own; they are srun's then.
+    # MPICH under SLURM (srun --mpi=pmi2) sets no local variables; srun's apply.
     local_name = next((n for n in (names.local_rank, "SLURM_LOCALID") if n in environment), names.local_rank)
     local_rank = read.number(local_name, rank)
     if not read.found and rank >= world_size:
@@ -119,7 +119,7 @@ def _read(environment: Mapping[str, str], names: _Variables) -> Launch:
 def _address(
     environment: Mapping[str, str], names: _Variables, world_size: int, local_size: int
 ) -> tuple[str | None, str | None]:
-    """(where the ranks meet, or why nobody knows)."""
+    """(the rendezvous address, the problem if there is none)."""
     if names.launcher == "torchrun":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if not missing:
@@ -135,13 +135,13 @@ def _address(
     if nodes := environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST"):
         return first_node(nodes), None
     return None, (
-        f"{names.launcher} started {world_size} processes on several machines; say where they meet: set MASTER_ADDR to the name "
-        "of the first machine on all of them (mpirun -x MASTER_ADDR=..., mpiexec -genv MASTER_ADDR ...)"
+        f"{names.launcher} started {world_size} processes on several machines; set MASTER_ADDR on all of them to the name of "
+        "the first machine (mpirun -x MASTER_ADDR=..., mpiexec -genv MASTER_ADDR ...)"
     )
 
 
 def _port_of_job(environment: Mapping[str, str], launcher: str) -> int:
-    """A port that the ranks of one job agree on and another job on the node probably has not."""
+    """A port that is equal on all ranks of a job, and most likely differs between jobs on a node."""
     if launcher == "torchrun":
         return DEFAULT_PORT
     number = environment.get("SLURM_JOB_ID") or environment.get("PMIX_NAMESPACE")
@@ -157,7 +157,7 @@ def first_node(nodes: str) -> str:
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> int:
-    """Ranks of this node, from "2(x3),1": two on each of the first three nodes, one on the fourth."""
+    """Ranks on this node, from "2(x3),1": 2 on each of the first three nodes, 1 on the fourth. 0 if unknown."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
     sizes: list[int] = []
     for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -167,10 +167,10 @@ def _slurm_local_size(environment: Mapping[str, str]) -> int:
 
 
 def threads_per_rank(environment: Mapping[str, str], launch: Launch, cores: int, *, bound: bool = False) -> int | None:
-    """How many threads each rank should compute with, where the ranks of a node share its `cores`; None to leave it to torch.
+    """Threads per rank if the ranks of a node share its `cores`; None: leave it to torch.
 
-    OMP_NUM_THREADS is the user's word (torchrun sets it to 1 if nobody has), and ranks that the launcher has `bound` to cores of
-    their own share nothing.
+    OMP_NUM_THREADS takes precedence (torchrun sets it to 1 if it is unset). `bound`: the launcher has bound each rank to its own
+    cores.
     """
     if environment.get("OMP_NUM_THREADS") or launch.local_size == 1 or bound:
         return None

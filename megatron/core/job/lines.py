@@ -1,21 +1,21 @@
-"""Lines between the ranks of a job: which of them has not come yet, and which has died. Sockets alone, no torch.
+"""Lines between the ranks of a job: they detect missing and dead ranks. Sockets only, no torch.
 
-Every rank keeps one line, a TCP connection to the first rank, from the moment it comes until it says goodbye. The system closes
-the line of a process however the process ends, so a line that closes without a goodbye is a death, and all ranks hear of it at
-once. A rank that is slow, or that runs no Python for minutes, keeps its line: nothing here depends on a rank being prompt.
+Each rank keeps one line, a TCP connection to rank 0, from its start until its goodbye. The system closes the line when a
+process ends, even if it is killed: a line that closes without a goodbye means that the rank has died, and rank 0 tells all
+ranks at once. A slow rank, or one that runs no Python for minutes, keeps its line: there are no heartbeats.
 
     a rank, to the first rank    {"token": ..., "rank": 3, "ranks": 4, "name": "rank 3 (on gpu07, process 4711)"}
                                  {"who is missing": true}
-                                 {"met": true}               the groups exist: machines are no longer probed
-                                 {"goodbye": null}           or the reason, if it leaves before all have come
+                                 {"met": true}               the groups exist: TCP probes stop
+                                 {"goodbye": null}           or the reason, if it leaves before all ranks have come
     the first rank, to a rank    {"welcome": "rank 0 (on gpu01, process 4700)"}, or {"refused": why}
                                  {"missing": [2]}
                                  {"complete": true}
                                  {"lost": "rank 3 (on gpu07, process 4711) has ended without a word"}
                                  {"over": true}              the first rank leaves
 
-A machine that loses power closes no line. While the ranks meet, probes of the TCP connection find it within ten seconds.
-Afterwards the connections of the back end, or its time limit, must: a network that is away for some seconds shall end no run.
+A machine that loses power does not close its lines. During the rendezvous TCP probes detect it within ten seconds. Afterwards the
+backend's connections or its timeout must, so that a network outage of a few seconds does not end a run.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ from typing import Any
 
 from megatron.core.errors import write_error_file
 
-SAYS_EVERY = 30.0  # seconds between two words about who is missing
-_GRACE = 4.0  # seconds that a rank has to notice by itself that another has died, and to leave in order
-_ANSWERS_WITHIN = 3.0  # seconds in which an address that can be reached accepts a connection
+SAYS_EVERY = 30.0  # seconds between reports of missing ranks
+_GRACE = 4.0  # seconds for a rank to stop in order after another has died
+_ANSWERS_WITHIN = 3.0  # seconds for a reachable address to accept a connection
 # TCP keepalive: idle seconds (Linux, macOS), seconds between probes, probes without an answer.
 _PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPALIVE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-_LONGEST = 1 << 16  # bytes of a message; more does not come from a rank
+_LONGEST = 1 << 16  # bytes of a message; more does not come from a rank of this job
 
 _sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked worker would hold its parent's line open beyond the parent's death."""
+    """Closes the lines in a forked worker, which would keep them open after its parent's death."""
     for each in list(_sockets):
         with contextlib.suppress(OSError):
-            os.close(each.detach())  # whatever else in this process refers to it
+            os.close(each.detach())  # even if other objects of this process refer to it
 
 
 if hasattr(os, "register_at_fork"):
@@ -57,11 +57,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class NoLineError(ConnectionError):
-    """This rank is not let into the job, or the job cannot come together; the message says why."""
+    """Rank 0 cannot be reached, or refuses this rank; the message says why."""
 
 
 def connection_name(rank: int) -> str:
-    """How others speak of this process: "rank 3 (on gpu07, process 4711)"."""
+    """The name of this process in messages: "rank 3 (on gpu07, process 4711)"."""
     return f"rank {rank} (on {socket.gethostname()}, process {os.getpid()})"
 
 
@@ -83,7 +83,7 @@ def listed(ranks: Sequence[int], most: int = 12) -> str:
 
 @dataclass(eq=False)
 class _Peer:
-    """The other end of a line, as the first rank sees it; without a rank until it has said who it is."""
+    """A line at rank 0; `rank` is None until the other end has introduced itself."""
 
     socket: socket.socket
     heard: bytes = b""
@@ -93,10 +93,9 @@ class _Peer:
 
 
 class Exchange:
-    """A thread of the first rank that hears every line and tells all of them who is missing and who has died.
+    """A thread of rank 0 that reads all lines, and tells all ranks which ranks are missing or dead.
 
-    It ends with the goodbye of the first rank itself, which has a line as all others have. awaits_all: whether ranks that have
-    not come yet are waited for; otherwise they may come or not.
+    Rank 0 has a line too; its goodbye ends the thread. awaits_all: whether the job is incomplete until all ranks have come.
     """
 
     def __init__(self, ranks: int, *, awaits_all: bool = True):
@@ -117,21 +116,20 @@ class Exchange:
 
     @property
     def address(self) -> str:
-        """What a rank needs to be told, to open its line."""
+        """Hosts, port and token in JSON, from which a rank opens its line."""
         hosts = [socket.gethostname()]
         with contextlib.suppress(OSError):
             hosts += socket.gethostbyname_ex(hosts[0])[2]
         return json.dumps({"hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token})
 
     def tell_late_comers(self, seconds: float) -> None:
-        """If a rank has died before all had come, stay so long for the others, who would otherwise wait for those that have
-        left."""
+        """If a rank has died during the rendezvous, waits for the ranks that come later, at most `seconds`, to tell them."""
         deadline = time.monotonic() + seconds
         while self._lost and len(self._came) < self._ranks and not self._complete and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def join(self, seconds: float) -> None:
-        """Wait, after the first rank's goodbye, until all others have been told."""
+        """Waits, after rank 0's goodbye, until all other ranks are told."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -149,7 +147,7 @@ class Exchange:
         with contextlib.suppress(OSError):
             line, _ = self._listener.accept()
             line.setblocking(True)
-            line.settimeout(1.0)  # of a send: a message is short, and its receiver reads
+            line.settimeout(1.0)  # for sends: a message is short, and its receiver reads
             _sockets.add(line)
             _probe(line, True)
             self._selector.register(line, selectors.EVENT_READ, _Peer(line))
@@ -157,13 +155,13 @@ class Exchange:
     def _read(self, peer: _Peer) -> None:
         try:
             data = peer.socket.recv(_LONGEST)
-        except OSError:  # probes without an answer, or a connection that was reset
+        except OSError:  # unanswered probes, or a reset connection
             data = b""
         *messages, peer.heard = (peer.heard + data).split(b"\n")
         try:
             for message in messages:
                 self._hear(peer, json.loads(message))
-        except Exception:  # no rank speaks like that, and no stranger may end the thread that all ranks hear from
+        except Exception:  # not a message of a rank: hang up, since no stranger may end this thread
             data = b""
         if not data or len(peer.heard) > _LONGEST:
             self._hang_up(peer)
@@ -204,14 +202,13 @@ class Exchange:
             self._tell_all({"complete": True})
 
     def _problem_of(self, rank: int, name: str, ranks: int) -> str | None:
-        """Why this process cannot be of the job, which goes on without it: it may be of another job that was given the same
-        port."""
+        """Why a process is refused; None if it is not. The job goes on without it: it may belong to another job on this port."""
         if ranks != self._ranks:
-            return f"{name} was told of {ranks} ranks, rank 0 of {self._ranks}: give all the same number (WORLD_SIZE)"
+            return f"{name} expects {ranks} ranks, rank 0 expects {self._ranks}; give all processes the same WORLD_SIZE"
         if rank in self._came:
             return (
-                f"{name} is not the first rank {rank} to come: {self._came[rank].name} is here already; give every process a "
-                "rank of its own (RANK), and every job a port of its own (MASTER_PORT)"
+                f"{name} has the same rank {rank} as {self._came[rank].name}; give each process its own RANK, and each "
+                "job its own MASTER_PORT"
             )
         return None
 
@@ -222,7 +219,7 @@ class Exchange:
             self._lose(f"{peer.name} has ended without a word")
 
     def _lose(self, lost: str) -> None:
-        """The first loss is the one to tell of: others follow from it."""
+        """Tells all ranks of the first loss; later losses follow from it."""
         if not self._lost:
             self._lost = lost
             self._tell_all({"lost": lost})
@@ -237,7 +234,7 @@ class Exchange:
 
 
 def _end_process(why: str) -> None:
-    """End a process whose main thread waits in a call that never ends."""
+    """Ends this process, whose main thread waits in a call that never returns."""
     _say(why)
     write_error_file(why, follows=True)
     sys.stdout.flush()
@@ -245,8 +242,11 @@ def _end_process(why: str) -> None:
 
 
 class Line:
-    """This rank's line to the first one. A thread reads it: if another rank has died and this one does not leave within some
-    seconds, because it waits for that rank in a call which does not end, the thread ends the process."""
+    """This rank's line to rank 0, read by a thread.
+
+    If another rank dies and this process does not stop within `grace` seconds, since it waits for that rank in a call that
+    never returns, the thread ends the process.
+    """
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class Line:
         end: Callable[[str], None] = _end_process,
         grace: float = _GRACE,
     ):
-        """address: of the `Exchange`. near: hosts to try before those that it names. Raises NoLineError, OSError."""
+        """address: `Exchange.address`. near: hosts to try before the hosts in it. Raises NoLineError, OSError."""
         told = json.loads(address)
         self._rank, self._ranks = rank, ranks
         self._end, self._grace = end, grace
@@ -266,10 +266,10 @@ class Line:
         self._socket = _connect(["127.0.0.1", "::1"] if rank == 0 else [*near, *told["hosts"]], told["port"])
         self._messages = self._socket.makefile("rb")
         _send(self._socket, {"token": told["token"], "rank": rank, "ranks": ranks, "name": connection_name(rank)})
-        self._socket.settimeout(_ANSWERS_WITHIN * 10)  # the first rank may be busy
+        self._socket.settimeout(_ANSWERS_WITHIN * 10)  # rank 0 may be busy
         greeting = json.loads(self._messages.readline() or "{}")
         if "welcome" not in greeting:
-            raise NoLineError(greeting.get("refused", f"port {told['port']} of the first rank gives no answer"))
+            raise NoLineError(greeting.get("refused", f"port {told['port']} of rank 0 does not answer"))
         self._socket.settimeout(None)
         self._first, self.lost = greeting["welcome"], ""
         self._complete = False
@@ -279,8 +279,8 @@ class Line:
         self._thread.start()
 
     def wait_until_all_have_come(self, deadline: float, says_every: float) -> bool:
-        """False at the deadline, of `time.monotonic()`, or when a rank is `lost`. Says every so many seconds whom it waits
-        for."""
+        """Waits for all ranks; False at the deadline (`time.monotonic()`) or if a rank is lost. Reports the missing ranks to
+        stderr every `says_every` seconds."""
         says = self._began + says_every
         while not (self._complete or self.lost) and (now := time.monotonic()) < deadline:
             if now >= says:
@@ -290,7 +290,7 @@ class Line:
         return self._complete and not self.lost
 
     def missing(self) -> str:
-        """The ranks that have not come, in words."""
+        """The missing ranks in words, as rank 0 knows them."""
         self._missing = None
         _send(self._socket, {"who is missing": True})
         self._wait_for(lambda: self._missing is not None, _ANSWERS_WITHIN)
@@ -301,21 +301,21 @@ class Line:
             self._changed.wait_for(is_so, max(0.0, seconds))
 
     def what_was_lost(self, seconds: float = 0.0) -> str | None:
-        """The rank that has died, if one has and the first rank says so within `seconds`."""
+        """The message about a dead rank, if one arrives within `seconds`; else None."""
         self._wait_for(lambda: self.lost, seconds)
         return self.lost or None
 
     def all_have_met(self) -> None:
-        """From now on calls of the back end connect the ranks, and a machine that does not answer for a while is given time."""
+        """Ends the TCP probes: from now on the backend connects the ranks, and a short network outage ends no run."""
         _probe(self._socket, False)
         _send(self._socket, {"met": True})
 
     def begin_to_leave(self) -> None:
-        """This process is about to end by itself, whoever dies."""
+        """Notes that this process is ending by itself: a loss no longer ends it."""
         self._leaving.set()
 
     def leave(self, why: str | None = None) -> None:
-        """Say goodbye: what happens to this process from now on concerns no other rank."""
+        """Says goodbye: the end of this process is no longer a loss. why: the reason, if not all ranks have come."""
         self._leaving.set()
         _send(self._socket, {"goodbye": why})
         with contextlib.suppress(OSError):
@@ -334,7 +334,7 @@ class Line:
                         self._complete = self._complete or "complete" in message
                         self._missing = message.get("missing", self._missing)
                         self._changed.notify_all()
-        except (OSError, ValueError):  # probes without an answer, or a connection that was reset
+        except (OSError, ValueError):  # unanswered probes, or a reset connection
             pass
         self._lose(f"{self._first} has ended without a word")
 
@@ -356,9 +356,9 @@ def waiting(rank: int, ranks: int, for_whom: str, began: float) -> str:
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether something accepts connections there."""
+    """Whether the port accepts connections."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_ANSWERS_WITHIN) as line:
-        return line.getsockname() != line.getpeername()  # a port that the system hands out may be connected with itself
+        return line.getsockname() != line.getpeername()  # an ephemeral port can connect to itself
     return False
 
 
@@ -381,7 +381,7 @@ def _probe(line: socket.socket, on: bool) -> None:
 
 
 def _send(line: socket.socket, message: dict[str, Any]) -> None:
-    """A line whose other end has gone is noticed where it is read."""
+    """Sends a message; a closed line is noticed by its reader."""
     with contextlib.suppress(OSError):
         line.sendall(json.dumps(message).encode() + b"\n")
 
@@ -391,7 +391,7 @@ def _say(text: str) -> None:
 
 
 def _allow_open_files(number: int) -> None:
-    """Raise this process' limit if so many files are more than it allows; the first rank holds a few for each other rank."""
+    """Raises this process's limit of open files to `number` if possible: rank 0 holds a few for each rank."""
     with contextlib.suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < number:

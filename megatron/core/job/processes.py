@@ -1,4 +1,4 @@
-"""The processes of a job: which of them this one is, meeting the others, and leaving them."""
+"""Joining and leaving the job: rendezvous, torch.distributed, and the rank of this process."""
 
 import atexit
 import contextlib
@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-# Imported later (torch.optim does), its functions would take the job's group as a default value and keep it, and its threads,
-# alive after destroy_process_group. Seen in torch 2.13.
+# Imported before a process group exists: imported later (torch.optim does), its functions take the group as a default argument,
+# which keeps its threads alive after destroy_process_group. Seen in torch 2.13.
 from megatron.core.comm import Ledger, LostPeerError, StoreGroup, TorchGroup, broadcast_text
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
@@ -22,16 +22,16 @@ from megatron.core.grid import Axis
 from megatron.core.job.launch import Launch, discover
 from megatron.core.job.lines import SAYS_EVERY, Exchange, Line, answers, listed, waiting
 
-_joined = False  # whether start_distributed has initialised torch.distributed, and not the caller
-_line: Line | None = None  # to the first rank, from when this one comes until it leaves the job
-_exchange: Exchange | None = None  # of the first rank
-_store: dist.Store | None = None  # which ranks that come late look into
+_joined = False  # whether start_distributed, not the caller, initialised torch.distributed
+_line: Line | None = None  # to rank 0, while this process is in the job
+_exchange: Exchange | None = None  # on rank 0
+_store: dist.Store | None = None  # kept alive for ranks that come late
 _STAYS_FOR_LATE_COMERS = 6.0  # seconds
-_meetings = itertools.count()  # of this process; all ranks of a job count alike
+_meetings = itertools.count()  # rendezvous of this process; equal on all ranks
 
 
 def will_join() -> bool:
-    """Whether `start_distributed` will make a process group: there is none yet, and a launcher started this process."""
+    """Whether `start_distributed` will create a process group: there is none, and a launcher started this process."""
     return not dist.is_initialized() and _has_others_to_meet(discover(os.environ))
 
 
@@ -40,11 +40,11 @@ def _has_others_to_meet(launch: Launch) -> bool:
 
 
 def start_distributed(backend: str, timeout_minutes: float) -> None:
-    """Join the job: adopt torch.distributed if the caller has initialised it, else go by what the launcher says (`launch.py`).
+    """Joins the job: adopts torch.distributed if the caller has initialised it, else follows the launcher (`launch.py`).
 
-    A process that no launcher started is a job of one, and needs no torch.distributed at all. Ranks may come minutes apart; every
-    half minute the waiting ones say which have not come. Raises ConfigError if they have not after `timeout_minutes`, and
-    LostPeerError if one that came has died.
+    Every rank must call. A process without a launcher is a job of one rank, without torch.distributed. Ranks may come minutes
+    apart; waiting ranks report the missing ranks every half minute. Raises ConfigError if ranks are missing after
+    `timeout_minutes`, and LostPeerError if a rank dies meanwhile.
     """
     global _joined
     if dist.is_initialized():
@@ -64,22 +64,21 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
             timeout=datetime.timedelta(minutes=timeout_minutes),
         )
     except (RuntimeError, OSError) as error:
-        if lost := lost_rank(seconds=0.0 if isinstance(error, OSError) else 1.0):  # whose call broke may hear it first
+        if lost := lost_rank(seconds=0.0 if isinstance(error, OSError) else 1.0):  # the call may fail before the news
             raise LostPeerError(lost) from error
         say_goodbye(str(error))
         if not isinstance(error, dist.DistError | OSError):
             raise
         raise ConfigError(
             f"rank {launch.rank} of {launch.world_size} did not meet the others at {launch.address}:{launch.port} "
-            f"({str(error).splitlines()[0].rstrip('.')}): a rank has ended already and says why where it prints, or was not "
-            "started, or looks elsewhere, or another job has that port; check the number of processes, MASTER_ADDR and "
-            "MASTER_PORT"
+            f"({str(error).splitlines()[0].rstrip('.')}): a rank has failed (see its own output), was not started, or has "
+            "another address, or another job uses the port; check the number of processes, MASTER_ADDR and MASTER_PORT"
         ) from error
     _joined = True
 
 
 def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
-    """The store of the job, once all its ranks have come."""
+    """Waits for all ranks; returns the job's store."""
     global _store
     began = time.monotonic()
     deadline = began + 60 * timeout_minutes
@@ -104,9 +103,9 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
         launch.world_size,
         is_master=keeps_store,
         timeout=datetime.timedelta(minutes=timeout_minutes),
-        wait_for_workers=False,  # which waits without a word; the lines tell who has come
+        wait_for_workers=False,  # the lines wait instead, and report the missing ranks
         multi_tenant=keeps_store,
-        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's own rendezvous has it
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as in torch's own rendezvous
     )
     if launch.world_size > 1:
         key = f"megatron/lines/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_meetings)}"
@@ -120,8 +119,8 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
 
 
 def _open_line_of_adopted_job() -> None:
-    """All ranks of such a job have met. Where calls end when a rank has gone, they can be told where the lines begin; elsewhere,
-    and where the first rank cannot be reached in this way, the job goes without."""
+    """Opens lines in a job that the caller has joined, if its backend notices lost ranks. Goes without if rank 0 cannot be
+    reached."""
     world = world_axis()
     if world.group is None or not notices_lost_ranks():
         return
@@ -143,23 +142,23 @@ def _open_line(address: str, rank: int, ranks: int, near: list[str]) -> None:
 
 
 def all_have_met() -> None:
-    """Tell the lines that calls of the back end connect the ranks from now on."""
+    """Tells the lines that the backend connects the ranks from now on."""
     if _line is not None:
         _line.all_have_met()
 
 
 def lost_rank(seconds: float = 0.0) -> str | None:
-    """ "rank 3 (on gpu07, process 4711) has ended without a word", if one has and this rank hears of it within `seconds`."""
+    """A message about a dead rank, if one arrives within `seconds`: "rank 3 (on gpu07, process 4711) has ended ..."."""
     return None if _line is None else _line.what_was_lost(seconds)
 
 
 def has_line() -> bool:
-    """Whether this rank hears of the deaths of others."""
+    """Whether this rank learns of the death of other ranks."""
     return _line is not None
 
 
 def say_goodbye(why: str | None = None) -> None:
-    """Close this rank's line: its end, however it ends, is news to no other rank from now on."""
+    """Closes this rank's line: the end of this process is no longer reported as a loss. why: the error, if there is one."""
     global _line, _exchange, _store
     if _line is not None:
         _line.begin_to_leave()
@@ -174,16 +173,15 @@ def say_goodbye(why: str | None = None) -> None:
 
 
 def _say_goodbye_at_exit() -> None:
-    """For a script that comes to its end without `stop_distributed`. One that ends in an error leaves its line to be found
-    closed."""
+    """For a script that ends without `stop_distributed`. After an error the line closes without a goodbye, as a loss."""
     if not hasattr(sys, "last_type"):
         say_goodbye()
 
 
 def stop_distributed() -> None:
-    """Forget the mesh, and leave the job that `start_distributed` joined; a process group that the caller made stays.
+    """Drops the mesh, and leaves the job that `start_distributed` joined; a process group of the caller stays.
 
-    The groups must be gone before the interpreter ends: gloo's threads, found alive by then, abort the process.
+    Groups must be destroyed before the interpreter ends: gloo threads that are still alive abort the process.
     """
     global _joined
     say_goodbye()
@@ -193,20 +191,20 @@ def stop_distributed() -> None:
                 axis.group.process_group = None
         set_mesh_of_process(None)
     if _joined:
-        gc.collect()  # graphs of the last step hold axes in circles
+        gc.collect()  # graphs of the last step hold axes in reference cycles
         dist.destroy_process_group()
         _joined = False
 
 
 def _leave_what_the_caller_joined() -> None:
-    """At the end of the interpreter, for a caller who made a process group and did not destroy it: for the same reason."""
+    """Destroys the caller's process group at the end of the interpreter, if it still exists: see `stop_distributed`."""
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
 
 
 def available_backends() -> list[str]:
-    """The back ends that this torch was built with."""
+    """The backends of this torch build."""
     if not dist.is_available():
         return []
     return [
@@ -217,7 +215,7 @@ def available_backends() -> list[str]:
 
 
 def has_joined() -> bool:
-    """Whether torch.distributed is initialised, by us or by the caller."""
+    """Whether torch.distributed is initialised, by this module or by the caller."""
     return dist.is_initialized()
 
 
@@ -226,25 +224,27 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def notices_lost_ranks() -> bool:
-    """Whether a call of the job's back end fails when a rank at its other end has gone. On a device it would wait."""
+    """Whether a collective of the job's backend fails when a rank has died (gloo), instead of waiting."""
     return not dist.is_initialized() or dist.get_backend() == "gloo"
 
 
 def job_store() -> dist.Store | None:
-    """Where the processes of a job left word for one another when they met, and may again; None for a job of one."""
+    """The job's key-value store; None for a job without torch.distributed."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def world_axis() -> Axis:
-    """All ranks of the job, before there is a mesh: for agreeing on how to make one."""
+    """The axis of all ranks, for use before there is a mesh."""
     ranks = tuple(range(launched_world_size()))
     group = TorchGroup(dist.group.WORLD) if dist.is_initialized() and len(ranks) > 1 else None
     return Axis("world", ranks, launched_rank(), group, Ledger())
 
 
 def agreement_axis() -> Axis:
-    """All ranks of the job, for agreeing in memory of the host on whether it can start: through the store, where the back end
-    connects devices, since a rank that cannot start may have none, or that of another rank."""
+    """The axis of all ranks, with collectives in host memory, for agreement before the start.
+
+    If the backend works on devices, it goes through the store: a rank that cannot start may have no device, or another rank's.
+    """
     world = world_axis()
     if world.group is None or notices_lost_ranks():
         return world
@@ -252,21 +252,21 @@ def agreement_axis() -> Axis:
 
 
 def shared_device_problem(device: str) -> str | None:
-    """Why this rank cannot compute on the device of this name: another rank does, and a back end connects no device with
-    itself."""
+    """The problem if another rank uses the device of this name: NCCL and its kin cannot connect a device with itself. Else
+    None."""
     if notices_lost_ranks():
         return None
     first = job_store().compare_set(f"megatron/device/{device}", "", str(launched_rank())).decode()
     if first == str(launched_rank()):
         return None
     return (
-        f"rank {launched_rank()} and rank {first} compute on one device ({device}), which {dist.get_backend()} cannot connect "
-        "with itself; start as many processes a machine as it has devices, or give each a device of its own"
+        f"rank {launched_rank()} and rank {first} use the same device ({device}), which {dist.get_backend()} does not support; "
+        "start at most one process per device, and give each process its own"
     )
 
 
 def launched() -> Launch:
-    """What the launcher says of this process; of variables that cannot be (`start_distributed` refuses them), nothing."""
+    """The launcher's variables; a job of one if they are invalid, which `start_distributed` refuses."""
     try:
         return discover(os.environ)
     except ConfigError:
@@ -283,6 +283,6 @@ def launched_world_size() -> int:
 
 
 def launched_local_rank() -> int:
-    """The rank within this node, which picks the device. A caller who has joined by himself need not have told anybody."""
+    """The rank within this node, which selects the device. Without a launcher, the global rank."""
     launch = launched()
     return launched_rank() if launch.launcher == "none" else launch.local_rank
