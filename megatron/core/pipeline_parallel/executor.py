@@ -80,7 +80,7 @@ class Executor:
     # ---------------------------------------------------------------- compute
 
     def forward(self, action: Action) -> None:
-        stage, microbatch = key = action[1:]
+        stage, key = action.stage, action[1:]
         chunk = self.chunks[stage]
         self.begin(action)
         inputs = tuple(x.enter() for x in self.inputs.get(key, ()))
@@ -99,13 +99,13 @@ class Executor:
         else:
             self.inputs.pop(key, None)
         if stage + 1 in self.chunks:  # the next stage is on this rank: no transfer
-            self.inputs[stage + 1, microbatch] = _as_inputs(outputs, self.training)
+            self.inputs[stage + 1, action.microbatch] = _as_inputs(outputs, self.training)
         elif not is_last:
             self.outputs[key] = outputs
 
     def backward(self, action: Action) -> None:
         """Gradients of the stage's input and weights. A root of None, of a frozen stage, has no backward."""
-        stage, microbatch = key = action[1:]
+        stage, key = action.stage, action[1:]
         self.begin(action)
         roots, inputs = self.roots.pop(key), self.inputs.pop(key, ())
         incoming = (None,) * len(roots) if stage == self.stages.last else self.grads.pop(key)
@@ -114,7 +114,7 @@ class Executor:
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
         grads = tuple(x.take_grad() for x in inputs)
         if stage - 1 in self.chunks:
-            self.grads[stage - 1, microbatch] = grads
+            self.grads[stage - 1, action.microbatch] = grads
         elif stage > 0:
             self.grads[key] = grads  # until SEND_B
 

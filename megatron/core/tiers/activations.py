@@ -1,12 +1,12 @@
-"""What the layers of one stage keep for the backward, elsewhere: in a tier, or in slots of one buffer on the device.
+"""Saved activations of a stage's layers, offloaded to a tier or kept in slots of one device buffer.
 
-    forward of a microbatch   layer 0 | layer 1            | layer 2              a layer's part leaves while the next computes
-                                        layer 0's goes out   layer 1's goes out
-    its backward              layer 2            | layer 1            | layer 0   and comes back while the one after it does
-                              layer 1's comes in   layer 0's comes in
+    forward    layer 0 | layer 1          | layer 2             a layer's activations leave while the next layer computes
+                         layer 0 offloads   layer 1 offloads
+    backward   layer 2          | layer 1          | layer 0    and return while the layer above computes its backward
+                 layer 1 loads     layer 0 loads
 
-A recomputed layer keeps its input; of any other, each memory of some size that autograd saves goes, whole, so that every tensor
-that looks into it comes back with the same strides. Room in a tier is used again by what has the same size.
+A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as a whole, so that all
+saved views of it keep their strides. Slots in a tier are reused by tensors of the same size.
 """
 
 import contextlib
@@ -30,9 +30,11 @@ Keep = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class StageActivations:
-    """Where the layers of a stage keep what their backwards need. `offloaded`: the first so many layers, in a tier; `contiguous`:
-    the inputs of recomputed layers behind these, in slots on the device. smallest: elements of the least memory that is worth
-    moving. tier: memory of the host when None."""
+    """The saved activations of one stage.
+
+    offloaded: number of leading layers whose activations go to the tier. contiguous: keep the inputs of further recomputed
+    layers in slots on the device. smallest: elements of the smallest storage to offload. tier: default host memory.
+    """
 
     def __init__(self, offloaded: int = 0, *, smallest: int = 0, contiguous: bool = False, tier: Tier | None = None):
         self.offloaded, self.smallest = offloaded, smallest
@@ -47,22 +49,22 @@ class StageActivations:
         self._tier = tier
 
     def room(self, device: torch.device) -> "TierRoom":
-        """What is in the tier; made when something first goes there."""
+        """The stage's slots in the tier, made on first use."""
         if self._room is None:
             self._room = TierRoom(self._tier or HostTier(device), device)
         return self._room
 
     def keeper(self, layer: int) -> Keep | None:
-        """How the recomputed group that begins with this layer keeps its input; None for as it likes. Layers count from the
-        stage's first, and are asked for in order."""
+        """How the recomputed group that begins with this layer keeps its input; None: without help. Layers are numbered within
+        the stage, and must be asked for in order."""
         if layer < self.offloaded:
             return partial(_keep, self._next(first=layer == 0), self.room)
         return self.slots.keep if self.contiguous else None
 
     @contextlib.contextmanager
     def saving(self, layer: int, x: Tensor, beside: Iterable[Tensor | None]) -> Iterator[None]:
-        """Inside, what autograd saves for this layer goes away. x: its input; beside: what stays alive anyway, as parameters
-        do."""
+        """Inside the block, tensors that autograd saves for this layer are offloaded. x: its input; beside: tensors that stay
+        resident anyway, such as parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # asks a released parameter of ZeRO stage 3 for its storage only
             stays = {other.untyped_storage()._cdata for other in beside if other is not None}
         packer = _Packer(
@@ -72,12 +74,12 @@ class StageActivations:
             yield
 
     def end(self, x: Tensor) -> None:
-        """After the layers, whose output is x: when its gradient comes, the last layer's part is sent for."""
+        """Call after the layers. x: their output; its gradient starts the load of the last layer's activations."""
         if (last := self._last()) is not None and x.requires_grad:
             x.register_hook(lambda _: last.start())
 
     def _next(self, *, first: bool) -> "_Layer":
-        """The layer that comes now. Two may be on their way out at a time: this one and, in the same forward, the one before."""
+        """The next layer. At most two layers are in flight to the tier: this one and, in the same forward, the previous one."""
         before = self._last()
         for earlier in (before if first else None, before.before if before else None):
             if earlier is not None:
@@ -92,25 +94,25 @@ def _keep(layer: "_Layer", room: Callable[[torch.device], "TierRoom"], x: Tensor
 
 
 class _Layer:
-    """What one layer has away. The graph keeps its parts alive, and they keep it."""
+    """The offloaded storages of one layer. The autograd graph keeps them alive, and they keep the layer."""
 
     def __init__(self, before: "_Layer | None"):
         self.before = before
         self._parts: list[weakref.ref[Away]] = []
 
     def send(self, room: "TierRoom", flat: Tensor, x: Tensor) -> "Away":
-        """flat: the memory of x that is to go."""
+        """Starts to offload `flat`, the storage of x."""
         away = Away(room, flat, x, self)
         self._parts.append(weakref.ref(away))
         return away
 
     def start(self) -> None:
-        """Begin to bring back what is still needed."""
+        """Starts to load the storages that are still needed."""
         for away in self._living():
             away.start()
 
     def settle(self) -> None:
-        """What is on its way out has left."""
+        """Waits until this layer's storages are offloaded."""
         for away in self._living():
             away.settle()
 
@@ -119,24 +121,24 @@ class _Layer:
 
 
 class Away:
-    """Flat memory of a tensor `x` in a tier, for as long as anybody refers to this."""
+    """A storage of tensor `x` in the tier; its slot is freed with this object."""
 
     def __init__(self, room: "TierRoom", flat: Tensor, x: Tensor, layer: _Layer):
         self._room, self._layer = room, layer
         self._slot = room.take(flat.numel(), flat.dtype)
-        self._source, self._version = x.detach(), x._version  # which shares x's count of changes
+        self._source, self._version = x.detach(), x._version  # `detach` shares x's version counter
         self._leaving: Pending[Any] | None = room.send(self._slot, flat)
         self._coming: Pending[Tensor] | None = None
         self._seen: tuple[Callable[[], torch.UntypedStorage | None], int] | None = None  # memory, first element
         weakref.finalize(self, room.give_back, self._slot).atexit = False
 
     def start(self) -> None:
-        """Begin to bring it back, unless it has been asked for already."""
+        """Starts to load it, unless that has been started."""
         if self._coming is None and self._seen is None:
             self._fetch()
 
     def get(self) -> Tensor:
-        """The values, on the device. Those of the rest of its layer, and of the layer before, are sent for."""
+        """The values on the device. Starts to load the rest of the layer, and the previous layer."""
         values = self._still_there()
         if values is None:
             if self._coming is None:
@@ -149,7 +151,7 @@ class Away:
         return values
 
     def _still_there(self) -> Tensor | None:
-        """What was brought back, while any tensor looks into it: queries, keys and values are brought once."""
+        """The loaded values while any tensor views them: queries, keys and values of one storage are loaded once."""
         memory = self._seen[0]() if self._seen is not None else None
         if memory is None:
             return None
@@ -158,7 +160,7 @@ class Away:
         )
 
     def settle(self) -> None:
-        """It has left, and what it was may be freed. Raises RuntimeError where that was changed on the way."""
+        """Waits until it is offloaded, and frees the source. RuntimeError if the source was changed in place meanwhile."""
         if self._leaving is None:
             return
         leaving, self._leaving = self._leaving, None
@@ -166,8 +168,8 @@ class Away:
         leaving.wait()
         if source._version != self._version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(source.shape)} that a backward needs was changed in place after the forward that "
-                "needs it; leave that out, as without --cpu-offloading-num-layers"
+                f"a saved tensor of shape {tuple(source.shape)} was changed in place after its forward; avoid that, as without "
+                "--cpu-offloading-num-layers"
             )
 
     def _fetch(self) -> None:
@@ -177,18 +179,18 @@ class Away:
     def __del__(self) -> None:
         for under_way in (getattr(self, "_leaving", None), getattr(self, "_coming", None)):
             if under_way is not None and self._room.side is not None:
-                under_way.wait()  # else the device's memory would be used again before it was read or filled
+                under_way.wait()  # else the allocator would reuse the device memory during the copy
 
 
 class TierRoom:
-    """A stage's room in a tier and the way there, which one piece takes after the other: so a slot may be lent again while what
-    it held is on its way. To memory of the host an accelerator copies on a stream of its own."""
+    """A stage's slots in a tier, and transfers to them in one order, so that a freed slot may be reused while a transfer from it
+    is in flight. An accelerator copies to host memory on a side stream."""
 
     def __init__(self, tier: Tier, device: torch.device):
         self._tier, self.device = tier, device
         self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
         self.side = None if device.type == "cpu" or tier.name == "file" else _SideStream(device)
-        self.slots: list[Stored] = []  # all of them
+        self.slots: list[Stored] = []  # free and used
         self.in_use = self.bytes_in_use = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Stored:
@@ -206,29 +208,29 @@ class TierRoom:
         self._free[slot.numel(), slot.dtype].append(slot)
 
     def send(self, slot: Stored, flat: Tensor) -> Pending[Any]:
-        """Begin to move `flat` there, which may not change until that is done."""
+        """Starts to copy `flat` into the slot; `flat` must not change before `wait`."""
         return start_writing(slot, flat) if self.side is None else self.side.start_copy(slot, flat)
 
     def fetch(self, slot: Stored) -> Pending[Tensor]:
-        """Begin to bring back what lies there."""
+        """Starts to load the slot."""
         if self.side is not None:
             return self.side.start_copy(torch.empty(slot.numel(), dtype=slot.dtype, device=self.device), slot)
         reading = start_reading(slot)
         if isinstance(slot, Tensor):
-            return Pending(lambda: reading.wait().clone())  # the slot may be lent again while the values are in use
+            return Pending(lambda: reading.wait().clone())  # the slot may be reused before the values
         return Pending(lambda: to_device(reading.wait(), self.device))
 
 
 class _SideStream:
-    """Copies beside what an accelerator computes. Memory is allocated and freed on the stream that computes, which waits for
-    the copy first: left to the allocator, memory would be free when the host happens to notice."""
+    """Copies on a side stream. Memory is allocated and freed on the compute stream, which waits for the copy first;
+    `record_stream` would free it only when the host polls."""
 
     def __init__(self, device: torch.device):
         self._module, self._device = None if device.type == "meta" else torch.get_device_module(device), device
         self._stream = self._module and self._module.Stream(device)
 
     def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
-        """Begin to copy into `target`, the result. Waiting makes the stream that computes wait, and lets go of both."""
+        """Starts to copy into `target`, which is the result. `wait` blocks the compute stream, not the host."""
         held = [target, source]
         if self._module is None:  # a dry run: shapes only
             return Pending(held.pop)
@@ -245,7 +247,7 @@ class _SideStream:
 
 
 class _Packer:
-    """Sends what autograd saves for one layer away, each memory once, if it is worth it and is the layer's own."""
+    """Offloads the tensors that autograd saves for one layer: each storage once, if it is large and not resident anyway."""
 
     def __init__(self, layer: _Layer, room: TierRoom, stays: set[int], smallest: int, device: torch.device):
         self._layer, self._room = layer, room
@@ -266,8 +268,7 @@ class _Packer:
         return _Looking(away, x.dtype, x.storage_offset(), x.shape, x.stride())
 
     def _find(self, memory: torch.UntypedStorage, x: Tensor) -> Away:
-        """A version that was sent before, or else this. An address means nothing once its memory is freed: hence the
-        references."""
+        """The `Away` of this version of the storage, new if needed. Weak references detect an address that was reused."""
         key = memory._cdata, x._version
         of, away = (ref() for ref in self._sent.get(key, (lambda: None, lambda: None)))
         if of is not memory or away is None:
@@ -278,7 +279,7 @@ class _Packer:
 
 
 class _Looking(NamedTuple):
-    """How a saved tensor looks into memory that is away."""
+    """A saved tensor as a view of an offloaded storage."""
 
     away: Away
     dtype: torch.dtype

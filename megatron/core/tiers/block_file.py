@@ -1,11 +1,10 @@
-"""A file read and written by byte ranges, whose every block has a checksum that this process remembers.
+"""A file that is read and written by byte ranges, with a checksum per block in memory. No torch.
 
-    | block 0 | block 1 | block 2 |     a range that covers part of a block costs reading the whole of it, to check it, and
-         |-- range --|                  writing part of one costs reading and writing the whole
+    | block 0 | block 1 | block 2 |     a range that covers part of a block reads the whole block to check it;
+         |-- range --|                  writing part of a block reads and writes the whole block
 
-The checksums (CRC-32: no single wrong byte, and no burst of up to 32 bits, passes) stay in memory, 4 bytes a block: the file
-is of no use to another process, and a write that the disk lost would pass a checksum stored beside the data. No torch in this
-file.
+The checksums (CRC-32: detects any wrong byte and any burst of up to 32 bits) stay in memory, 4 bytes per block: no other process
+uses the file, and a checksum beside the data would not detect a lost write.
 """
 
 import os
@@ -13,20 +12,18 @@ import zlib
 from array import array
 from pathlib import Path
 
-BLOCK = 1 << 20  # bytes: what disks and their queues like; 4 KiB blocks would cost a system call each
+BLOCK = 1 << 20  # bytes: large enough for disk throughput; each block costs a system call
 
 
 class OffloadError(RuntimeError):
-    """A file of offloaded state that cannot be read or written: which, what is wrong with it, what to do."""
+    """Offloaded state cannot be read or written: the file, the problem, the remedy."""
 
 
-_DAMAGED = (
-    "the disk is failing, or something else writes there; resume from the last checkpoint with another --offload-dir"
-)
+_DAMAGED = "the disk fails or another program writes there; resume from the last checkpoint with another --offload-dir"
 
 
 class BlockFile:
-    """A file of zeros that grows by `extend`. Not safe for two threads at once."""
+    """A file of zeros that grows by `extend`. Not thread-safe."""
 
     def __init__(self, path: Path, block: int = BLOCK):
         self.path, self.block = path, block
@@ -39,7 +36,7 @@ class BlockFile:
         return len(self._sums) * self.block
 
     def extend(self, nbytes: int) -> int:
-        """Room for so many zeros, taken from the disk now and not when it is written; where it begins."""
+        """Reserves `nbytes` of zeros on the disk now; returns their start."""
         start, blocks = self.nbytes, -(-nbytes // self.block)
         if blocks:
             try:
@@ -53,7 +50,7 @@ class BlockFile:
         return start
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill `out`, which begins and ends where blocks do, from byte `start` on, which one begins at. Raises OffloadError."""
+        """Reads whole blocks from byte `start` into `out`, and checks them. Raises OffloadError."""
         assert start % self.block == 0 and len(out) % self.block == 0, f"bytes {start} .. {start + len(out)}"
         self._fill(start, out)
         first = start // self.block
@@ -61,11 +58,11 @@ class BlockFile:
             if zlib.crc32(out[i * self.block : (i + 1) * self.block]) != self._sums[first + i]:
                 at = (first + i) * self.block
                 raise OffloadError(
-                    f"{self.path}: bytes {at} .. {at + self.block} are not those that were written; {_DAMAGED}"
+                    f"{self.path}: bytes {at} .. {at + self.block} differ from those written; {_DAMAGED}"
                 )
 
     def write(self, start: int, data: memoryview) -> None:
-        """Put `data` at byte `start`, anywhere. Raises OffloadError."""
+        """Writes `data` at byte `start`, which need not begin a block. Raises OffloadError."""
         at, end = start, start + len(data)
         assert end <= self.nbytes, f"bytes {start} .. {end} of {self.nbytes}"
         while at < end:
@@ -82,7 +79,7 @@ class BlockFile:
             at = stop
 
     def close(self) -> None:
-        """Further use is an error."""
+        """Closes the file."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -94,13 +91,10 @@ class BlockFile:
                 done += count
         except OSError as error:
             raise OffloadError(
-                f"{self.path}: cannot be read at byte {start + done} ({error.strerror}); {_DAMAGED}"
+                f"{self.path}: unreadable at byte {start + done} ({error.strerror}); {_DAMAGED}"
             ) from error
         if done < len(out):
-            raise OffloadError(
-                f"{self.path}: has nothing from byte {start + done} on, though {self.nbytes} were written: it was cut off; "
-                f"{_DAMAGED}"
-            )
+            raise OffloadError(f"{self.path}: ends at byte {start + done}, but {self.nbytes} were written; {_DAMAGED}")
 
     def _put(self, start: int, data: memoryview) -> None:
         done = 0

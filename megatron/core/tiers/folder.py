@@ -1,10 +1,10 @@
-"""The folder that one rank keeps offloaded state in while it runs. No torch in this file.
+"""The folder of one rank's offloaded state during a run. No torch.
 
-    DIR/rank_00003/lock      locked while its process lives, whoever that is: the system gives the lock back with the process
-    DIR/rank_00003/state     nobody else's, and nothing after the run: checkpoints hold what is to last
+    DIR/rank_00003/lock      locked while the owning process lives; the system releases it
+    DIR/rank_00003/state     of no use after the run: checkpoints hold all lasting state
 
-So a folder whose lock is free was left by a process that was killed, and is taken over, or removed where the new run has no such
-rank; one that is locked is refused, and so is one that holds anything else.
+A folder with a free lock was left by a killed process: the rank takes it over, or the run removes it if it has no such rank. A
+locked folder is refused, and so is a folder with any other file.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def folder_of(root: Path | str, rank: int) -> Path:
 
 
 def folder_problems(root: Path | str, rank: int) -> list[str]:
-    """Why a rank may not use its folder below `root`. Makes nothing."""
+    """Why a rank cannot use its folder below `root`. Creates nothing."""
     folder = folder_of(root, rank)
     if not folder.exists():
         return []
@@ -34,8 +34,7 @@ def folder_problems(root: Path | str, rank: int) -> list[str]:
     try:
         if strange := sorted({path.name for path in folder.iterdir()} - {LOCK_FILE, STATE_FILE}):
             return [
-                f"--offload-dir {root}: {folder} holds {', '.join(strange[:5])}, which no run of ours wrote there; move that "
-                "away or choose another folder"
+                f"--offload-dir {root}: {folder} has other files: {', '.join(strange[:5])}; move them or choose another folder"
             ]
         lock = folder / LOCK_FILE
         if not lock.exists():
@@ -43,16 +42,14 @@ def folder_problems(root: Path | str, rank: int) -> list[str]:
         with open(lock, "r+") as file:
             return [] if locked(file) else [_living(root, folder, lock)]
     except OSError as error:
-        return [
-            f"--offload-dir {root} cannot be used: {error.strerror}; choose a folder on a local disk of this user's own"
-        ]
+        return [f"--offload-dir {root} cannot be used: {error.strerror}; choose your own folder on a local disk"]
 
 
 class RankFolder:
-    """A rank's folder, this process's own until `remove`. Raises ConfigError where it cannot be."""
+    """A rank's folder, locked by this process until `remove`. Raises ConfigError if it cannot be used."""
 
     def __init__(self, root: Path | str, rank: int):
-        self.path = folder_of(root, rank).absolute()  # a script may go elsewhere
+        self.path = folder_of(root, rank).absolute()  # a script may change the working directory
         if problems := folder_problems(root, rank):
             raise ConfigError(problems)
         try:
@@ -63,7 +60,7 @@ class RankFolder:
                 raise ConfigError(_living(root, self.path, self.path / LOCK_FILE))
         except OSError as error:
             raise ConfigError(
-                f"--offload-dir {root} cannot be written: {error.strerror}; choose another folder"
+                f"--offload-dir {root} is not writable: {error.strerror}; choose another folder"
             ) from error
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
@@ -71,7 +68,7 @@ class RankFolder:
             (self.path / STATE_FILE).unlink()
 
     def _is_there(self) -> bool:
-        """Whether the file that we locked is the one in the folder: a process that ended in between may have removed it."""
+        """Whether the locked file is still in the folder: its previous owner may have removed it on exit."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK_FILE))
         return False
@@ -86,7 +83,7 @@ class RankFolder:
         return f"{socket.gethostname()}:{os.stat(self.path).st_dev}"
 
     def remove(self) -> None:
-        """Give it back."""
+        """Deletes the folder and releases the lock."""
         if self._lock < 0:
             return
         for name in (STATE_FILE, LOCK_FILE):
@@ -99,21 +96,20 @@ class RankFolder:
 
 
 def remove_left_behind(root: Path | str, ranks: int) -> list[str]:
-    """Remove what killed runs of more than `ranks` ranks have left, whose room nobody would take over; the names of the
-    folders."""
+    """Removes folders of killed runs with more than `ranks` ranks, which no rank would take over; returns their names."""
     removed = []
     for folder in sorted(Path(root).glob("rank_*")):
         number = folder.name.removeprefix("rank_")
         if number.isdecimal() and int(number) >= ranks and (folder / LOCK_FILE).exists():
-            with contextlib.suppress(ConfigError):  # it belongs to a run that lives, or to somebody else
+            with contextlib.suppress(ConfigError):  # a live run's, or with other files
                 RankFolder(root, int(number)).remove()
                 removed.append(folder.name)
     return removed
 
 
 def _living(root: Path | str, folder: Path, lock: Path) -> str:
-    owner = "a process that runs"
+    owner = "a running process"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         said = json.loads(lock.read_text())
-        owner = f"process {said['pid']} on {said['host']}, which runs"
+        owner = f"process {said['pid']} on {said['host']}"
     return f"--offload-dir {root}: {folder} belongs to {owner}; end that run or choose another folder"

@@ -1,4 +1,4 @@
-"""The settings of offloading, and the tier that they ask for."""
+"""The settings of offload, and the tier for them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,23 +32,22 @@ class OffloadConfig(FlagConfig):
         if self.optimizer_cpu_offload and self.offload_dir is not None:
             yield "--optimizer-cpu-offload and --offload-dir exclude each other; give one"
         if fraction != 1 and self.tier == "device":
-            yield "--optimizer-offload-fraction needs --offload-dir DIR or --optimizer-cpu-offload, of which it is a part"
+            yield "--optimizer-offload-fraction needs --offload-dir DIR or --optimizer-cpu-offload"
         if self.offload_params and self.tier == "device":
-            yield "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload, which say where to"
+            yield "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload"
         elif self.offload_params and 0 <= fraction < 1:
             yield (
-                f"--offload-params leaves no parameters on the device for the rest of --optimizer-offload-fraction {fraction}; "
-                "leave one of them out"
+                f"--offload-params offloads all parameters, but --optimizer-offload-fraction is {fraction}; omit one of them"
             )
 
     @property
     def tier(self) -> str:
-        """Where offloaded state lives: "device" when none is."""
+        """The tier of offloaded state: "file", "host", or "device" without offload."""
         return "file" if self.offload_dir is not None else "host" if self.optimizer_cpu_offload else "device"
 
 
 def make_tier(config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK) -> Tier | None:
-    """The tier that the settings ask for; None for none. Raises ConfigError where its folder cannot be had."""
+    """The tier for these settings; None without offload. Raises ConfigError if its folder cannot be used."""
     if config.tier == "file":
         return FileTier(config.offload_dir, rank, block, pinned=device.type != "cpu")
     return HostTier(device) if config.tier == "host" else None

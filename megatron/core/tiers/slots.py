@@ -1,9 +1,9 @@
-"""Equal pieces of one buffer on the device, each lent until nothing looks into it any more.
+"""Slots of equal size in one device buffer; a slot is in use while any tensor views it.
 
     | slot 0: microbatch 0, group 0 | slot 1: microbatch 0, group 1 | slot 2: free | slot 3: microbatch 1, group 0 |
 
-Memory is asked for once, so that inputs which live long lie side by side and not between what comes and goes (ZeRO-R's M_D,
-arXiv:1910.02054, section 6.3). A slot is free again when the last tensor over its memory dies, and not when somebody believes so.
+The buffer is allocated once, so that long-lived recompute inputs do not fragment memory (M_D of ZeRO-R, arXiv:1910.02054,
+section 6.3).
 """
 
 import weakref
@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_ALIGN = 512  # bytes, as accelerators' allocators do: kernels see what they would see without
+_ALIGN = 512  # bytes, as in torch's allocators: kernels see the same alignment with and without slots
 
 
 class SlotBuffer:
-    """As many slots as `reserve` said, of the size of the first tensor; without `reserve`, as many as are asked for."""
+    """As many slots as `reserve` sets, of the first tensor's size; without `reserve` it grows on demand."""
 
     def __init__(self) -> None:
         self._count: int | None = None
@@ -29,14 +29,13 @@ class SlotBuffer:
         return self._made - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """From here on there are so many. Called between steps, when none is in use."""
+        """Sets the number of slots. Call between steps, when none is in use."""
         if count != self._count:
             self._count, self._made = count, 0
             self._free = []
 
     def keep(self, x: Tensor) -> Callable[[], Tensor]:
-        """Copy `x` into a free slot; the call that is returned gives a tensor over the slot. Raises RuntimeError where none is
-        free."""
+        """Copies `x` into a free slot; the returned function gives a view of it. RuntimeError if no slot is free."""
         flat, strides = as_flat(x), strides_like(x)
         storage = self._take(flat)
         kept = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (flat.numel(),), (1,))
@@ -51,19 +50,18 @@ class SlotBuffer:
                 self._make(self._count, flat.device)
         if flat.nbytes > self._nbytes:
             raise RuntimeError(
-                f"contiguous checkpointing: an input of {flat.nbytes} bytes does not fit a slot, whose size the first one set "
-                f"({self._nbytes} bytes); give the model inputs of one size, or leave out --contiguous-checkpointing"
+                f"contiguous checkpointing: an input of {flat.nbytes} bytes does not fit a slot of the first input's size "
+                f"({self._nbytes} bytes); give the model inputs of one size, or omit --contiguous-checkpointing"
             )
         if not self._free and self._count is None:
             self._make(1, flat.device)
         if not self._free:
             raise RuntimeError(
-                f"contiguous checkpointing: each of the {self._made} slots is in use, as many as the schedule has inputs of "
-                "recomputed layers alive at once; something keeps one of them after its backward; leave out "
-                "--contiguous-checkpointing"
+                f"contiguous checkpointing: all {self._made} slots are in use, the schedule's peak of recompute inputs; some "
+                "code keeps an input after its backward; omit --contiguous-checkpointing"
             )
         memory = self._free.pop()
-        slot = _part(memory, 0, self._nbytes)  # a storage of its own, whose end says that no tensor is left over it
+        slot = _part(memory, 0, self._nbytes)  # a new storage object: it dies with the last tensor that views it
         weakref.finalize(slot, self._free.append, memory).atexit = False
         return slot
 
@@ -79,7 +77,7 @@ def _part(memory: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedS
 
 
 def as_flat(x: Tensor) -> Tensor:
-    """The elements of `x` in the order in which they lie in memory, without a copy where there are no gaps between them."""
+    """The elements of `x` in memory order; a view if they have no gaps."""
     x = x.detach()
     if x.stride() == strides_like(x):
         return x.as_strided((x.numel(),), (1,))
@@ -87,5 +85,5 @@ def as_flat(x: Tensor) -> Tensor:
 
 
 def strides_like(x: Tensor) -> tuple[int, ...]:
-    """Those of `x`, where its elements fill a run of memory, else those of a contiguous tensor."""
+    """The strides of `x` if its elements have no gaps in memory, else those of a contiguous tensor."""
     return torch.empty_like(x, device="meta").stride()

@@ -1,8 +1,8 @@
-"""Where state lives beside the device's memory: memory of the host, or a file.
+"""The tiers of offloaded state: host memory, or a file.
 
-    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor that is used alike (`storage/stored.py`)
+    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor with the same interface (`storage/stored.py`)
 
-Reads and writes of one file happen in the order in which they were started, on a thread of the tier's own.
+Reads and writes of a file run on the tier's own thread, in the order in which they are started.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from megatron.core.tiers.folder import STATE_FILE, RankFolder
 
 
 class FileTensor(StoredTensor):
-    """A tensor, or a run of one, in a tier's file."""
+    """A tensor, or a range of its rows, in a tier's file."""
 
     def __init__(self, tier: "FileTier", start: int, shape: tuple[int, ...], dtype: torch.dtype):
         """start: its first byte in the file."""
@@ -53,7 +53,7 @@ class FileTensor(StoredTensor):
 
 
 class Tier(Protocol):
-    """Where tensors are made. name: "device", "host" or "file"."""
+    """A place for offloaded tensors. name: "host" or "file"."""
 
     name: str
 
@@ -63,7 +63,7 @@ class Tier(Protocol):
 
 
 class HostTier:
-    """Memory of the host, that an accelerator can read itself (pinned) where there is one."""
+    """Host memory, pinned if the device is an accelerator."""
 
     name = "host"
 
@@ -76,21 +76,21 @@ class HostTier:
         except RuntimeError as error:
             kind, limit = ("pinned memory", ", raise ulimit -l") if self._pinned else ("memory", "")
             raise OffloadError(
-                f"the host has no {numel * dtype.itemsize:,} bytes of {kind} ({str(error).splitlines()[0]}){limit}; give "
+                f"cannot allocate {numel * dtype.itemsize:,} bytes of host {kind} ({str(error).splitlines()[0]}){limit}; give "
                 "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
             ) from error
 
     def close(self) -> None:
-        """Memory goes with the tensors."""
+        """Nothing to do: the memory is freed with the tensors."""
 
 
 class FileTier:
-    """A file in a folder of this rank's own, which `close` removes; so does the end of the process, unless it is killed."""
+    """A file in this rank's own folder, removed by `close` or at the end of the process, unless it is killed."""
 
     name = "file"
 
     def __init__(self, root: Path | str, rank: int, block: int = BLOCK, *, pinned: bool = False):
-        """pinned: read into memory that an accelerator can read itself."""
+        """pinned: read into pinned memory."""
         self._pinned = pinned
         self.folder = RankFolder(root, rank)
         self._file = BlockFile(self.folder.path / STATE_FILE, block)
@@ -104,14 +104,14 @@ class FileTier:
         self._finalizer()
 
     def start_read(self, start: int, nbytes: int) -> "Future[Tensor]":
-        """Those bytes, as a tensor of bytes."""
+        """Starts to read bytes; the result is a uint8 tensor."""
         block = self._file.block
         first, last = start // block * block, -(-(start + nbytes) // block) * block
         data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)
         return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
 
     def start_write(self, start: int, values: Pending[Tensor]) -> "Future[None]":
-        """values: in memory of the host, once they are there; they may not change before they are written."""
+        """Starts to write. values: a pending copy in host memory, which must not change before the write is done."""
         return self._worker.submit(self._write, start, values)
 
     def _read(self, first: int, data: Tensor, wanted: slice) -> Tensor:
