@@ -367,7 +367,10 @@ SETTINGS_AND_MESSAGES = [
     ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction is 1.5"),
     ({"optimizer_cpu_offload": True, "offload_dir": "x"}, "--optimizer-cpu-offload --offload-dir"),
     ({"offload_params": True}, "--offload-params --offload-dir DIR --optimizer-cpu-offload"),
-    ({"offload_params": True, "offload_dir": "x", "optimizer_offload_fraction": 0.5}, "leave one of them out"),
+    (
+        {"offload_params": True, "offload_dir": "x", "optimizer_offload_fraction": 0.5},
+        "--offload-params --optimizer-offload-fraction 0.5",
+    ),
 ]
 
 

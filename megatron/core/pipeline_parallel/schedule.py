@@ -208,7 +208,7 @@ def _check_sizes(name: str, p: int, m: int, v: int, *, one_chunk: bool = False) 
         )
     if not problems and one_chunk and v > 1:
         problems.append(
-            f"it has one chunk per rank, not {v}; use interleaved or omit --num-layers-per-virtual-pipeline-stage"
+            f"it has one chunk per rank, not {v}; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage"
         )
     if problems:
         raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))

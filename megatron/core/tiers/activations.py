@@ -223,7 +223,7 @@ class TierRoom:
 
 class _SideStream:
     """Copies on a side stream. Memory is allocated and freed on the compute stream, which waits for the copy first;
-    `record_stream` would free it only when the host polls."""
+    left to the allocator, it would be freed only when the host polls."""
 
     def __init__(self, device: torch.device):
         self._module, self._device = None if device.type == "meta" else torch.get_device_module(device), device

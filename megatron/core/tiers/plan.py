@@ -14,7 +14,7 @@ AHEAD = 3  # slices in flight: one is read, one updated, one written
 def cut_by_fraction(
     held: Sequence[tuple[int, int]], starts: Sequence[int], fraction: float
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(offloaded, kept) runs of the held elements: at least `fraction` is offloaded, up to one of `starts`, where parameters begin.
+    """(offloaded, kept) runs of the held elements: at least `fraction`, cut at one of `starts`, where parameters begin.
 
     Parameters start at aligned offsets. A cut elsewhere would change the vectorized update's remainder, and so its last bits.
     """
