@@ -1,11 +1,11 @@
-"""The folder of a run's checkpoints: which iterations are whole, which one is loaded, and what a killed save left there.
+"""The folder of a run's checkpoints: finding an iteration to load, publishing a saved one, cleaning up after a killed save.
 
-    iter_N.partial/     being written: never read, and removed by whoever saves next
-    iter_N/             whole, since a folder gets this name only when it is
-    iter_N.replaced/    whole too: iteration N before it was saved again; removed once iter_N/ is whole, else it comes back
-    iter_N.1.partial/   what could not be removed of another folder and stood in a save's way; removed likewise
+    iter_N.partial/     being written: never read; the next save removes it
+    iter_N/             complete: a folder gets this name only then
+    iter_N.replaced/    complete: the previous save of iteration N; removed once iter_N/ is complete, else renamed back
+    iter_N.1.partial/   the rest of a folder that could not be removed; the next save removes it
 
-Paths only; no torch in this file.
+Paths only, no torch.
 """
 
 import itertools
@@ -28,11 +28,11 @@ class Found(NamedTuple):
 
     iteration: int
     folder: Path
-    warning: str = ""  # what is odd about the choice
+    warning: str = ""  # why the choice may surprise
 
 
 def find(root: Path, iteration: int | None = None) -> Found:
-    """Where `iteration` lies below `root`: by default the one that the pointer names, or the newest where there is no pointer."""
+    """The folder of `iteration` below `root`; default: the pointer's iteration, or the newest without a pointer."""
     if not root.is_dir():
         raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {format.LATEST}")
     if iteration is not None:
@@ -57,18 +57,18 @@ def find(root: Path, iteration: int | None = None) -> Found:
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """The iterations whose folders hold a manifest, in order."""
+    """The iterations with a manifest, ascending."""
     found = ((format.iteration_of(path.name.removesuffix(format.REPLACED)), path) for path in root.glob("iter_*"))
     return sorted({number for number, path in found if number is not None and (path / format.MANIFEST).is_file()})
 
 
 def newest_iteration(root: Path) -> int | None:
-    """The last of the iterations that are there, whatever the pointer names."""
+    """The newest iteration with a manifest, whatever the pointer says."""
     return max(saved_iterations(root), default=None)
 
 
 def latest_iteration(root: Path) -> int | None:
-    """The iteration that the pointer names; None where there is no pointer."""
+    """The iteration in the pointer file; None without the file."""
     path = root / format.LATEST
     if not path.is_file():
         return None
@@ -99,7 +99,7 @@ def _which(root: Path) -> str:
 
 
 def read_manifest(folder: Path) -> str:
-    """The text of a folder's manifest, not yet checked."""
+    """The text of a folder's manifest, unchecked."""
     path = folder / format.MANIFEST
     try:
         with open(path, "rb") as file:
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> str:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise unless the folder is the one that the manifest speaks of, with all its files in their length."""
+    """Raises CheckpointError unless the folder's name has the manifest's iteration and all files have their sizes."""
     if format.iteration_of(folder.name.removesuffix(format.REPLACED)) != manifest.iteration:
         raise CheckpointError(folder, f"holds iteration {manifest.iteration}", "give the folder its old name back")
     sizes = {name: size_of_file(folder / name) for name in manifest.files}
@@ -127,7 +127,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def size_of_file(path: Path) -> int | None:
-    """Its bytes; None where no file is, or none that can be looked at."""
+    """The size in bytes; None if there is no readable file."""
     try:
         return path.stat().st_size if path.is_file() else None
     except OSError:
@@ -146,13 +146,13 @@ def _is_whole(folder: Path) -> bool:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Make the complete folder `partial` the latest checkpoint; wherever this is killed, a whole one is found.
+    """Makes the complete folder `partial` the latest checkpoint. If it is killed at any point, a complete checkpoint is found.
 
-    An older folder of the same iteration stays, set aside: `clear_leftovers` removes it.
+    A previous folder of the same iteration is renamed; `clear_leftovers` removes it.
     """
     root, final = partial.parent, partial.parent / format.folder_name(iteration)
     pointer = root / (format.LATEST + format.PARTIAL)
-    write_synced(pointer, f"{iteration}\n")  # first, so that a full disk is found while nothing is renamed
+    write_synced(pointer, f"{iteration}\n")  # first: a full disk must fail before anything is renamed
     if final.exists():
         if (_aside(final) / format.MANIFEST).is_file():  # whole, and `final` damaged, or it would have been cleared
             make_way(final)
@@ -166,7 +166,7 @@ def publish(partial: Path, iteration: int) -> None:
 
 
 def make_way(path: Path) -> None:
-    """Remove a folder that nobody reads; where it cannot be removed, as when another user owns it, give it another name."""
+    """Removes a folder that is not read any more; renames it if it cannot be removed, for example another user's."""
     if not path.exists():
         return
     try:
@@ -178,10 +178,9 @@ def make_way(path: Path) -> None:
 
 
 def clear_leftovers(root: Path) -> list[str]:
-    """Undo what a save left that was killed; -> what could not be removed, for a warning. Never the only whole folder of an
-    iteration.
+    """Removes the leftovers of killed saves; returns problems for a warning. Keeps the only complete folder of an iteration.
 
-    Only for a process that alone saves below `root`.
+    Only one process may save below `root`.
     """
     problems = []
     for path in [
@@ -200,7 +199,7 @@ def clear_leftovers(root: Path) -> list[str]:
 
 
 def _bring_back(left: Path) -> bool:
-    """Whether `left` holds the only whole folder of its iteration, which then has its name again unless a damaged one has it."""
+    """Whether `left` is the only complete folder of its iteration; renames it back unless a damaged folder has the name."""
     if left.suffix != format.REPLACED or not (left / format.MANIFEST).is_file() or _is_whole(left.with_suffix("")):
         return False
     if not left.with_suffix("").exists():
@@ -209,7 +208,7 @@ def _bring_back(left: Path) -> bool:
 
 
 def _named(root: Path, suffix: str) -> list[Path]:
-    """The folders `iter_N` with this suffix, numbered ones (`make_way`) included."""
+    """The folders `iter_N` with this suffix, including the numbered ones of `make_way`."""
     paths = root.glob(f"iter_*{suffix}")
     return [path for path in paths if re.fullmatch(r"iter_[0-9]{7,}(\.[0-9]+)?", path.name.removesuffix(suffix))]
 
@@ -219,7 +218,7 @@ def _aside(final: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """A file or folder, if it is there; the manifest first, so that what is left half-way is never taken for whole."""
+    """Removes a file or folder if it exists; the manifest first, so that a half-removed folder never looks complete."""
     if path.is_dir() and not path.is_symlink():
         (path / format.MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)

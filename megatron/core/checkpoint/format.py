@@ -1,14 +1,13 @@
-"""What a checkpoint is on disk: raw tensor files, and one JSON manifest that says which box of which tensor lies where.
+"""The format of a checkpoint: raw tensor files, and one JSON manifest with the place of each box of each tensor. No torch.
 
     <root>/latest_checkpointed_iteration.txt      100
     <root>/iter_0000100/manifest.json             every piece with its place and hash, and the state of the run
     <root>/iter_0000100/rank_00000.bin            pieces end to end, each starting at a multiple of 64 bytes
 
-A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to a
-piece or is one of the zeros that align the next. The layout that wrote it is not recorded: whoever reads intersects its
-own boxes with the ones that are here. The manifest ends in a hash of itself, so that a damaged digit in the state is noticed
-too. Nothing is ever unpickled. A manifest may come from anywhere: to check it takes time in proportion to its length (but for
-a sort). No torch in this file.
+A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to a piece,
+or is a zero that aligns the next. The layout of the run is not recorded: a reader intersects its own boxes with the saved boxes.
+The manifest ends in its own hash, which also protects the state. Nothing is unpickled. A manifest may be hostile: checking it
+takes time linear in its length, except for one sort.
 """
 
 import hashlib
@@ -43,7 +42,7 @@ _MOST_COMPARED = 100_000  # pairs of boxes, to name two that overlap
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read: which file, what is wrong with it, what to do."""
+    """A checkpoint cannot be written or read: the file, the problems, the remedy."""
 
     def __init__(self, file: Path | str, wrong: str | list[str], advice: str):
         self.file, self.advice = file, advice
@@ -56,7 +55,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of one tensor, and where its bytes lie."""
+    """One box of one tensor, and the place of its bytes."""
 
     box: Box
     file: str
@@ -67,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One whole tensor: its pieces are disjoint and fill it."""
+    """One global tensor: its pieces are disjoint and cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,7 +75,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint folder says of itself. While saving, each rank writes one of its own pieces alone."""
+    """The contents of a checkpoint folder. While saving, each rank writes a manifest of its own pieces."""
 
     iteration: int
     state: dict[str, Any]
@@ -92,7 +91,7 @@ def folder_name(iteration: int) -> str:
 
 
 def iteration_of(name: str) -> int | None:
-    """The iteration that a folder name stands for: `iter_0000100` -> 100, and None for any other name."""
+    """The iteration in a folder name: `iter_0000100` -> 100; None for other names."""
     match = re.fullmatch(r"iter_([0-9]{7,})", name)
     return int(match[1]) if match else None
 
@@ -109,7 +108,7 @@ def item_bytes_of(shape: Iterable[int], dtype: str) -> int:
 
 
 def _sealed(body: str) -> str:
-    """`body`, an object that lacks its closing brace, completed by its own hash."""
+    """`body`, a JSON object without its closing brace, completed by its hash."""
     return f'{body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
 
 
@@ -117,7 +116,7 @@ _SEAL_LENGTH = len(_sealed(""))
 
 
 def to_json(manifest: Manifest) -> str:
-    """The text of a manifest, one tensor a line."""
+    """The text of a manifest, one line per tensor."""
     fields = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -135,7 +134,7 @@ def to_json(manifest: Manifest) -> str:
 
 
 def parse_manifest(text: str, file: Path | str) -> Manifest:
-    """The manifest in `text`, every value checked; `file` is named in errors. `check_whole` has still to be called."""
+    """Parses a manifest and checks each value; `file` is for errors. The caller must also call `check_whole`."""
     try:
         raw = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -164,7 +163,7 @@ def _check_header(raw: Any, file: Path | str) -> None:
 
 
 class _Malformed(ValueError):
-    """A value of the wrong kind somewhere in a manifest; becomes a CheckpointError with the file's name."""
+    """A value of the wrong type in a manifest; becomes a CheckpointError with the file's name."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,7 +180,7 @@ _hints = cache(get_type_hints)
 
 
 def _read(kind: Any, value: Any, at: str) -> Any:
-    """`value` as a manifest may hold it: `kind` is one of the dataclasses above, or the type of one of their fields."""
+    """`value` converted to `kind`, a dataclass above or the type of a field. Raises _Malformed if it does not fit."""
     if type(value) is kind and (kind is not int or 0 <= value < 1 << 63):
         return value
     inner = get_args(kind)
@@ -211,7 +210,7 @@ def _read(kind: Any, value: Any, at: str) -> Any:
 
 
 def _problems_of_names(manifest: Manifest) -> list[str]:
-    """File names that could leave the folder: a manifest may come from anywhere."""
+    """Rejects file names that could leave the folder: a manifest may be hostile."""
     return [
         f"names the file {name!r:.60}; a file name is made of at most {_MOST_NAME} letters, digits, '_', '-' and '.', has no "
         "'..' and no folder"
@@ -245,7 +244,7 @@ def _problems_of_places(manifest: Manifest) -> list[str]:
 
 
 def check_whole(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> None:
-    """Raise unless the pieces of every tensor are disjoint and fill it, and those of every file follow one another to its end."""
+    """Raises CheckpointError unless the pieces of each tensor are disjoint and cover it, and those of each file fill it."""
     broken = [(name, record) for name, record in manifest.tensors.items() if not _is_filled(record)]
     problems = [_problem_of_cover(name, record) for name, record in broken[:_SHOWN]]
     problems += [name for name, _ in broken[_SHOWN:]]  # these are counted, not shown
@@ -254,10 +253,10 @@ def check_whole(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> 
 
 
 def _is_filled(record: TensorRecord) -> bool:
-    """Whether the boxes of a tensor are disjoint and fill it, without comparing one with another.
+    """Whether the boxes of a tensor are disjoint and cover it, in time linear in their number.
 
-    A box is the running sum, along every dimension, of +1 and -1 at its 2^d corners. So boxes cover each element exactly once
-    if and only if their corners add up to those of the whole: all others cancel.
+    The indicator of a box is the cumulative sum, along each dimension, of +1 and -1 at its 2^d corners. So boxes cover each
+    element once if and only if their signed corners sum to those of the whole tensor.
     """
     if 0 in record.shape:
         return not record.pieces
@@ -275,7 +274,7 @@ def _is_filled(record: TensorRecord) -> bool:
 
 
 def _divided(record: TensorRecord) -> list[int]:
-    """The dimensions along which a piece is not the whole."""
+    """The dimensions along which some piece does not span the tensor."""
     return [d for d, size in enumerate(record.shape) if any(piece.box[d] != (0, size) for piece in record.pieces)]
 
 
@@ -296,11 +295,11 @@ def _problem_of_cover(name: str, record: TensorRecord) -> str:
 
 
 def _first_overlap(pieces: tuple[Piece, ...]) -> tuple[Piece, Piece] | None:
-    """Two pieces that share an element, if they are soon found by a sweep along the most divided dimension."""
+    """Two overlapping pieces, if a bounded sweep along the most divided dimension finds them."""
     if not pieces or not pieces[0].box:  # a tensor without dimensions has one element
         return (pieces[0], pieces[1]) if len(pieces) > 1 else None
     dim = max(range(len(pieces[0].box)), key=lambda d: len({piece.box[d][0] for piece in pieces}))
-    behind: list[Piece] = []  # those that reach past the sweep's position
+    behind: list[Piece] = []  # pieces that reach past the sweep's position
     compared = 0
     for piece in sorted(pieces, key=lambda piece: piece.box[dim]):
         behind = [other for other in behind if other.box[dim][1] > piece.box[dim][0]]
@@ -314,10 +313,9 @@ def _first_overlap(pieces: tuple[Piece, ...]) -> tuple[Piece, Piece] | None:
 
 
 def gaps_of(manifest: Manifest) -> dict[tuple[str, int], int]:
-    """(file, byte) of the start of each piece and of the end of each file -> the bytes from there back to the end of the piece
-    before.
+    """(file, byte) of each piece's start and each file's end -> the gap to the end of the previous piece in bytes.
 
-    Negative where two pieces overlap.
+    Negative if pieces overlap.
     """
     ends, gaps = dict.fromkeys(manifest.files, 0), {}
     pieces = (piece for record in manifest.tensors.values() for piece in record.pieces)
@@ -328,7 +326,7 @@ def gaps_of(manifest: Manifest) -> dict[tuple[str, int], int]:
 
 
 def _problems_of_files(manifest: Manifest) -> list[str]:
-    """Bytes that two pieces share, or that no hash covers and that are not there to align the next piece."""
+    """Bytes of a file in two pieces, or in none and more than alignment needs."""
     return [
         f"file {file!r}: {abs(gap)} bytes up to byte {at - min(0, gap)} belong to "
         + ("no piece" if gap > 0 else "two pieces")
@@ -338,7 +336,7 @@ def _problems_of_files(manifest: Manifest) -> list[str]:
 
 
 def state_problems(value: Any, at: str = "state") -> list[str]:
-    """What in `value` JSON would lose or change; floats keep every bit, so NaN and infinity are all it cannot hold."""
+    """Values that JSON cannot hold unchanged: other types, keys that are not text, NaN and infinity."""
     if isinstance(value, dict):
         keys = [f"{at} has the key {key!r}; keys are text in JSON" for key in value if not isinstance(key, str)]
         return keys + [problem for key, inner in value.items() for problem in state_problems(inner, f"{at}[{key!r}]")]

@@ -1,10 +1,10 @@
-"""Loading: a rank intersects the boxes of its own tensors with those on disk, whatever layout wrote them.
+"""Loading: each rank intersects the boxes of its tensors with the saved boxes, whatever layout wrote them.
 
     checkpoint = open_checkpoint(root, world=world)       the latest, or iteration=100
     checkpoint.state, checkpoint.names
     checkpoint.read_into(tensors, world)                  fills this rank's tensors
 
-A rank reads only pieces that it needs something of, each once, whole, and checked against its hash before it is used.
+A rank reads only pieces that overlap its tensors, each once and whole, and checks the hash before it uses the values.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
-    warning: str = ""  # what is odd about the choice of this iteration, where nobody named one
+    warning: str = ""  # why the default choice of this iteration may surprise
 
     @property
     def iteration(self) -> int:
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in the order in which they were saved."""
+        """The names of all tensors, in saved order."""
         return list(self.manifest.tensors)
 
     def read_into(
@@ -57,12 +57,11 @@ class Checkpoint:
         convert: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Fill what `tensors` hold of each tensor; padding keeps its values. `is_writer` plays no part.
+        """Reads the pieces and copies of `tensors`; padding keeps its values, and `is_writer` is ignored.
 
-        Every rank of `world` must call, and all raise if one fails; the tensors may then be partly filled. Without
-        `world`, a rank is by itself. `convert` allows one floating dtype to become another (bfloat16 to float32). Names
-        in the checkpoint that `tensors` lacks are passed over: compare with `names`. Needs host memory for the largest
-        piece, once.
+        Every rank of `world` must call; all raise if one fails, and tensors may then be partly filled. Default: this rank
+        alone. convert: allows conversion between floating dtypes. Saved tensors that are not in `tensors` are ignored: compare
+        `names`. Takes host memory for the largest piece.
         """
         with comm.together(world, device):
             self._check(tensors, convert)
@@ -70,7 +69,7 @@ class Checkpoint:
                 self._fill(tensors)
 
     def _check(self, tensors: dict[str, LocalTensor], convert: bool) -> None:
-        """All that is missing or does not fit, in one error, before anything is read."""
+        """Raises one error with all missing tensors and mismatches, before anything is read."""
         problems = problems_of_tensors(tensors)
         for name, local in tensors.items():
             record = self.manifest.tensors.get(name)
@@ -91,7 +90,7 @@ class Checkpoint:
             for piece in self.manifest.tensors[name].pieces
             if (parts := _parts(piece.box, local))
         ]
-        wanted.sort(key=lambda want: (want[0].file, want[0].offset))  # forward through each file
+        wanted.sort(key=lambda want: (want[0].file, want[0].offset))  # sequential reads of each file
         room = torch.empty(max((piece.nbytes for piece, _, _ in wanted), default=0), dtype=torch.uint8)
         for piece, name, parts in wanted:
             data = room[: piece.nbytes]
@@ -108,7 +107,7 @@ class Checkpoint:
         return format.gaps_of(self.manifest)
 
     def _read(self, piece: Piece, name: str, data: Tensor) -> None:
-        """Fill `data` with the bytes of `piece`; raises if they, or those that align it, are not the ones that were saved."""
+        """Reads a piece into `data`; CheckpointError if its hash differs, or the zeros that align it."""
         path, gap = self.folder / piece.file, self._gaps[piece.file, piece.offset]
         what = f"tensor {name!r}, box {format.show_box(piece.box)}"
         buffer, digest = memoryview(data.numpy()), hashlib.sha256()
@@ -133,7 +132,7 @@ class Checkpoint:
 
 
 def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Stored, Box]]:
-    """What `local` needs of a saved piece: (box within the piece, what it goes into, box within that)."""
+    """The overlap of `local` with a saved piece: (box in the piece, target region, box in the region)."""
     shared = ((intersect(saved, piece[0]), piece) for piece in (*local.pieces, *local.copies))
     return [
         (relative_to(box, saved), local.region(piece), relative_to(box, piece[0]))
@@ -152,10 +151,9 @@ def _are_floating(*dtypes: str) -> bool:
 def open_checkpoint(
     root: Path | str, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
 ) -> Checkpoint:
-    """The checkpoint of `iteration` below `root`, by default the latest; `warning` says what is odd about that. No tensor is read
-    yet.
+    """The checkpoint of `iteration` below `root`, by default the latest, with its manifest checked; reads no tensors.
 
-    Every rank of `world` must call; its first rank reads the manifest for all, so that they agree on which one it is.
+    Every rank of `world` must call. The first rank reads the manifest for all, so that they agree on the iteration.
     """
     found = None
     with comm.together(world, device):

@@ -25,7 +25,7 @@ class LocalTensor:
     shape: tuple[int, ...]  # of the whole tensor, without padding
     pieces: list[tuple[Box, Box]]
     is_writer: bool  # exactly one of the ranks that hold a piece saves it
-    copies: tuple[tuple[Box, Box], ...] = ()  # more pieces, which another rank saves, and this one only reads
+    copies: tuple[tuple[Box, Box], ...] = ()  # further pieces, saved by another rank and only read by this one
 
     @property
     def dtype(self) -> str:
@@ -40,7 +40,7 @@ class LocalTensor:
 
 
 def problems_of_tensors(tensors: dict[str, LocalTensor]) -> list[str]:
-    """Why some of these can be neither saved nor loaded; the names of dtypes and all boxes are checked."""
+    """Problems that prevent saving or loading: dtypes, layouts, boxes."""
     return [problem for name, local in tensors.items() for problem in _problems_of(name, local)]
 
 
@@ -64,6 +64,6 @@ def _problems_of(name: str, local: LocalTensor) -> list[str]:
 
 
 def _match(global_size: tuple[int, ...], local_size: tuple[int, ...], is_contiguous: bool) -> bool:
-    """The same extents, or a run of as many elements of a flat tensor."""
+    """Whether the extents are equal, or the local box is a flat run of as many elements."""
     is_run = is_contiguous and len(local_size) == 1 and math.prod(global_size) == local_size[0]
     return global_size == local_size or (is_run and len(global_size) != 1)

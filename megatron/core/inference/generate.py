@@ -1,11 +1,10 @@
-"""Texts continued one token at a time, over tensor and pipeline parallel ranks, with the keys and values of what was read.
+"""Generation token by token over tensor and pipeline parallel ranks, with a key/value cache.
 
-    prefill     the prompts, of whatever lengths, in one forward through the stages; their keys and values stay with each stage
-    each step   the last stage draws a token for every text, all ranks learn them, and one forward takes them alone
+    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values
+    each step   the last stage samples a token per text, broadcasts them, and one forward takes only these tokens
 
-A text that has grown past `max_length` is seen through a window of its last `max_length` tokens, numbered from position 0
-again, so that what lies further back is forgotten at once rather than slowly. Every token in it has another position then, and
-nothing that was kept is of use: each further token costs a forward over the whole window.
+Beyond `max_length` a text is a window of its last `max_length` tokens, with positions from 0 again. Every step then shifts all
+positions, so the cache is of no use: each token costs a forward over the whole window.
 
     max_length 4    a b c d | e           the scores of e from a b c d at positions 0 1 2 3
                       b c d e | f         the scores of f from b c d e at positions 0 1 2 3
@@ -25,8 +24,8 @@ from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.kv_cache import KeyValueCache
 
-_UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character
-_FAILED = -1  # sent in place of ids by a last stage that could draw none
+_UNFINISHED = "\ufffd"  # a tokenizer's output for an incomplete character
+_FAILED = -1  # sent in place of ids if the last stage fails to sample
 
 
 def generate(
@@ -38,7 +37,7 @@ def generate(
     stop_id: int | None,
     choose: Choose,
 ) -> Iterator[int]:
-    """The ids that follow one prompt, each as soon as it is known, from a whole model in this process; see `generate_batch`."""
+    """The ids that follow one prompt, from a whole model in this process; arguments as in `generate_batch`."""
     limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
     steps = generate_batch(model, [prompt_ids], **limits, stop_id=stop_id, choose=[choose])
     return (new for (new,) in steps)
@@ -55,14 +54,14 @@ def generate_batch(
     mesh: Mesh | None = None,
     use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
-    """The next id of each prompt, step by step: `max_new_tokens` steps, or fewer if `stop_id` has come in every text.
+    """Yields the next id of each prompt for at most `max_new_tokens` steps; stops when every text has reached `stop_id`.
 
-    A text in which it has come gets None; `stop_id` itself is not given; None never stops. `choose[i]` draws for prompt i.
-    model: this rank's stage of a `GPTModel` without sequence parallelism, in any mode, which is kept. mesh: that of its ranks;
-    all of one copy of the model must call with the same arguments and go on together; without one the model is whole.
-    max_length: at most the model's number of positions; with rotary ones the length that it was trained with. Without
-    `use_cache` each token costs a forward over all before it. Raises ValueError at once, before the first step; a rank that
-    fails later raises its error, and the others `comm.PeerError`.
+    A text that has reached `stop_id` yields None from that step on; with stop_id None no text ends. choose[i] samples for
+    prompt i. model: this rank's stage of a `GPTModel` without sequence parallelism; its training mode is kept. mesh: default a
+    whole model in this process; otherwise all ranks of one replica must call with equal arguments and iterate together.
+    max_length: at most the model's positions; with rotary positions the sequence length of training. Without `use_cache` each
+    token costs a forward over the whole text. Raises ValueError before the first step; if a rank fails later, it raises its
+    own error and the others `comm.PeerError`.
     """
     problems = [
         f"{name} is {value}; it must be at least 1"
@@ -117,19 +116,19 @@ def _continue(
         if not any(going):
             return
         for ids, id in zip(texts, chosen):
-            ids.append(id)  # behind the end of a text too: its row goes on, unheard, until the last one ends
+            ids.append(id)  # a finished text keeps its row in the batch until the last text ends
         yield [id if goes else None for id, goes in zip(chosen, going)]
 
 
 def next_scores(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """The scores of the token after `ids` from a whole model, without dropout. -> [v], without padding"""
+    """Logits [v] of the token after `ids`, without vocabulary padding, from a whole model in evaluation mode."""
     stage = _Stage(model, lone_mesh())
     scores = stage.scores(torch.tensor([ids], device=stage.device), KeyValueCache([0], len(ids), stage.device))
     return scores[0]
 
 
 class _Stage:
-    """This rank's part of the model, and the way through all of them."""
+    """This rank's stage of the model, and its transfers to the neighbouring stages."""
 
     def __init__(self, model: nn.Module, mesh: Mesh):
         self.model, self.mesh = model, mesh
@@ -138,7 +137,7 @@ class _Stage:
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
-        """The scores of the token after each text, without padding [b, v]; None but on the last stage. tokens: [b, new]"""
+        """Logits [b, v] of each text's next token, without vocabulary padding, on the last stage; else None. tokens: [b, new]"""
         stages, config = self.mesh.stages, self.model.config
         b, new = tokens.shape
         spec = TensorSpec((new, b, config.hidden_size), config.residual_dtype)
@@ -157,7 +156,7 @@ class _Stage:
     def choose_next(
         self, tokens: Tensor, cache: KeyValueCache, choose: Sequence[Choose], going: Sequence[bool]
     ) -> list[int]:
-        """The next id of each text, on every rank; 0 for a text that has ended. Each rank of the last stage draws alike."""
+        """The next id of each text, on every rank; 0 for a finished text. All ranks of the last stage draw the same ids."""
         model_ranks, error = self.mesh["mp"], None
         scores = self.scores(tokens, cache)
         chosen = [0] * len(going)
@@ -176,9 +175,9 @@ class _Stage:
 
 
 def text_pieces(tokenizer: Tokenizer, before: Sequence[int], new_ids: Iterable[int]) -> Iterator[str]:
-    """The text that `new_ids` add behind the ids `before`, piece by piece.
+    """The text that `new_ids` append to the ids `before`, in pieces of whole characters.
 
-    A piece ends where a character does: one may take several ids. The text of an id may depend on those before it.
+    A character may take several ids, and the text of an id may depend on earlier ids.
     """
     ids = list(before)
     shown = len(text := tokenizer.detokenize(ids))
@@ -193,7 +192,7 @@ def text_pieces(tokenizer: Tokenizer, before: Sequence[int], new_ids: Iterable[i
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, then every module's own again. Around each forward: a caller may leave between two ids."""
+    """Evaluation mode inside the block; restores each module's mode. Per forward, since a caller may stop between two ids."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

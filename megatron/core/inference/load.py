@@ -26,10 +26,9 @@ def load_gpt(
 ) -> GPTModel:
     """This rank's stage of the GPT of `config` with the checkpoint's weights, in evaluation mode, without sequence parallelism.
 
-    Only the weights are read, not the optimizer's state. Every rank of `mesh` must call; without one the model is whole, and
-    neither torch.distributed nor the registry of groups is used. A checkpoint that does not name its model is taken for one of a
-    GPT. Raises ConfigError, CheckpointError, or the PeerError of
-    another rank's.
+    Reads only the weights. Every rank of `mesh` must call; default: the whole model in this process, without
+    torch.distributed. A checkpoint without a model name is taken for a GPT. Raises ConfigError, CheckpointError, or
+    PeerError if another rank fails.
     """
     theirs = checkpoint.state.get("model", GPTModel.__name__)
     if theirs != GPTModel.__name__:
@@ -39,7 +38,7 @@ def load_gpt(
             f'"{GPTModel.__name__}"'
         )
     mesh = mesh or lone_mesh()
-    # By this CPU's own times: the weights may come from another.
+    # Measured anew: the checkpoint may come from another CPU.
     asked = config.cpu_half_products
     products, _ = settle(config.params_dtype, device, mesh["world"], asked="measure" if asked == "auto" else asked)
     parts = {"vocab_size": vocab_size, "positions": positions, "products": products}
@@ -47,7 +46,7 @@ def load_gpt(
     _check_same_parameters(checkpoint, _stage(config, lone_mesh(), "meta", **parts))
     wanted = {}
     for name, parameter in model.named_parameters():
-        parameter.data.zero_()  # padding, which no checkpoint holds
+        parameter.data.zero_()  # checkpoints hold no padding
         placement = parameter.placement
         boxes = pieces(placement, tuple(parameter.shape), mesh)
         wanted[_PARAMETERS + name] = LocalTensor(parameter.data, placement.shape, boxes, is_writer=True)
@@ -56,7 +55,7 @@ def load_gpt(
 
 
 def layout_problems(config: TransformerConfig, tensor: int, pipeline: int) -> list[str]:
-    """Why the model cannot be divided over so many tensor and pipeline parallel ranks."""
+    """Why the model does not fit these tensor and pipeline parallel sizes."""
     problems = tensor_parallel_problems(config, tensor)
     if pipeline > config.num_layers:
         problems.append(
@@ -75,7 +74,7 @@ def _stage(
     positions: int,
     products: Products,
 ) -> GPTModel:
-    """Layers divided as evenly as they can be, whatever division the training had."""
+    """This rank's stage, with layers split as evenly as possible, whatever the split in training."""
     stages, n = mesh.stages, config.num_layers
     (stage,) = stages.of_rank(mesh["pp"].rank)
     size = stages.last + 1
@@ -91,7 +90,7 @@ def _stage(
 
 
 def lone_mesh() -> Mesh:
-    """The mesh of a process by itself, whatever launched it."""
+    """A mesh of one rank, without communicators."""
 
     def no_group(name: str, ranks: tuple[int, ...]) -> None:
         raise AssertionError(f"axis {name} of a lone process has ranks {ranks}")
@@ -100,7 +99,7 @@ def lone_mesh() -> Mesh:
 
 
 def _check_same_parameters(checkpoint: Checkpoint, whole: GPTModel) -> None:
-    """A model that lacks some of the saved parameters would compute something else."""
+    """Raises ConfigError unless the model and the checkpoint have the same parameters."""
     wanted = {_PARAMETERS + name for name, _ in whole.named_parameters()}
     saved = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
     if differing := sorted(saved ^ wanted):

@@ -1,14 +1,14 @@
-"""From the scores of the next token to its id: the likeliest one, or a draw from the likelier ones.
+"""Sampling: from the logits of the next token to its id.
 
-A draw is made in four steps, in this order; those that are not asked for are left out:
+Four steps in this order, each optional but the last:
 
-    temperature   divide the scores by it: below 1 sharper, above 1 flatter
-    top-k         keep the k highest scores
-    top-p         of those, keep the fewest that have at least probability p together (arXiv:1904.09751)
-    softmax       of what is kept, and one draw from it
+    temperature   divide the logits: below 1 sharper, above 1 flatter
+    top-k         keep the k highest logits
+    top-p         keep the fewest of them with a total probability of at least p (arXiv:1904.09751)
+    softmax       normalize, and draw
 
-Scores are a vector [v] over the true vocabulary: whoever calls cuts off the columns of padding. The arithmetic is in
-float64 on the CPU, so that a seed means the same draw on every device; beside the forward its cost is small.
+Logits ("scores") are a vector [v] without vocabulary padding. The arithmetic is float64 on the CPU, so that a seed gives the same
+draw on every device; its cost is small beside the forward.
 """
 
 import math
@@ -42,14 +42,14 @@ class SamplingConfig(FlagConfig):
 
 
 def chooser(config: SamplingConfig, generator: torch.Generator) -> Choose:
-    """The function from scores to an id that `config` describes. It draws from `generator`, on the CPU."""
+    """The sampling function of `config`: scores -> id. It draws from `generator`, on the CPU."""
     return greedy if config.greedy else partial(sample, config=config, generator=generator)
 
 
 def greedy(scores: Tensor) -> int:
-    """The id with the highest score; of equals the smallest."""
+    """The id with the highest score; the smallest id in a tie."""
     scores = _checked(scores)
-    return int((scores == scores.max()).nonzero()[0])  # which of equals argmax takes is not promised
+    return int((scores == scores.max()).nonzero()[0])  # argmax does not specify which id it returns in a tie
 
 
 def sample(scores: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
@@ -60,7 +60,7 @@ def sample(scores: Tensor, config: SamplingConfig, generator: torch.Generator) -
 def distribution(scores: Tensor, config: SamplingConfig) -> Tensor:
     """The probability of every id after temperature, top-k and top-p. -> [v], float64"""
     scores = _checked(scores)
-    scores = (scores - scores.max()) / config.temperature  # the highest is 0: no temperature can make it overflow
+    scores = (scores - scores.max()) / config.temperature  # the maximum is 0, so no temperature overflows
     if config.top_k is not None:
         scores = keep_top_k(scores, config.top_k)
     if config.top_p is not None:
@@ -69,15 +69,15 @@ def distribution(scores: Tensor, config: SamplingConfig) -> Tensor:
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """`scores` with all but the `k` highest set to -inf. Of equals the smaller id stays; a `k` beyond v keeps all."""
+    """`scores` with all but the `k` highest set to -inf. A tie keeps the smaller id; k > v keeps all."""
     return _only(scores, _falling(scores)[:k])
 
 
 def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """`scores` with all set to -inf but the fewest that have at least probability `p` together; one stays in any case.
+    """`scores` with all set to -inf but the fewest with a total probability of at least `p`; at least one stays.
 
     probabilities  0.5  0.3  0.15  0.05
-    sum before     0    0.5  0.8   0.95       p = 0.6 keeps those before which it is not reached: the first two
+    sum before     0    0.5  0.8   0.95       p = 0.6 keeps ids whose sum before is below 0.6: the first two
     """
     order = _falling(scores)
     sums = scores[order].softmax(0).cumsum(0)
@@ -86,7 +86,7 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
 
 
 def _falling(scores: Tensor) -> Tensor:
-    """The ids from the highest score to the lowest, equals by id."""
+    """The ids by descending score, ties by id."""
     return scores.argsort(descending=True, stable=True)
 
 
@@ -97,11 +97,9 @@ def _only(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def _checked(scores: Tensor) -> Tensor:
-    """`scores` in float64 on the CPU, if a token can be chosen by them."""
+    """`scores` in float64 on the CPU. ValueError unless they are a vector with a finite maximum."""
     if scores.dim() != 1 or len(scores) == 0:
-        raise ValueError(
-            f"the scores of one token are a vector over the vocabulary, not of shape {tuple(scores.shape)}"
-        )
+        raise ValueError(f"the scores must be a vector over the vocabulary, not of shape {tuple(scores.shape)}")
     scores = scores.detach().to("cpu", torch.float64)
     if not math.isfinite(scores.max()):
         raise ValueError(

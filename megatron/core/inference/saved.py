@@ -1,4 +1,4 @@
-"""What a checkpoint says of the model in it: the settings of the run that wrote it, as far as generation needs them."""
+"""The settings of a checkpoint's training run that generation needs."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,7 +13,7 @@ _COMPONENTS = {"transformer": TransformerConfig, "data": DataConfig, "tokenizer"
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """Settings of a training run. Those that a checkpoint lacks have their defaults."""
+    """Settings of a training run; settings that the checkpoint lacks have their defaults."""
 
     vocab_size: int
     transformer: TransformerConfig
@@ -27,7 +27,7 @@ class SavedSettings:
 
 
 def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
-    """The settings in `Checkpoint.state`. source: what errors call the checkpoint. Raises ConfigError."""
+    """The settings in `Checkpoint.state`. source: the checkpoint's name in errors. Raises ConfigError."""
     saved = state.get("config", {})
     if not _COMPONENTS.keys() <= saved.keys() or "vocab_size" not in state:
         raise ConfigError(f"{source} does not say what model it holds; it was not written by a pretraining run of ours")
@@ -41,7 +41,7 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
 
 
 def notes_on(state: dict[str, Any]) -> list[str]:
-    """What is assumed of a checkpoint, and what it says that is not read here."""
+    """Notes for the user: assumptions about the checkpoint, and saved settings that are ignored."""
     notes = [] if "model" in state else ["the checkpoint does not name its model; GPT is assumed"]
     own = _listed(state["config"].get("own", {}))
     return notes + ([f"the script's own settings are ignored: {own}"] if own else [])
