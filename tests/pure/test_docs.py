@@ -163,8 +163,13 @@ def test_flags_in_commands_exist(document: Path):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
-        assert (document.parent / target).exists(), f"{name_of(document)} links to {target}, which is not there"
+    for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", document.read_text()):
+        page = document.parent / target if target else document
+        assert page.exists(), f"{name_of(document)} links to {target}, which is not there"
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
+            assert heading in anchors, f"{name_of(document)} links to {target}#{heading}, which is not there"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
