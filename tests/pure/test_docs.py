@@ -249,7 +249,7 @@ def test_calls_per_layer_are_those_that_are_counted():
     rows = {
         "| tensor, t |": "| tensor parallel, t = 2 |",
         "| tensor and sequence, t |": "| tensor and sequence parallel, t = 2 |",
-        "| the same, every layer computed again |": "| the same, every layer recomputed |",
+        "| the same, every layer recomputed |": "| the same, every layer recomputed |",
     }
     for begins, other in rows.items():
         row = next(line for line in derived.splitlines() if line.startswith(begins))
