@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
     if "ours" in failed:
         raise Stopped(f"our own step failed: {failed['ours']}")
     return {
-        "work": work.as_json(),
+        "work": asdict(work),
         "parameters": work.parameters,
         "flops_per_token": work.shape.flops_per_token(),
         "flops_per_token_full_attention": work.shape.flops_per_token(full_attention=True),

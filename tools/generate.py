@@ -165,7 +165,10 @@ class Prompts:
         """The prompts, and the tokenizer that reads and writes them. Raises ValueError, OSError or ImportError."""
         saved = read_saved_settings(state, source)
         given = replace(saved.tokenizer, **settings.tokenizer_flags)
-        tokenizer = load_tokenizer(given)
+        try:
+            tokenizer = build_tokenizer(given)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{error}; if it has moved since the training, give its new place by this flag") from None
         if tokenizer.vocab_size != saved.vocab_size:
             raise ConfigError(
                 f"the checkpoint has a vocabulary of {saved.vocab_size}, the tokenizer ({tokenizer.name}) one of "
@@ -189,13 +192,6 @@ class Prompts:
     def told(self, world: Axis, device: torch.device) -> "Prompts":
         """Those of the first rank, on every rank."""
         return Prompts(**json.loads(comm.broadcast_text(json.dumps(vars(self)), world, device)))
-
-
-def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    try:
-        return build_tokenizer(config)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{error}; if it has moved since the training, say with this flag where to") from None
 
 
 def read_texts(settings: GenerateConfig) -> list[str]:
@@ -235,11 +231,6 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 # ---------------------------------------------------------------- the texts
-
-
-def open_genfile(path: str) -> TextIO:
-    with naming_flag("--genfile", path, "choose a file that can be written, in a folder that exists"):
-        return open(path, "w", encoding="utf-8")
 
 
 class Writer:
@@ -321,7 +312,9 @@ def run(settings: Settings, world: Axis) -> None:
     with comm.together(world, device.torch_device):
         if world.is_first:
             prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))
-            genfile = open_genfile(generation.genfile) if generation.genfile else None
+            if path := generation.genfile:
+                with naming_flag("--genfile", path, "choose a file that can be written, in a folder that exists"):
+                    genfile = open(path, "w", encoding="utf-8")  # noqa: SIM115  written until the process ends
     prompts = prompts.told(world, device.torch_device)
     model, mesh = load_model(generation, checkpoint, device)
     for note in notes_on(checkpoint.state):

@@ -20,17 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagParser
 from megatron.core.datasets.bert import build_bert_datasets
-from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
 from megatron.core.models.rules import BERT_RULES, GPT_RULES, ModelRules
-from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
-from megatron.training.initialize import collected, file_problems
+from megatron.training.initialize import examine_without_device
 from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request
 from megatron.training.settings.config import Config
-from megatron.training.settings.rules import check
 from tools.errors import exit_status
 
 
@@ -93,20 +90,9 @@ def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str,
     parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer})
     config = parsed.config
     world_size = world_size_of(config, parsed.args.prepare_cache_world_size)
-    problems: list[str] = []
-    tokenizer: Any = None
-    with collected(problems):
-        check(config, world_size)
-    problems += file_problems(config)
+    problems, tokenizer = examine_without_device(config, world_size, script.rules)
     if config.data.mock_data:
-        problems.append("--mock-data are made up, and have no index; give --data-path")
-    if config.tokenizer.tokenizer_type is not None:
-        with collected(problems):
-            tokenizer = build_tokenizer(config.tokenizer)
-    if tokenizer is not None and config.fim.fim_data:
-        with collected(problems):
-            FillInTheMiddle(config.fim, tokenizer, config.training.seed)
-    problems += script.rules.problems(config, tokenizer)
+        problems.append("--mock-data has no index; give --data-path")
     if problems:
         raise ConfigError(problems)
     sizes = samples_to_request(

@@ -222,7 +222,9 @@ def _read_tensors(
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
     saves_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
     if goes_on and saves_masters and not masters:  # resumed in full precision: the masters become the weights
-        model = {_master_of(name, checkpoint): tensor for name, tensor in model.items()}
+        names = {name: name.replace("model/", _MASTER, 1) for name in model}
+        # A parameter that was not trained has no master.
+        model = {names[name] if names[name] in checkpoint.names else name: tensor for name, tensor in model.items()}
     wanted = [model]
     if goes_on:  # after the parameters: with --reuse-fp32-param masters share memory with weights
         wanted.append(state if saves_masters else {n: x for n, x in state.items() if n not in masters})
@@ -230,9 +232,3 @@ def _read_tensors(
         wanted.append({name.replace(_MASTER, "model/", 1): tensor for name, tensor in masters.items()})
     for tensors in wanted:
         checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
-
-
-def _master_of(name: str, checkpoint: Checkpoint) -> str:
-    """The checkpoint name of a parameter's master, or of the parameter itself if it was not trained."""
-    master = name.replace("model/", _MASTER, 1)
-    return master if master in checkpoint.names else name

@@ -29,7 +29,6 @@ from megatron.core.tiers.folder import folder_problems, remove_left_behind
 from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
@@ -220,52 +219,49 @@ class Examined(NamedTuple):
 
 def examine(config: Config, world_size: int, rules: ModelRules) -> Examined:
     """Check settings against each other and against this host's files and devices."""
-    problems: list[str] = []
-    device = tokenizer = None
-    with collected(problems):
-        check(config, world_size)
-    problems += file_problems(config, reads_text=rules.reads_text)
+    problems, tokenizer = examine_without_device(config, world_size, rules)
+    device = None
     with collected(problems):
         device = select_device(config.device)
-        check_backend(config.device.distributed_backend, device)
-    if config.tokenizer.tokenizer_type is not None:
-        with collected(problems):
-            tokenizer = build_or_say(config.tokenizer)
-    if tokenizer is not None and config.fim.fim_data:
-        with collected(problems):
-            FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # raises if the vocabulary lacks its tokens
-    problems += rules.problems(config, tokenizer)
     return Examined(problems, device, tokenizer)
 
 
-def build_or_say(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer. Raises ConfigError also for a missing package."""
-    try:
-        return build_tokenizer(config)
-    except ImportError as error:
-        raise ConfigError(f"--tokenizer-type {config.tokenizer_type}: {error}") from error
+def examine_without_device(config: Config, world_size: int, rules: ModelRules) -> tuple[list[str], Tokenizer | None]:
+    """(problems of the settings, their files and their tokenizer; the tokenizer). A missing package is a problem too."""
+    problems: list[str] = []
+    tokenizer = None
+    with collected(problems):
+        check(config, world_size)
+    problems += file_problems(config, reads_text=rules.reads_text)
+    if config.tokenizer.tokenizer_type is not None:
+        with collected(problems):
+            try:
+                tokenizer = build_tokenizer(config.tokenizer)
+            except ImportError as error:
+                raise ConfigError(f"--tokenizer-type {config.tokenizer.tokenizer_type}: {error}") from error
+    if tokenizer is not None and config.fim.fim_data:
+        with collected(problems):
+            FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # raises if the vocabulary lacks its tokens
+    return problems + rules.problems(config, tokenizer), tokenizer
 
 
 def select_device(config: DeviceConfig) -> Device:
+    """This rank's device. Raises ConfigError if --distributed-backend cannot connect its processes; a single one may name any."""
     local_rank = parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
-    device = Device.select(config.device, local_rank)
-    if config.distributed_backend != "gloo":
+    device, backend = Device.select(config.device, local_rank), config.distributed_backend
+    if backend != "gloo":
         device.check_number(parallel_state.launched().local_size)
+    if backend not in (None, "gloo", device.backend) and parallel_state.will_join():
+        raise ConfigError(
+            f"--distributed-backend {backend} does not connect processes on --device {device.name}; leave it out (default: "
+            f"{device.backend}), or change --device"
+        )
     return device
 
 
 def a_device() -> Device:
     """A device for a rank with invalid settings, of the kind that the others probably have. The rank only agrees on it."""
     return Device.select(local_rank=parallel_state.launched_local_rank())
-
-
-def check_backend(backend: str | None, device: Device) -> None:
-    """Raise ConfigError if `backend` cannot connect processes on `device`. A single process may name any backend."""
-    if backend not in (None, "gloo", device.backend) and parallel_state.will_join():
-        raise ConfigError(
-            f"--distributed-backend {backend} does not connect processes on --device {device.name}; leave it out (default: "
-            f"{device.backend}), or change --device"
-        )
 
 
 def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:

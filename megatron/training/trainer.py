@@ -88,7 +88,10 @@ class Trainer:
         self.pipeline.transport.connect(self.pipeline.stages.neighbours)
         with as_settings_problem():
             self.state, log_state = self._load()
-            self.train_iters = self.config.training.train_iters or self._iters_of_samples()
+            length, done = self.config.training, self.state
+            self.train_iters = length.train_iters or done.iteration + self.batch_sizes.steps(
+                done.consumed_train_samples, length.train_samples
+            )
             self._set_schedules()
         self.log = self._build_log(log_state)
         self.datasets = self._build_datasets(datasets_provider)
@@ -107,12 +110,6 @@ class Trainer:
             state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
         warn_of_other_checkpoints(self.config.checkpoint, state.iteration, self.mesh["world"])
         return state, log_state
-
-    def _iters_of_samples(self) -> int:
-        state = self.state
-        return state.iteration + self.batch_sizes.steps(
-            state.consumed_train_samples, self.config.training.train_samples
-        )
 
     def _set_schedules(self) -> None:
         """Set learning rate and weight decay from this run's settings, or from the checkpoint's if a flag asks for that."""

@@ -6,6 +6,7 @@ A contender is built once and then takes one step at a time: step() -> seconds b
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,6 @@ class Phases:
         yield
         self.device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_function(*arguments: Any, **options: Any) -> Any:
-            with self.timed(name):
-                return function(*arguments, **options)
-
-        return timed_function
 
     def take(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, {}
@@ -103,11 +97,12 @@ class Ours:
         self.device = runtime.device
         self.batches = {0: Batches(work, self.device)}
         self.phases = Phases(self.device)
-        trainer, wrap = self.trainer, self.phases.wrap
-        trainer.pipeline.forward_step = wrap("forward", trainer.pipeline.forward_step)
-        trainer.pipeline.run = wrap("forward and backward", trainer.pipeline.run)
-        trainer.optimizer.step = wrap("optimizer", trainer.optimizer.step)
-        trainer.optimizer.clip_factor = wrap("clipping", trainer.optimizer.clip_factor)
+        pipeline, optimizer = self.trainer.pipeline, self.trainer.optimizer
+        timed = self.phases.timed
+        pipeline.forward_step = timed("forward")(pipeline.forward_step)
+        pipeline.run = timed("forward and backward")(pipeline.run)
+        optimizer.step = timed("optimizer")(optimizer.step)
+        optimizer.clip_factor = timed("clipping")(optimizer.clip_factor)
 
     def step(self) -> dict[str, float]:
         train_step(self.trainer.pipeline, self.trainer.optimizer, self.batches, first_sample=0, lr=LR)
@@ -169,8 +164,6 @@ class Transformers:
 CONTENDERS: dict[str, Callable[[Work, str], Any]] = {
     "ours": Ours,
     "transformers fp32": Transformers,
-    "transformers bf16 autocast": lambda work, device: Transformers(work, device, autocast=True),
-    "transformers bf16 autocast, compiled": lambda work, device: Transformers(
-        work, device, autocast=True, compiled=True
-    ),
+    "transformers bf16 autocast": partial(Transformers, autocast=True),
+    "transformers bf16 autocast, compiled": partial(Transformers, autocast=True, compiled=True),
 }

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ class Process:
     def __init__(self, name: str, device: str, work: Work):
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody empties would fill up and block the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tools.benchmarking.worker", name, device, json.dumps(work.as_json())],
+            [sys.executable, "-m", "tools.benchmarking.worker", name, device, json.dumps(asdict(work))],
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
@@ -48,7 +49,7 @@ class Process:
             print(what, file=self.process.stdin, flush=True)
         return self.answer()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         with contextlib.suppress(BrokenPipeError):
@@ -57,11 +58,8 @@ class Process:
 
 
 def ceilings(device: str, work: Work) -> dict[str, float]:
-    process = Process("ceilings", device, work)
-    try:
+    with contextlib.closing(Process("ceilings", device, work)) as process:
         return process.answer()
-    finally:
-        process.stop()
 
 
 def contest(
@@ -82,14 +80,14 @@ def contest(
                 steps[name] = []
             except Stopped as error:
                 failed[name] = str(error)
-                running.pop(name).stop()
+                running.pop(name).close()
         for turn in range(rounds):
             for name in list(running) if turn % 2 == 0 else list(running)[::-1]:
                 steps[name].append(running[name].ask("step"))
         operators = {name: running[name].ask("profile") for name in running if profile and name == "ours"}
     finally:
         for process in running.values():
-            process.stop()
+            process.close()
     results = {name: {**about[name], **summary(taken)} for name, taken in steps.items()}
     for name, listed in operators.items():
         results[name]["operators"] = listed

@@ -4,7 +4,6 @@
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from megatron.training.watch.flops import ModelShape
 
@@ -34,11 +33,6 @@ class Work:
         return self.global_batch_size // self.micro_batch_size
 
     @property
-    def tokens(self) -> int:
-        """Tokens in a step."""
-        return self.global_batch_size * self.seq_length
-
-    @property
     def shape(self) -> ModelShape:
         h = self.hidden_size
         return ModelShape(self.num_layers, h, h, h, 4 * h, self.vocab_size, self.seq_length)
@@ -48,11 +42,6 @@ class Work:
         """All of them, without padding: matrices (the tied table once), positions, biases and norms."""
         h, layers = self.hidden_size, self.num_layers
         return self.shape.multiplied_parameters + self.seq_length * h + layers * 13 * h + 2 * h
-
-    @property
-    def flops(self) -> int:
-        """Model FLOPs of a step, with causal attention."""
-        return self.shape.flops_per_token() * self.tokens
 
     def problems(self) -> list[str]:
         """Why this cannot be run, in the words of the command line."""
@@ -72,9 +61,6 @@ class Work:
                 f"({self.micro_batch_size})"
             )
         return problems
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 MODELS = {

@@ -65,16 +65,13 @@ class WordMemory:
     def encode(self, text: str) -> bytes:
         cut = self._cutter(text)
         if cut is None or (self._never and any(string in text for string in self._never)):
-            return self._ask_library(text)
+            return _ids_of_long(self._tokenizer, text)
         words = cut(text)
         if len(text) <= _LONGEST_TEXT and self._has_many_new(words[:_SAMPLE]):
-            return self._ask_library(text)
+            return _ids_of_long(self._tokenizer, text)
         if len(self._ids) > _REMEMBERED_WORDS:
             self._ids.clear()
         return b"".join(map(self._ids.__getitem__, words))
-
-    def _ask_library(self, text: str) -> bytes:
-        return packed(self._tokenizer.encode_batch_fast([text])[0].ids)
 
     def _has_many_new(self, words: list[str]) -> bool:
         """Whether to leave a text that begins with `words` to the library, as over a quarter are new: in a script without
@@ -95,6 +92,11 @@ class WordMemory:
         return lambda text: (match.group() for match in pattern.finditer(text))
 
 
+def _ids_of_long(tokenizer: Any, text: str) -> bytes:
+    """The library's own ids, packed. A batch of one, as other threads run during a batch: the text may be a whole file."""
+    return packed(tokenizer.encode_batch_fast([text])[0].ids)
+
+
 class _Ids(dict):
     """Word -> packed ids, asked of the library at the first use."""
 
@@ -103,8 +105,8 @@ class _Ids(dict):
         self._tokenizer = tokenizer
 
     def __missing__(self, word: str) -> bytes:
-        if len(word) > _LONGEST_REMEMBERED:  # perhaps of a whole file, which takes long: other threads go on meanwhile
-            return packed(self._tokenizer.encode_batch_fast([word])[0].ids)
+        if len(word) > _LONGEST_REMEMBERED:
+            return _ids_of_long(self._tokenizer, word)
         self[word] = ids = packed(self._tokenizer.encode(word).ids)
         return ids
 
