@@ -1,4 +1,4 @@
-"""Pretrain BERT: the model, the data and the losses that the shared loop is given.
+"""Pretrain BERT: the model, data and losses for the shared training loop.
 
 torchrun --nproc-per-node 4 pretrain_bert.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 """
@@ -20,7 +20,7 @@ from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, 
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
-    """This pipeline stage's part of the model. Without the binary head there is one kind of token."""
+    """This pipeline stage's part of the model. Without the binary head there are no token types."""
     runtime = get_runtime()
     binary_head = runtime.config.masked_data.bert_binary_head
     return BertModel(
@@ -32,7 +32,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """The data sets, whose sample maps the first rank builds while the others wait."""
+    """The data sets. The first rank builds their sample maps; the others wait. Every rank must call."""
     runtime = get_runtime()
     world, device = runtime.mesh["world"], runtime.device.torch_device
     return build_bert_datasets(
@@ -49,7 +49,7 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
 
 
 def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
-    """What the data set's items hold, as [b, s], and is_random [b]: read on the first tensor-parallel rank, sent to the others."""
+    """The batch: is_random [b], all other entries [b, s]. Read on the first tensor-parallel rank, broadcast to the others."""
     runtime = get_runtime()
     b, s = runtime.config.training.micro_batch_size, runtime.config.data.seq_length
     data = next(data_iterator) if data_iterator is not None else None
@@ -63,10 +63,10 @@ def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
 def loss_func(
     batch: dict[str, Tensor], is_training: bool, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, what to print): the mean over the hidden words of a microbatch, plus that over its pairs of sentences.
+    """(loss, report). The loss is the mean over a microbatch's masked words, plus the mean over its sentence pairs.
 
-    output: losses of all words [b, s], scores of the two orders [b, 2] or None. A step's loss is the mean over its microbatches,
-    as Megatron's; what is printed are means over all words and all pairs.
+    output: losses of all words [b, s], and scores of the two sentence orders [b, 2] or None. A step's loss is the mean over its
+    microbatches, as in Megatron; the report holds means over all words and all pairs.
     """
     losses, order = output
     mask = batch["loss_mask"].to(losses.dtype)
@@ -84,7 +84,7 @@ def loss_func(
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Any, Any]:
-    """One microbatch through this stage. Every stage needs to know what is padding."""
+    """One microbatch through this stage. Every stage needs the padding mask."""
     with get_timers()("batch-generator", log_level=2):
         batch = get_batch(data_iterator)
     types = batch["types"] if get_runtime().config.masked_data.bert_binary_head else None

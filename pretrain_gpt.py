@@ -1,4 +1,4 @@
-"""Pretrain GPT: the model, the data and the loss that the shared loop is given.
+"""Pretrain GPT: the model, data and loss for the shared training loop.
 
 torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 """
@@ -26,7 +26,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """The data sets, whose indices the first rank builds while the others wait."""
+    """The data sets. The first rank builds their indices; the others wait. Every rank must call."""
     runtime = get_runtime()
     world, device = runtime.mesh["world"], runtime.device.torch_device
     return build_gpt_datasets(
@@ -43,9 +43,9 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
 
 
 def get_batch(data_iterator: Iterator | None) -> tuple[Tensor, Tensor, Tensor, Documents | None, Tensor]:
-    """tokens, labels, loss_mask, documents, position_ids: read on the first tensor-parallel rank, sent to the others.
+    """(tokens, labels, loss_mask, documents, position_ids), read on the first tensor-parallel rank and broadcast to the others.
 
-    All are [b, s]; documents is None unless --reset-attention-mask asks for documents that do not see each other.
+    All are [b, s]. documents is None without --reset-attention-mask, which keeps attention within documents.
     """
     runtime = get_runtime()
     shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)
@@ -58,14 +58,14 @@ def get_batch(data_iterator: Iterator | None) -> tuple[Tensor, Tensor, Tensor, D
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of the losses of the tokens that count, how many those are, what to print). Both inputs are [b, s]."""
+    """(sum of losses over unmasked tokens, number of unmasked tokens, report). Both inputs are [b, s]."""
     loss_mask = loss_mask.to(losses.dtype)
     loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum()
     return loss_sum, num_tokens, {"lm loss": torch.stack((loss_sum.detach(), num_tokens))}
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """One microbatch through this stage. Only the ends of the pipeline need a batch, and all where documents are apart."""
+    """One microbatch through this stage. Middle stages need no batch, unless --reset-attention-mask needs its documents."""
     is_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
     if not is_end and not get_runtime().config.data.reset_attention_mask:
         return model(None, None), None

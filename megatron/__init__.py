@@ -12,11 +12,10 @@ import os
 
 
 def _check_unmixed(folder: str) -> None:
-    """Raise ImportError where megatron-core has been installed into this very folder, over these files, or taken out of it again.
+    """Raise ImportError if megatron-core was installed into this folder, over these files, or uninstalled from it.
 
-    Its package is called `megatron` too, so pip puts the files of both side by side. Two looks at the disk tell, before
-    any of the files is run. Anywhere else on the path it does no harm: it has no `megatron/__init__.py`, so this folder
-    is the one that is found.
+    Its package is also named `megatron`, so pip merges the files of both. Two checks of the disk show that before any file runs.
+    Elsewhere on the path megatron-core is harmless: it has no `megatron/__init__.py`, so Python finds this folder.
     """
     core, around = os.path.join(folder, "core"), os.path.dirname(folder)
     if os.path.exists(
@@ -27,12 +26,12 @@ def _check_unmixed(folder: str) -> None:
             f"{folder} holds the files of two projects, megatron-anywhere and megatron-core "
             f"({', '.join(os.path.join(around, name) for name in theirs) or core}): both call their package `megatron`, "
             "and either may have overwritten files of the other. Run `pip uninstall --yes megatron-core megatron-anywhere`, "
-            "then install one of them again; to have both, give each a virtual environment of its own"
+            "then install one of them again; to use both, install each in its own virtual environment"
         )
     if not os.path.exists(os.path.join(core, "__init__.py")):
         raise ImportError(
-            f"{folder} lacks core/__init__.py, as after `pip uninstall megatron-core`, which takes away the files that both "
-            "projects have; run `pip install --force-reinstall --no-deps megatron-anywhere` from where it came"
+            f"{folder} lacks core/__init__.py: `pip uninstall megatron-core` removes the files that both projects have; run "
+            "`pip install --force-reinstall --no-deps megatron-anywhere` from the same source"
         )
 
 

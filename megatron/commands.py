@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def programs_folder(package: Path = _PACKAGE) -> Path:
-    """Where pretrain_gpt.py and tools/ are: in the package of a wheel, else beside it."""
+    """The folder of pretrain_gpt.py and tools/: inside the package in a wheel, else its parent."""
     inside = package / "_programs"
     return inside if inside.is_dir() else package.parent
 
@@ -29,6 +29,6 @@ def program_of(command: str, folder: Path) -> Path:
 
 
 def main() -> NoReturn:
-    """Runs the program of the command that was called, in place of this process, so that signals and exit codes are its own."""
+    """Replace this process by the command's program, which then receives its signals and sets its exit code."""
     program = program_of(sys.argv[0], programs_folder())
     os.execv(sys.executable, [sys.executable, str(program), *sys.argv[1:]])

@@ -1,10 +1,9 @@
-"""What a run will read: for each data set of a blend its tokens, samples, passes over the data, and bytes.
+"""Plan the reading of a run: tokens, samples, epochs and bytes of each data set of a blend.
 
     python tools/data_plan.py --data-path 0.7 data/books_text_document 0.3 data/wiki_text_document \
         --seq-length 1024 --global-batch-size 256 --train-iters 10000
 
-All flags that say where data come from are those of training. The training split is planned; with --eval-iters, as in
-training, the others too. Nothing is built or written.
+The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes nothing.
 """
 
 import sys
@@ -40,7 +39,7 @@ class PlanConfig(FlagConfig):
 
     @property
     def samples(self) -> list[int]:
-        """Of train, valid and test."""
+        """Samples of train, valid and test."""
         size = self.global_batch_size or 1
         iters = self.train_iters or self.train_samples // size
         counts = requested_samples(iters, self.eval_interval, self.eval_iters, size)
@@ -51,7 +50,7 @@ def plan(config: PlanConfig, data: DataConfig) -> str:
     """A table for each split. Raises ValueError or FileNotFoundError for data that cannot be read."""
     problems = data.source_problems() + ([] if data.seq_length else ["--seq-length is needed"])
     if data.mock_data:
-        problems.append("--mock-data are made up, and there is nothing to plan; give --data-path")
+        problems.append("--mock-data leaves nothing to plan; give --data-path")
     if problems:
         raise ConfigError(problems)
     plans = plan_reading(data, config.samples)
@@ -63,7 +62,7 @@ def plan(config: PlanConfig, data: DataConfig) -> str:
 
 
 def table(readings: Sequence[Reading]) -> str:
-    """One line a data set, and one for all of them."""
+    """A row per data set, and one for the total."""
     whole = total(readings)
     rows = [("share", "documents", "tokens there", "bytes", "samples read", "tokens read", "repeats", "data set")]
     for r in [*readings, whole]:

@@ -1,12 +1,12 @@
-"""Continue texts with a trained model: prompt and continuation go to stdout as they come.
+"""Generate text with a trained model: prompt and continuation are streamed to stdout.
 
     python tools/generate.py --load checkpoints --prompt "Once upon a time" --temperature 0.8 --top-p 0.95
     torchrun --nproc-per-node 4 tools/generate.py --load checkpoints --prompt "Once upon a time" --greedy \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-The model and the tokenizer are those that the checkpoint was trained with, in whatever layout; if the tokenizer's files
-have moved, --vocab-file, --merge-file or --tokenizer-model say where to. The same --seed gives the same text in every layout.
-Only the first rank reads prompts and needs the tokenizer's files; it alone prints.
+Model and tokenizer are the checkpoint's, from any layout; if the tokenizer's files have moved, give --vocab-file, --merge-file or
+--tokenizer-model. The same --seed gives the same text in every layout. Only the first rank reads prompts and tokenizer files, and
+prints.
 """
 
 import argparse
@@ -92,16 +92,16 @@ class Settings:
 
     generation: GenerateConfig
     sampling: SamplingConfig
-    tokenizer_flags: dict[str, Any]  # replace the checkpoint's own tokenizer settings
+    tokenizer_flags: dict[str, Any]  # override the checkpoint's tokenizer settings
     device: Device
 
 
 def read_settings(arguments: list[str] | None) -> Settings:
-    """What this rank knows before it meets the others. Raises ConfigError with the problems."""
+    """The command line, checked on this rank alone. Raises ConfigError with the problems."""
     given = read_flags(make_parser(), arguments)
     settings, sampling = build(GenerateConfig, given), build(SamplingConfig, given)
     if sampling.greedy and settings.num_samples > 1:
-        raise ConfigError(f"--greedy would give {settings.num_samples} equal texts; leave out --num-samples")
+        raise ConfigError(f"--greedy gives {settings.num_samples} equal texts; leave out --num-samples")
     layout = settings.tensor_model_parallel_size * settings.pipeline_model_parallel_size
     if layout != (ranks := parallel_state.launched_world_size()):
         raise ConfigError(
@@ -153,16 +153,16 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is to be continued: read by the first rank, told to all."""
+    """The prompts: read by the first rank, broadcast to all."""
 
     texts: list[str]
     ids: list[list[int]]
     stop_id: int
-    max_length: int  # tokens that the model sees at once
+    max_length: int  # the model's sequence length
 
     @classmethod
     def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
-        """The prompts, and the tokenizer that reads and writes them. Raises ValueError, OSError or ImportError."""
+        """The prompts and their tokenizer. Raises ValueError, OSError or ImportError."""
         saved = read_saved_settings(state, source)
         given = replace(saved.tokenizer, **settings.tokenizer_flags)
         try:
@@ -172,31 +172,29 @@ class Prompts:
         if tokenizer.vocab_size != saved.vocab_size:
             raise ConfigError(
                 f"the checkpoint has a vocabulary of {saved.vocab_size}, the tokenizer ({tokenizer.name}) one of "
-                f"{tokenizer.vocab_size}; give the tokenizer that it was trained with: --tokenizer-type and its files"
+                f"{tokenizer.vocab_size}; give the checkpoint's tokenizer: --tokenizer-type and its files"
             )
         if state.get("tokenizer_sha256") not in (None, tokenizer_sha256(given, tokenizer)):
             raise ConfigError(
-                f"the tokenizer ({tokenizer.name}) has the size of the one that the checkpoint was trained with, but its files "
-                "hold something else; give that one: --tokenizer-type and its files"
+                f"the tokenizer ({tokenizer.name}) has the size of the checkpoint's tokenizer, but its files differ; give the "
+                "checkpoint's: --tokenizer-type and its files"
             )
         texts, limit = read_texts(settings.generation), saved.data.seq_length
         ids = [prompt_ids(text, tokenizer) for text in texts]
         for text, found in zip(texts, ids):
             if len(found) > limit:
                 raise ConfigError(
-                    f"the prompt {text[:40]!r} has {len(found)} tokens, and the model sees {limit} at once (its "
-                    "--seq-length); shorten the prompt"
+                    f"the prompt {text[:40]!r} has {len(found)} tokens, above the model's --seq-length {limit}; shorten it"
                 )
         return cls(texts, ids, tokenizer.eod, limit), tokenizer
 
     def told(self, world: Axis, device: torch.device) -> "Prompts":
-        """Those of the first rank, on every rank."""
+        """The first rank's prompts, on every rank. Every rank must call."""
         return Prompts(**json.loads(comm.broadcast_text(json.dumps(vars(self)), world, device)))
 
 
 def read_texts(settings: GenerateConfig) -> list[str]:
-    """The prompts of the command line, then that of --prompt-file, without the newline at its end, then the lines of
-    --sample-input-file that are not empty."""
+    """The --prompt texts, then --prompt-file without its final newline, then the non-empty lines of --sample-input-file."""
     texts = list(settings.prompt)
     if path := settings.prompt_file:
         texts.append(read_file("--prompt-file", path, "to begin a new document: --prompt ''").removesuffix("\n"))
@@ -207,7 +205,7 @@ def read_texts(settings: GenerateConfig) -> list[str]:
 
 
 def read_file(flag: str, path: str, advice: str) -> str:
-    """The text of a file, of standard input for `-`. advice: what to do about one that holds no text."""
+    """The text of a file, or of standard input for `-`. advice: for the error if there is no text."""
     try:
         with naming_flag(flag, path, "give a file of text, or - for standard input"):
             text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
@@ -219,7 +217,7 @@ def read_file(flag: str, path: str, advice: str) -> str:
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a prompt. An empty one is the end of the document before it, after which a new text begins."""
+    """The ids of a prompt. An empty prompt becomes the end-of-document token, after which a new text begins."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -234,7 +232,7 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 class Writer:
-    """Puts texts where they belong: on the first rank stdout or --genfile, on the others nowhere."""
+    """Writes texts to stdout or --genfile on the first rank; discards them on the others."""
 
     def __init__(self, tokenizer: Tokenizer | None, genfile: TextIO | None, *, numbered: bool):
         self.tokenizer, self.genfile = tokenizer, genfile
@@ -242,7 +240,7 @@ class Writer:
         self.prints = tokenizer is not None and genfile is None
 
     def write(self, which: tuple[int, int], prompt: str, ids: list[int], new_ids: Iterable[int], limit: int) -> int:
-        """One text, its continuation as it comes -> the number of new ids. `limit`: as many as may come."""
+        """Write one text, streaming `new_ids`; returns their number. limit: --max-new-tokens."""
         new: list[int] = []
         counted = (new.append(id) or id for id in new_ids)
         if self.tokenizer is None:
@@ -267,20 +265,20 @@ class Writer:
             return
         try:
             print(text, end="", flush=True)
-        except BrokenPipeError:  # the reader of stdout has seen enough; leave nothing to flush into the closed pipe
+        except BrokenPipeError:  # stdout was closed; nothing may be flushed into it at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.prints = False
-            if parallel_state.launched_world_size() == 1:  # else the other ranks count on this one to the end
+            if parallel_state.launched_world_size() == 1:  # other ranks need this one to the end
                 raise
 
 
 def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Mesh, writer: Writer) -> int:
-    """Every sample of every prompt, in order -> the number of new tokens. Every rank must call."""
+    """Generate and write every sample of every prompt, in order; returns the number of new tokens. Every rank must call."""
     generation, total = settings.generation, 0
     jobs = [(i, j) for i in range(len(prompts.ids)) for j in range(generation.num_samples)]
     for first in range(0, len(jobs), generation.batch_size):
         batch = jobs[first : first + generation.batch_size]
-        # A generator for each text: it stays the same when more are asked for, or when another one stops earlier.
+        # One generator per text: a text must not depend on --num-samples, or on when other texts end.
         generators = [torch.Generator().manual_seed(seed_of(generation.seed, "generate", i, j)) for i, j in batch]
         steps = generate_batch(
             model,
@@ -292,7 +290,7 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
             mesh=mesh,
             use_cache=not generation.recompute,
         )
-        if len(batch) > 1:  # one after the other, so that they can be read
+        if len(batch) > 1:  # texts of a batch are printed one after the other, not interleaved
             steps = list(steps)
         for row, (i, j) in enumerate(batch):
             new_ids = (step[row] for step in steps if step[row] is not None)
@@ -301,7 +299,7 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
 
 
 def run(settings: Settings, world: Axis) -> None:
-    """Load, continue, report. Every rank of `world` must call; what stops one stops all."""
+    """Load, generate, report. Every rank of `world` must call; an error on one rank stops all."""
     generation, device = settings.generation, settings.device
     checkpoint = open_checkpoint(generation.load, generation.iteration, world, device.torch_device)
     say = partial(print, file=sys.stderr, flush=True) if world.is_first else lambda _: None
@@ -331,7 +329,7 @@ def run(settings: Settings, world: Axis) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags, 1 anything else the user can mend: said by one rank, in one line."""
+    """Run the tool. Status: 0 success, 2 an error in the flags, 1 another error of the user; one rank prints it, in a line."""
     settings, problem = None, None
     try:
         settings = read_settings(arguments)

@@ -1,10 +1,10 @@
-"""What is in a token file: its size, document n as tokens and text, and whether every token of it is sound.
+"""Inspect a token file: its counts and sizes, a document as tokens and text, a check of every token.
 
     python tools/inspect_dataset.py --input data/books_text_document
     python tools/inspect_dataset.py --input data/books_text_document --document 3 --verify \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json
 
-With a tokenizer, --document writes text too, and --verify holds every token against the vocabulary.
+With a tokenizer, --document prints text too, and --verify checks every token against the vocabulary.
 """
 
 import os
@@ -79,9 +79,9 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
-    """What reading every token shows. Raises ValueError for a token outside the vocabulary, naming where it is.
+    """Check every token. Raises ValueError with the place of a token outside the vocabulary.
 
-    The index was checked against itself and the size of the data when `dataset` was opened.
+    Opening `dataset` has checked the index against itself and the size of the data.
     """
     starts = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
     tokens = np.memmap(dataset.data_path, dataset.dtype, "r") if starts[-1] else np.empty(0, dataset.dtype)

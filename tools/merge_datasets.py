@@ -1,9 +1,8 @@
-"""Several token files as one: PREFIX.bin and .idx with the documents of all inputs, in their order.
+"""Merge token files into one: PREFIX.bin and .idx with the documents of all inputs, in order.
 
     python tools/merge_datasets.py --input data/books_text_document data/wiki_text_document --output-prefix data/both
 
-A folder as --input stands for all token files in it, by name. Tokens are copied in constant memory; the output
-appears when it is complete.
+A folder as --input stands for all token files in it, by name. Uses constant memory; the output appears when it is complete.
 """
 
 import sys
@@ -35,9 +34,9 @@ class MergeConfig(FlagConfig):
 
 
 def prefixes_of(names: list[str]) -> list[str]:
-    """The prefixes that `names` stand for: prefixes, files of them, or folders. Raises ValueError for an empty folder.
+    """The prefixes of `names`: prefixes, token files or folders. Raises ValueError for a folder without token files.
 
-    A prefix is one even where a folder has its name: training makes PREFIX/cache beside PREFIX.idx.
+    A prefix counts as one even if a folder has its name: training creates PREFIX/cache beside PREFIX.idx.
     """
     prefixes = []
     for name in names:
@@ -53,7 +52,7 @@ def prefixes_of(names: list[str]) -> list[str]:
 
 
 def merge(prefixes: list[str], output_prefix: str) -> IndexedDatasetWriter:
-    """Write the merged files. Raises ValueError for inputs that do not fit together, before anything is written."""
+    """Write the merged files. Raises ValueError for incompatible inputs, before anything is written."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if len({dataset.dtype for dataset in datasets}) > 1:
         kinds = ", ".join(f"{dataset.prefix} {dataset.dtype}" for dataset in datasets)
@@ -68,13 +67,13 @@ def merge(prefixes: list[str], output_prefix: str) -> IndexedDatasetWriter:
 
 
 def without_ends(prefixes: list[str]) -> list[str]:
-    """Those whose documents, of one sequence each, end in different tokens: there is none that ends a document."""
+    """Inputs without an end-of-document token: their documents, of one sequence each, end in different tokens."""
     datasets = [dataset for dataset in map(IndexedDataset, prefixes) if len(dataset) == dataset.document_count]
     return [dataset.prefix for dataset in datasets if len(set(last_tokens(dataset))) > 1]
 
 
 def _append(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
-    """Whole documents, about a million sequences at a time, so that memory stays constant."""
+    """Copy whole documents, about a million sequences at a time, for constant memory."""
     borders, offset = dataset.document_indices, 0
     first = 0
     with open(dataset.data_path, "rb") as file:
@@ -93,8 +92,8 @@ def run(config: MergeConfig) -> None:
     counts = f"{merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"
     if unmarked := without_ends(prefixes):
         print(
-            f"documents of {', '.join(unmarked)} end in different tokens, as if preprocessed without --append-eod: nothing "
-            "marks where one ends and the next begins",
+            f"documents of {', '.join(unmarked)} end in different tokens, as if preprocessed without --append-eod: no token "
+            "marks the border between documents",
             file=sys.stderr,
         )
     print(f"wrote {config.output_prefix}: {counts}")

@@ -1,11 +1,11 @@
-"""Builds the index cache that a training run needs, without training: the flags are those of the training script.
+"""Build the index cache of a training run, without training. The flags are those of the training script.
 
     python tools/prepare_cache.py --data-path 0.7 A 0.3 B --seq-length 1024 --micro-batch-size 4 --global-batch-size 256 \
         --train-iters 10000 ...
 
-One process, no accelerator, no model: so that a job of many nodes does not wait while one of its processes builds. The run that
-follows with the same flags builds nothing. A run that counts its step size from its processes (no --global-batch-size) needs
-their number here: --prepare-cache-world-size. The script is pretrain_gpt.py, or with --prepare-cache-model bert pretrain_bert.py.
+Needs one process, no accelerator and no model, so that a job of many nodes does not wait while one rank builds; a run with the
+same flags then builds nothing. If the batch size depends on the number of ranks (no --global-batch-size), give
+--prepare-cache-world-size. The script is pretrain_gpt.py; with --prepare-cache-model bert it is pretrain_bert.py.
 """
 
 import argparse
@@ -68,13 +68,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def script_of(argv: Sequence[str] | None) -> Script:
-    """The script that a command line is for, which has defaults of its own. Raises ConfigError for one that is not known."""
+    """The script of --prepare-cache-model. Raises ConfigError for an unknown name."""
     given, _ = add_flags(FlagParser(add_help=False)).parse_known_args(argv)
     return SCRIPTS[given.prepare_cache_model]
 
 
 def world_size_of(config: Config, given: int | None) -> int:
-    """Processes of the run: those given, else as few as the layout needs. Raises ConfigError if they matter and are not given."""
+    """Ranks of the run: as given, else as few as the layout needs. Raises ConfigError if the batch size depends on them."""
     training = config.training
     if given is not None and given < 1:
         raise ConfigError(f"--prepare-cache-world-size ({given}) must be at least 1")
@@ -85,7 +85,7 @@ def world_size_of(config: Config, given: int | None) -> int:
 
 
 def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str, int]:
-    """Build what the run of this command line needs; the samples of each split. Raises ConfigError or ValueError."""
+    """Build the indices of the run of this command line; returns {split: samples}. Raises ConfigError or ValueError."""
     script = script_of(argv)
     parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer})
     config = parsed.config

@@ -3,8 +3,8 @@
     python tools/preprocess_data.py --input a.jsonl 'more/*.jsonl.gz' --output-prefix data/books --append-eod --workers 8 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
-Each line is an object such as {"text": "..."}; a list of strings is a document of several sequences. The output does
-not depend on --workers, and appears only when it is complete. After a kill the same command goes on from what is done.
+Each line is an object such as {"text": "..."}; a list of strings is a document of several sequences. The output does not depend
+on --workers, and appears when it is complete. After a kill the same command resumes.
 """
 
 import collections
@@ -104,7 +104,7 @@ def make_store(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
 
 
 class Finished(NamedTuple):
-    """A piece that is on disk, unless bad lines were not to be skipped."""
+    """A piece on disk; not stored if it has bad lines under --on-error fail."""
 
     path: str
     summary: Encoded
@@ -113,7 +113,7 @@ class Finished(NamedTuple):
 
 
 def finish_piece(piece: Piece, path: str, skip: bool, encoder: Encoder | None = None) -> Finished:
-    """Encode a piece and store it. With bad lines that may not be skipped it is not stored."""
+    """Encode a piece and store it, unless it has bad lines and `skip` is False."""
     encoded = (encoder or _encoder).encode(piece.chunks)
     if skip or not encoded.bad:
         write_piece(path, encoded)
@@ -131,13 +131,13 @@ def _start_worker(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -
 
 
 def _die_with_parent() -> None:
-    """A parent that is killed cannot say so, and its workers would wait for work for ever."""
+    """End this worker when its parent has been killed; it would wait for work forever."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
 
 class DeafWorkers(ProcessPoolExecutor):
-    """Processes that no Ctrl-C reaches, from their first moment on: the parent hears of it too, and ends them."""
+    """Worker processes that ignore Ctrl-C from their start: the parent receives it and ends them."""
 
     def submit(self, *work: Any) -> Any:
         before = signal.pthread_sigmask(
@@ -171,9 +171,9 @@ def finish_pieces(pieces: Iterator[Piece], store: PieceStore, finish: Finish, ah
 
 
 class Progress:
-    """Counts documents and bytes, and says so on stderr every `interval` documents or a little later.
+    """Counts documents and bytes, and prints a line on stderr about every `interval` documents.
 
-    total: bytes of the input files, None if that is not known.
+    total: bytes of the input files, None if unknown.
     """
 
     def __init__(self, total: int | None, interval: int):
@@ -212,9 +212,9 @@ class Progress:
 
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Progress:
-    """Write the files of every key. Raises ValueError or OSError without leaving any output, but for finished pieces."""
+    """Write the files of every key. If it raises ValueError or OSError, only finished pieces remain."""
     files = input_files(config.input)
-    encoder = make_encoder(config, tokenizer_config)  # here too: what is wrong with it is said once, before any worker
+    encoder = make_encoder(config, tokenizer_config)  # before any worker starts, so that an error is reported once
     folder = os.path.dirname(os.path.abspath(config.output_prefix))
     with naming_flag("--output-prefix", config.output_prefix, f"the folder {folder} cannot be made; choose another"):
         os.makedirs(folder, exist_ok=True)
@@ -241,7 +241,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
                 names.write(f"{os.path.basename(done.path)}\n")
                 progress.add(done)
         except BrokenProcessPool:
-            raise ValueError("a worker process died, perhaps for want of memory; use fewer --workers") from None
+            raise ValueError("a worker process died, perhaps out of memory; use fewer --workers") from None
         if not progress.all["documents"]:
             raise ValueError(f"no document in {', '.join(files)}")
         names.seek(0)
@@ -252,16 +252,16 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
 
 
 def advice_on(bad_line: str) -> str:
-    """What to do about "file:line: reason". A file that is not called JSON may be plain text."""
-    mend = "mend the line, or pass over such lines with --on-error skip"
+    """The advice for a bad line "file:line: reason". A file without a JSON ending may be plain text."""
+    mend = "correct the line, or skip such lines with --on-error skip"
     match = re.match(r"(.*):\d+: not (?:valid JSON|a JSON object)", bad_line, re.DOTALL)
     if match is None or match[1].endswith(ENDINGS):
         return mend
-    return f"of plain text make JSON lines first (docs/data_preparation.md, step 1); of JSON lines {mend}"
+    return f"convert plain text to JSON lines first (docs/data_preparation.md, step 1); in JSON lines {mend}"
 
 
 def merge_pieces(paths: Iterable[str], config: PreprocessConfig, dtype: type) -> None:
-    """The pieces, in order, as one pair of files for each key; they appear when all of them are complete."""
+    """Write the pieces, in order, as one pair of files per key, which appear when all are complete."""
     with ExitStack() as stack:
         stack.enter_context(naming(f"{config.output_prefix}_..._{config.level}.bin"))
         writers = {}
@@ -282,14 +282,14 @@ def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     print(f"done: {progress.line()}, {every['skipped']} lines skipped{before}", file=sys.stderr)
     if not (config.append_eod or config.split_sentences):
         print(
-            "no end-of-document tokens: a GPT sees no border between documents; --append-eod puts them there",
+            "no end-of-document tokens: a GPT sees no border between documents; give --append-eod to add them",
             file=sys.stderr,
         )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers says how many cores are used
-    left = "the same command goes on from what is done"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers sets the number of cores
+    left = "finished pieces stay; the same command resumes"
     return run_tool(__file__, __doc__, [PreprocessConfig, TokenizerConfig], run, arguments, left)
 
 

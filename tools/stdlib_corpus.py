@@ -1,10 +1,9 @@
-"""The source text of Python's own standard library as JSON lines: a corpus that every machine already has.
+"""Write the source text of Python's standard library as JSON lines: a corpus that every machine has.
 
     python tools/stdlib_corpus.py --output corpus.jsonl --max-mb 16
 
-One object {"text": ...} a file, in the order of the files' names; with --docstrings one a docstring, each once. Left out: tests,
-installed packages, files that are empty or not UTF-8, and tables of code points. The same Python release gives the same corpus,
-byte for byte.
+One object {"text": ...} per file, sorted by name; with --docstrings one per distinct docstring. Leaves out tests, installed
+packages, empty files, files that are not UTF-8, and code point tables. The same Python release gives the same bytes.
 """
 
 import ast
@@ -22,11 +21,11 @@ from megatron.core.config import FlagConfig, Positive, knob
 from megatron.core.storage.atomic import atomic_file
 from tools.errors import missing, run_tool
 
-# Folders whose files are not the library's prose: test data, other people's packages, and tables that are no text.
+# Folders of test data, installed packages and tables.
 _SKIPPED_FOLDERS = set(
     ["test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "lib2to3"]
 )
-_SKIPPED_PREFIXES = ("_sysconfigdata", "pydoc_data/")  # written by the build, and one long string of manual pages
+_SKIPPED_PREFIXES = ("_sysconfigdata", "pydoc_data/")  # generated files
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,19 @@ class StdlibCorpusConfig(FlagConfig):
 
 
 def source_files(library: Path) -> list[Path]:
-    """The library's files that belong to the corpus, in the order of their names, which is the same on every machine."""
+    """The corpus's files, sorted by name, in the same order on every machine."""
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
     return [library / name for name in names if is_wanted(name)]
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file, named relative to the library, is text to learn from: `json/decoder.py` but not `test/test_json.py`."""
+    """Whether a file, named relative to the library, belongs to the corpus: `json/decoder.py`, not `test/test_json.py`."""
     *folders, _ = name.split("/")
     return not _SKIPPED_FOLDERS & set(folders) and not name.startswith(_SKIPPED_PREFIXES)
 
 
 def texts(files: list[Path], max_bytes: float) -> Iterator[str]:
-    """The files' texts, up to the first that would go beyond `max_bytes` together."""
+    """The files' texts, up to `max_bytes` in total."""
     total = 0
     for path in files:
         content = path.read_bytes()

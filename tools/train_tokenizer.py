@@ -1,4 +1,4 @@
-"""Train a tokenizer on text: a tokenizer.json of byte-level BPE or of single characters, or the vocab.txt of a BERT (--kind).
+"""Train a tokenizer: a tokenizer.json of byte-level BPE or single characters, or a BERT's vocab.txt (--kind).
 
 A tokenizer.json is for --tokenizer-type HuggingFaceTokenizer, a vocab.txt for BertWordPieceLowerCase.
 
@@ -62,7 +62,7 @@ class TrainTokenizerConfig(FlagConfig):
 
 
 class Texts:
-    """The texts to learn from, read once. Raises ValueError naming the line that cannot be read."""
+    """The training texts, read once. Raises ValueError naming an unreadable line."""
 
     def __init__(self, files: list[str], json_key: str):
         self.files, self.json_key = files, json_key
@@ -79,7 +79,7 @@ class Texts:
                     self.done += len(line)
 
     def so_far(self) -> str:
-        """How far the reading is; the library learns when all is read."""
+        """The progress of reading, after which the library learns."""
         reading = f"read {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
         return reading if self.done < self.total else f"{reading}, learning from it"
 
@@ -100,7 +100,7 @@ def _library() -> Any:
 
 
 def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
-    """A byte-level BPE learned from `texts`: it can write any text. The first ids are EOD's, 0, and the `special_tokens`."""
+    """A byte-level BPE learned from `texts`, which encodes any text. EOD has id 0, then follow the `special_tokens`."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -125,7 +125,7 @@ def train_characters(texts: Iterator[str], vocab_size: int, special_tokens: Sequ
             f"--vocab-size ({vocab_size}) is too small for {len(characters)} different characters, {EOD}, {UNKNOWN} and "
             f"--special-tokens; give at least {len(tokens)}"
         )
-    # BPE without merges is no more than a table, and takes a text of megabytes at once.
+    # BPE without merges is a plain table, and accepts texts of megabytes.
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = library.decoders.Fuse()
@@ -142,7 +142,7 @@ def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
     letters = sorted(set().union(*map(tokenizer.normalizer.normalize_str, texts)) - set(" "))
     if len(letters) * 2 + len(_BERT_SPECIAL) > vocab_size:
         raise ValueError(f"--vocab-size ({vocab_size}) is too small for {len(letters)} different letters; raise it")
-    # All single letters are named: the library would number the others in the order of a hash that differs from run to run.
+    # Every single letter is listed: the library numbers unlisted ones in hash order, which differs from run to run.
     single = [*_BERT_SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
     trainer = library.trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=single, show_progress=False)
     tokenizer.train_from_iterator(_some(iter(texts)), trainer)
@@ -150,15 +150,15 @@ def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
 
 
 def _some(texts: Iterator[str]) -> Iterator[str]:
-    """The texts, of which there must be one."""
+    """`texts`. Raises ValueError if there is none."""
     first = next(texts, None)
     if first is None:
-        raise ValueError("there is no text in the files of --input: a tokenizer is learned from some; add files")
+        raise ValueError("the files of --input hold no text; add files")
     return itertools.chain([first], texts)
 
 
 def _learn(config: TrainTokenizerConfig, texts: Iterator[str]) -> tuple[str, int]:
-    """(the file to write, number of ids)"""
+    """(content of the output file, number of ids)"""
     if config.kind == "wordpiece":
         tokens = train_word_pieces(list(texts), config.vocab_size)
         return "".join(f"{token}\n" for token in tokens), len(tokens)
@@ -178,7 +178,7 @@ def run(config: TrainTokenizerConfig) -> None:
     Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(config.output) as file:
         file.write(content.encode("utf-8"))
-    fewer = f", fewer than --vocab-size {config.vocab_size}: the text has no more to learn from; give more of it"
+    fewer = f", fewer than --vocab-size {config.vocab_size}: the text is too small for more; give more text"
     _say(f"wrote {config.output}: {count} ids{fewer if count < config.vocab_size and config.kind != 'char' else ''}")
 
 

@@ -1,7 +1,7 @@
-"""A data set of one's own: random phrases, each said again and again, which a model learns by looking back.
+"""A data set of your own: random phrases, each repeated, which a model learns by attending to the past.
 
-A data set is anything with a length and items that are dictionaries of arrays. Item i must depend on i alone, so that every
-rank can read any of them and a resumed run needs no more than a count.
+A data set has a length, and its items are dictionaries of arrays. Item i must depend on i alone: then every rank can read any
+item, and a resumed run needs only a sample count.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import numpy as np
 
 from megatron.core.config import ConfigError, knob
 
-WORDS = 100  # in the vocabulary, unless --vocab-size says another number
+WORDS = 100  # default of --vocab-size
 
 
 @dataclass(frozen=True)
 class PhraseConfig:
     """Phrases."""
 
-    phrase_length: int = knob(8, "tokens until a text repeats itself")
+    phrase_length: int = knob(8, "tokens per phrase")
 
     def __post_init__(self) -> None:
         if self.phrase_length < 1:
@@ -25,7 +25,7 @@ class PhraseConfig:
 
 
 class Phrases:
-    """`size` texts of `seq_length` tokens, made up from (seed, split, number)."""
+    """`size` texts of `seq_length` tokens, drawn from (*seed, number). seed: (run's seed, split)."""
 
     def __init__(self, config: PhraseConfig, size: int, seq_length: int, vocab_size: int, seed: tuple[int, int]):
         self.config, self.size, self.seq_length = config, size, seq_length
@@ -35,7 +35,7 @@ class Phrases:
         return self.size
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """tokens, labels, and restarts: whether the label begins the phrase anew; int64 [seq_length]."""
+        """int64 [seq_length] each: tokens, labels, and restarts (1 if the label starts the phrase again)."""
         phrase = np.random.default_rng([*self.seed, i]).integers(self.vocab_size, size=self.config.phrase_length)
         text = np.resize(phrase, self.seq_length + 1)
         restarts = np.arange(1, self.seq_length + 1) % self.config.phrase_length == 0

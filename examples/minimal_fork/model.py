@@ -1,10 +1,10 @@
-"""A layer of one's own from core blocks: attention and MLP read the same input, side by side, and are added at once.
+"""A layer of your own from core blocks: attention and MLP in parallel, on the same input.
 
     x -> x + scale * (attention(norm(x)) + mlp(norm(x)))
 
-Everything that is divided over ranks is inside the blocks, so the layer needs no thought of parallelism; it has no parameter
-of its own. And a GPT of such layers with one more head and loss, whose parameters say where they live: `partial=False`, for every
-tensor-parallel rank computes the same with them.
+All sharding is inside the blocks, so the layer contains no parallel code. It has no parameters of its own. The model is a GPT of
+such layers with one more head and loss. The head is replicated, `partial=False`: every tensor-parallel rank computes its whole
+gradient.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class SideBySideConfig:
     branch_scale: float = knob(
         1.0, "factor of attention and MLP before they are added to the residual stream", of_model=True
     )
-    restart_weight: float = knob(0.1, "weight of the auxiliary loss: does the phrase begin anew with the next token?")
+    restart_weight: float = knob(0.1, "weight of the auxiliary loss: does the next token start the phrase again?")
 
     def __post_init__(self) -> None:
         problems = []
@@ -62,8 +62,8 @@ class SideBySideLayer(nn.Module):
 
 
 class SideBySideModel(GPTModel):
-    """One pipeline stage. forward(tokens, position_ids, labels=..., restarts=...) -> on the last stage (losses of the words, of the
-    restarts), both [b, s]; without labels as a GPT."""
+    """One pipeline stage. forward(tokens, position_ids, labels=..., restarts=...) -> on the last stage (word losses, restart
+    losses), both [b, s]; without labels the output of a GPT."""
 
     def __init__(self, config: TransformerConfig, *, context: LayerContext, **parts: Any):
         super().__init__(config, context=context, **parts)

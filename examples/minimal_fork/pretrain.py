@@ -1,4 +1,4 @@
-"""A fork in one folder: its layer and loss, its schedule, its data and its flags, over megatron as it is.
+"""A fork in one folder: its own layer, loss, schedule, data and flags, on an unchanged megatron.
 
     torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py --pipeline-model-parallel-size 2 \\
         --pipeline-schedule rounds --branch-scale 0.7 --phrase-length 8 --seq-length 64 --num-layers 2 --hidden-size 64 \\
@@ -35,13 +35,13 @@ def add_own_flags(parser: ArgumentParser) -> None:
 
 
 def own(config_class: type) -> Any:
-    """One of our configs from the command line."""
+    """A config of this fork, from the command line."""
     args = get_args()
     return build(config_class, {f.name: getattr(args, f.name) for f in fields(config_class) if f.name in args})
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
-    """This stage of our model, with layers of our own."""
+    """This pipeline stage's part of the model, with the fork's layers."""
     config, parts = get_runtime().config.transformer, get_runtime().model_parts(pre_process, post_process, vp_stage)
     make_layer = partial(SideBySideLayer, own=own(SideBySideConfig))
     return SideBySideModel(config, **parts, make_layer=make_layer)
@@ -56,13 +56,13 @@ def datasets_provider(num_samples: list[int]) -> tuple[Phrases, ...]:
 
 
 def group_of(name: str, placement: Placement) -> ParamGroup:
-    """As ever, but the small head learns twice as fast."""
+    """The default groups, but the restart head has twice the learning rate."""
     group = default_group(name, placement)
     return replace(group, lr_multiplier=2.0) if name == "restart_head" else group
 
 
 def loss_func(weight: float, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of both losses of each token, number of tokens, what to print). output: losses of words and of restarts, [b, s]."""
+    """(sum of both losses over tokens, number of tokens, report). output: word and restart losses, [b, s] each."""
     words, restarts = (losses.sum() for losses in output)
     count = torch.tensor(output[0].numel(), dtype=words.dtype, device=words.device)
     report = {"lm loss": words, "restart loss": restarts}

@@ -1,12 +1,12 @@
-"""A pipeline schedule of one's own: a function of integers, which anything that knows schedules can run, draw or simulate."""
+"""A pipeline schedule of your own: a function of integers, which the trainer runs and tools/plot_schedule.py draws."""
 
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 
 
 def rounds(p: int, m: int, v: int) -> Schedule:
-    """GPipe in rounds of p microbatches: all forwards of a round, then all its backwards. Never more than p activations alive.
+    """GPipe in rounds of p microbatches: all forwards of a round, then all its backwards. At most p activations are alive.
 
-    p = 2, m = 4, a backward taking twice the time of a forward:
+    p = 2, m = 4, backward twice as long as forward:
 
         rank 0 |F0F1      B0--B1--F2F3      B2--B3--|
         rank 1 |  F0F1B0--B1--      F2F3B2--B3--    |

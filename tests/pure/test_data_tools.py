@@ -192,7 +192,7 @@ def test_a_plan_understands_every_way_to_name_data(tmp_path, capsys, kind):
 ARGUMENTS_AND_REASONS = [
     ("", 2, "--train-iters"),
     ("--train-samples 5", 2, "--data-path PREFIX"),
-    ("--mock-data --seq-length 8 --train-samples 5", 2, "there is nothing to plan"),
+    ("--mock-data --seq-length 8 --train-samples 5", 2, "--mock-data"),
     ("--data-path a --seq-length 0 --train-samples 5", 2, "--seq-length is 0"),
     ("--data-path a --seq-length 8 --train-iters 5", 2, "need --global-batch-size"),
     ("--data-path -1 a 2 b --seq-length 8 --train-samples 5", 2, "-1.0"),

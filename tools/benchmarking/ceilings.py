@@ -1,4 +1,4 @@
-"""What the device can do at best: matrix products and copies."""
+"""The limits of a device: its fastest matrix products and copies."""
 
 import math
 import time
@@ -9,12 +9,12 @@ import torch
 from megatron.core.device import Device
 
 SHAPES = ((2048, 768, 3072), (1024, 1024, 1024), (2048, 2048, 2048), (2048, 4096, 1024))
-LARGE_SHAPES = ((8192, 8192, 8192), (16384, 4096, 4096), (8192, 4096, 16384))  # of an accelerator, too
+LARGE_SHAPES = ((8192, 8192, 8192), (16384, 4096, 4096), (8192, 4096, 16384))  # accelerators only
 COPY_BYTES = 2**28  # far beyond every cache but the largest
 
 
 def measure_ceilings(device: Device) -> dict[str, float]:
-    """bf16_tflops, fp32_tflops: the best of several shapes, each the best of several runs; copy_gb_per_s: read plus written."""
+    """bf16_tflops, fp32_tflops: best of several shapes, best run of each. copy_gb_per_s: bytes read plus written."""
     shapes = SHAPES if device.name == "cpu" else SHAPES + LARGE_SHAPES
     ceilings = {
         f"{name}_tflops": max(_tflops(shape, dtype, device) for shape in shapes)
@@ -26,7 +26,7 @@ def measure_ceilings(device: Device) -> dict[str, float]:
 
 
 def _tflops(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> float:
-    """Of [m, k] times [k, n], for shape (m, k, n)."""
+    """TFLOP/s of [m, k] @ [k, n], for shape (m, k, n)."""
     a = torch.randn(shape[:2], device=device.torch_device).to(dtype)
     b = torch.randn(shape[1:], device=device.torch_device).to(dtype)
     out = torch.empty(shape[::2], dtype=dtype, device=device.torch_device)
@@ -34,7 +34,7 @@ def _tflops(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> 
 
 
 def _best_seconds(run: Callable[[], object], device: Device, at_least: float = 0.3) -> float:
-    """The shortest of the runs that fit in about `at_least` seconds, after one to warm up."""
+    """Seconds of the fastest run within about `at_least` seconds, after a warm-up run."""
     run()
     best, end = float("inf"), time.perf_counter() + at_least
     while time.perf_counter() < end:

@@ -1,6 +1,6 @@
-"""Those who do the work: ours, through the code that pretraining runs, and transformers' GPT-2 as its users train it.
+"""The contenders: our trainer, through the code that pretraining runs, and transformers' GPT-2 in a plain loop.
 
-A contender is built once and then takes one step at a time: step() -> seconds by phase.
+A contender is built once; step() takes one training step and returns {phase: seconds}.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ WEIGHT_DECAY = 0.01
 
 
 class Phases:
-    """Adds up the seconds of the parts of a step. The clock is read once the device is done."""
+    """Sums the seconds of the phases of a step. Synchronizes the device before it reads the clock."""
 
     def __init__(self, device: Device):
         self.device, self.seconds = device, {}
@@ -43,7 +43,7 @@ class Phases:
 
 
 class Batches:
-    """Random tokens, others in every microbatch, the same for every contender. Endless."""
+    """Endless random microbatches, the same for every contender."""
 
     def __init__(self, work: Work, device: Device):
         self.work, self.device = work, device.torch_device
@@ -62,7 +62,7 @@ class Batches:
 
 
 class Ours:
-    """The trainer of this repository, built from command-line settings like any run."""
+    """This project's trainer, built from a command line like any run."""
 
     def __init__(self, work: Work, device_name: str):
         settings = {
@@ -90,7 +90,7 @@ class Ours:
             runtime = initialize_megatron(argv=argv + ["--bf16"] * work.bf16 + ["--fp16"] * work.fp16)
             self.trainer = Trainer(
                 runtime,
-                lambda sizes: (range(sizes[0]), None, None),  # of a size, and never read
+                lambda sizes: (range(sizes[0]), None, None),  # has a length, is never read
                 pretrain_gpt.model_provider,
                 pretrain_gpt.forward_step,
             )
@@ -112,9 +112,9 @@ class Ours:
 
 
 class Transformers:
-    """transformers' GPT-2 in a plain loop: float32 weights, autocast to bfloat16 if asked for, torch's fused AdamW, clipping.
+    """transformers' GPT-2 in a plain loop: float32 weights, optional bfloat16 autocast, torch's fused AdamW, clipping.
 
-    It gets what makes it faster at no cost: the padded vocabulary and scaled_dot_product_attention. Needs transformers.
+    It also gets the padded vocabulary and scaled_dot_product_attention, which make it faster. Needs transformers.
     """
 
     def __init__(self, work: Work, device_name: str, *, autocast: bool = False, compiled: bool = False):
@@ -157,7 +157,7 @@ class Transformers:
         with timed("optimizer"):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        loss.item()  # whoever trains looks at it
+        loss.item()  # training loops read the loss, which synchronizes
         return self.phases.take()
 
 

@@ -1,6 +1,6 @@
-"""Contenders in turns: each is a process that stays alive and takes a step when it is asked to, so that noise hits all alike.
+"""Run contenders in turns: each is a process that takes a step on request, so that noise affects all alike.
 
-round 1     ours  fp32  bf16        round 2     bf16  fp32  ours        the order turns round every time
+round 1     ours  fp32  bf16        round 2     bf16  fp32  ours        the order reverses every round
 """
 
 import contextlib
@@ -23,10 +23,10 @@ class Stopped(ChildProcessError):
 
 
 class Process:
-    """One contender."""
+    """The process of one contender."""
 
     def __init__(self, name: str, device: str, work: Work):
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody empties would fill up and block the process
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe would fill up and block the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tools.benchmarking.worker", name, device, json.dumps(asdict(work))],
             cwd=ROOT,
@@ -45,7 +45,7 @@ class Process:
         return json.loads(line)
 
     def ask(self, what: str) -> Any:
-        with contextlib.suppress(BrokenPipeError):  # answer() says why it has gone
+        with contextlib.suppress(BrokenPipeError):  # answer() raises with the reason
             print(what, file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -65,7 +65,7 @@ def ceilings(device: str, work: Work) -> dict[str, float]:
 def contest(
     names: list[str], work: Work, device: str, *, rounds: int, warmup: int, profile: bool = False
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """(what each contender measured, why others could not). `profile`: also ask ours where its time goes, at the end."""
+    """({contender: measurements}, {contender that failed: reason}). profile: also list our most expensive operators."""
     steps: dict[str, list[dict[str, Any]]] = {}
     failed: dict[str, str] = {}
     running: dict[str, Process] = {}
@@ -95,7 +95,7 @@ def contest(
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds, with every round's seconds."""
+    """Medians over the rounds, and the seconds of every round."""
     names = sorted({name for step in steps for name in step["phases"]})
     return {
         "seconds": median(step["seconds"] for step in steps),
@@ -108,6 +108,6 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratio(ours: list[float], peer: list[float]) -> tuple[float, float, float]:
-    """How many times faster ours is: (ratio of medians, least and most of the rounds taken by themselves)."""
+    """Our speedup over a peer: (ratio of medians, smallest and largest ratio of a round)."""
     by_round = [theirs / mine for mine, theirs in zip(ours, peer)]
     return median(peer) / median(ours), min(by_round), max(by_round)

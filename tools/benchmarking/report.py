@@ -1,13 +1,13 @@
-"""A benchmark's findings as Markdown. Pure."""
+"""Benchmark results as Markdown. Pure."""
 
 from typing import Any
 
 from tools.benchmarking.contest import ratio
 
 FORMULA = (
-    "Model FLOPs per token: 6 N + 6 L s a, with N the parameters of the multiplied matrices (output layer once; no tables that "
-    "are looked up, no biases, no norms, no padding) and causal attention over L layers of width a and sequences of s: "
-    "half of the full 12 L s a. Nothing recomputed counts."
+    "Model FLOPs per token: 6 N + 6 L s a, with N the elements of all weight matrices (output layer once; no lookup tables, "
+    "biases, norms or padding) and causal attention over L layers of width a and sequences of s: half of the full 12 L s a. "
+    "Recompute does not count."
 )
 
 
@@ -41,7 +41,7 @@ def _ceilings(ceilings: dict[str, float]) -> str:
 
 
 def _contenders(measured: dict[str, Any]) -> str:
-    """The last columns say how many times faster ours is: by the clock, and by the processor time of a busy machine."""
+    """A row per contender. The last columns are our speedup by wall time, and by CPU time (for a busy machine)."""
     work, results = measured["work"], measured["results"]
     ceilings = measured["ceilings"]
     tokens = work["seq_length"] * work["global_batch_size"]
@@ -76,7 +76,7 @@ def _operators(listed: list[dict[str, Any]]) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, aligned: the first column to the left, numbers to the right."""
+    """An aligned Markdown table: first column left, others right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(cells: list[str]) -> str:

@@ -1,7 +1,4 @@
-"""What a benchmark computes: the sizes of a model and of a batch. Pure integers.
-
-`megatron/training/watch/flops.py` says what its FLOPs are, and how others count them.
-"""
+"""The work of a benchmark: sizes of a model and a batch. Pure integers. `megatron/training/watch/flops.py` defines its FLOPs."""
 
 from dataclasses import asdict, dataclass
 
@@ -25,7 +22,7 @@ class Work:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the word table, which peers get as well: a multiple of 128 is faster for everybody."""
+        """Rows of the word table, also for peers: a multiple of 128 is faster for all."""
         return -(-self.vocab_size // 128) * 128
 
     @property
@@ -39,12 +36,12 @@ class Work:
 
     @property
     def parameters(self) -> int:
-        """All of them, without padding: matrices (the tied table once), positions, biases and norms."""
+        """All parameters without padding: matrices (the tied table once), positions, biases and norms."""
         h, layers = self.hidden_size, self.num_layers
         return self.shape.multiplied_parameters + self.seq_length * h + layers * 13 * h + 2 * h
 
     def problems(self) -> list[str]:
-        """Why this cannot be run, in the words of the command line."""
+        """Invalid sizes, by flag."""
         sizes = [name for name, value in asdict(self).items() if type(value) is int and value < 1]
         if sizes:
             return [f"--{name.replace('_', '-')} must be at least 1" for name in sizes]

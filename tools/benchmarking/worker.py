@@ -1,4 +1,4 @@
-"""The process of one contender: builds it, then takes one step for each line that it reads, and answers each with a line of JSON.
+"""The process of one contender: builds it, then answers each line of stdin with a line of JSON: a step, or a profile.
 
 python -m tools.benchmarking.worker NAME DEVICE WORK_AS_JSON
 """
@@ -18,7 +18,7 @@ from tools.benchmarking.work import Work
 
 
 def peak_memory_bytes(device: Device) -> int:
-    """The device's own count where it has one, else the most that the process has held resident."""
+    """The device's peak allocation, or without such a count the process's peak resident memory."""
     counted = device.peak_memory_bytes()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if counted is None else counted
 
@@ -34,7 +34,7 @@ def one_step(contender: Any, device: Device) -> dict[str, Any]:
 
 
 def top_operators(contender: Any, limit: int = 12) -> list[dict[str, Any]]:
-    """The operators that one step spends the most time in, by torch's profiler: share of the sum, not counting callees."""
+    """The operators with the largest share of a step's time, by torch's profiler, without their callees."""
     with torch.profiler.profile() as profile:
         contender.step()
     events = profile.key_averages()
@@ -48,7 +48,7 @@ def top_operators(contender: Any, limit: int = 12) -> list[dict[str, Any]]:
 def main() -> None:
     name, device_name = sys.argv[1:3]
     work = Work(**json.loads(sys.argv[3]))
-    answers, sys.stdout = sys.stdout, sys.stderr  # so that nothing else can be taken for an answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # other prints must not look like answers
 
     def answer(value: Any) -> None:
         print(json.dumps(value), file=answers, flush=True)

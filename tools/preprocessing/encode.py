@@ -1,4 +1,4 @@
-"""JSON lines to tokens: the text of each line, and which lines are bad. No tokenizer is trusted to be right, or to end."""
+"""Encode JSON lines to tokens and collect bad lines. The tokenizer is not trusted: its ids are checked, its time is limited."""
 
 import codecs
 import functools
@@ -17,12 +17,12 @@ from tools.preprocessing.word_memory import packer
 
 _PACKED = np.dtype(np.int32)  # of `packer`
 SHOWN = 20  # bad lines that are reported one by one
-_PATIENCE = 60  # seconds that a tokenizer may take for any text, and
-_SLOWEST = 10_000  # characters a second beyond them; a busy core does a hundred times as many
+_PATIENCE = 60  # seconds that a tokenizer may take for any text, plus
+_SLOWEST = 10_000  # characters per second; a busy core does a hundred times as many
 
 
 class TokenizerError(ValueError):
-    """The fault of the tokenizer and of no line: passing over lines would hide it."""
+    """An error of the tokenizer, not of a line; --on-error skip must not hide it."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass
 class Encoded:
-    """What a piece became. bad: "file:line: reason" of the first few of `bad_count` bad lines."""
+    """An encoded piece. bad: "file:line: reason" of the first few of `bad_count` bad lines."""
 
     documents: int = 0
     size: int = 0  # bytes of text read
@@ -52,7 +52,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """How documents become tokens. split: a text into the texts of its sequences, each a sequence of its own."""
+    """Encodes documents. split: cuts a text into its sequences; None: a text is one sequence."""
 
     tokenizer: Tokenizer
     keys: list[str]
@@ -66,7 +66,7 @@ class Encoder:
             )
 
     def encode(self, chunks: list[Chunk]) -> Encoded:
-        """The documents of neighbouring chunks. Blank lines are passed over; a line bad under one key counts under none."""
+        """The documents of consecutive chunks. Blank lines are ignored; a line that is bad under one key is left out of all."""
         result = Encoded(size=sum(len(chunk.text) for chunk in chunks))
         documents = [document for chunk in chunks for document in self._documents(chunk, result)]
         result.documents = len(documents)
@@ -74,7 +74,7 @@ class Encoder:
         return result
 
     def _documents(self, chunk: Chunk, result: Encoded) -> list[list[list[bytes]]]:
-        """[line][key][sequence] of the good lines, packed tokens; the others are noted in `result`."""
+        """[line][key][sequence] packed tokens of the good lines; bad lines are noted in `result`."""
         rows: list[tuple[int, list[list[str]]]] = []
         for number, line in enumerate(chunk.text.split(b"\n"), chunk.first):
             if line and not line.isspace():
@@ -85,7 +85,7 @@ class Encoder:
                     result.note_bad(chunk.path, number, error)
         try:
             return self._tokenize([texts for _, texts in rows])
-        except ValueError:  # one of the texts; now line by line, to say which
+        except ValueError:  # one of the texts; repeat line by line to find it
             documents = []
             for number, texts in rows:
                 try:
@@ -107,29 +107,28 @@ class Encoder:
             of_texts = in_time(lambda: self._pack(texts), seconds)
         except TimeoutError:
             raise TokenizerError(
-                f"{self._file}: the tokenizer is not done with this text after {seconds:.0f} s; does a regular expression run "
-                "away? Mend it there, or take the text out"
+                f"{self._file}: the tokenizer is not done with this text after {seconds:.0f} s, perhaps in a regular expression; "
+                "correct the tokenizer, or remove the text"
             ) from None
         except OverflowError:
-            raise TokenizerError(f"{self._file}: the tokenizer gives an id beyond 2^31; mend it there") from None
+            raise TokenizerError(
+                f"{self._file}: the tokenizer gives an id beyond 2^31; correct the tokenizer"
+            ) from None
         self._check_ids(of_texts)
         packed = iter(of_texts)
         return [[self._document([next(packed) for _ in texts]) for texts in row] for row in rows]
 
     def _check_ids(self, of_texts: list[bytes]) -> None:
-        """Raise TokenizerError for an id that the vocabulary lacks, such as one that a template inserts.
-
-        Stored in the dtype of the vocabulary, it would be another.
-        """
+        """Raise TokenizerError for an id outside the vocabulary, for example of a template: it may overflow the stored dtype."""
         ids = np.frombuffer(b"".join(of_texts), _PACKED)
         if (at := first_unknown(ids, self.tokenizer.vocab_size)) is not None:
             raise TokenizerError(
-                f"{self._file}: the tokenizer gives the id {ids[at]}, which {self._outside}; mend it there"
+                f"{self._file}: the tokenizer gives the id {ids[at]}, which {self._outside}; correct the tokenizer"
             )
 
     @property
     def _file(self) -> str:
-        """The tokenizer's file, or its name where it has none."""
+        """The tokenizer's file, or its name if it has no file."""
         return getattr(self.tokenizer, "path", None) or getattr(self.tokenizer, "name", type(self.tokenizer).__name__)
 
     @property
@@ -137,7 +136,7 @@ class Encoder:
         return f"is outside its vocabulary of {self.tokenizer.vocab_size} ids (0 to {self.tokenizer.vocab_size - 1})"
 
     def _document(self, sequences: list[bytes]) -> list[bytes]:
-        """The sequences of a document: those without tokens dropped, the last one ending in eod."""
+        """The sequences of a document: empty ones dropped, eod appended to the last."""
         sequences = [sequence for sequence in sequences if sequence]
         if self.append_eod and sequences:
             sequences[-1] += self._eod
@@ -160,7 +159,7 @@ class Encoder:
 
 
 def without_mark(line: bytes, number: int) -> bytes:
-    """A line, without the byte-order mark that some editors put before the first one of a file."""
+    """`line` without the byte-order mark that some editors write at the start of a file."""
     return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
@@ -173,7 +172,7 @@ def line_texts(line: bytes, keys: list[str]) -> list[list[str]]:
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deeply") from None
+        raise ValueError("JSON nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     columns = []
@@ -188,7 +187,7 @@ def line_texts(line: bytes, keys: list[str]) -> list[list[str]]:
 
 
 def _whole_characters(text: str) -> str:
-    """`text`, if it can be written as UTF-8: JSON may spell half of a surrogate pair."""
+    """`text`. Raises ValueError if it is not UTF-8: JSON can encode half of a surrogate pair."""
     try:
         text.isascii() or text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Work that may never end, given up after a time."""
+"""A time limit for work that may never end."""
 
 import threading
 from collections.abc import Callable
@@ -9,10 +9,9 @@ T = TypeVar("T")
 
 
 def in_time(work: Callable[[], T], seconds: float) -> T:
-    """The result of `work`, or what it raises. Raises TimeoutError after `seconds`; the work is then left to itself.
+    """The result or exception of `work`. Raises TimeoutError after `seconds`; the work then continues in its thread.
 
-    It runs in a thread of its own, for code of a library cannot be interrupted; such code must let other threads run.
-    The thread ends with the process at the latest. Making it takes 0.1 ms.
+    Work runs in a daemon thread (0.1 ms to start), because library code cannot be interrupted; it must release the GIL.
     """
     done: Future[T] = Future()
 

@@ -1,10 +1,10 @@
-"""Finished pieces on disk: written by the workers, found again after a kill, put together without passing through memory.
+"""Finished pieces on disk: written by workers, reused after a kill, merged without passing through memory.
 
-    PREFIX.pieces/lock                   held by the run that is at work
-    PREFIX.pieces/000012-<hash>.piece    what piece 12 became
+    PREFIX.pieces/lock                   held by the active run
+    PREFIX.pieces/000012-<hash>.piece    the tokens of piece 12
 
-The hash is of the piece's text and of all settings that its tokens depend on, so a file that is there under its name is
-what the piece would become again. It appears under that name when it is complete. Its content:
+The hash covers the piece's text and all settings that its tokens depend on, so an existing file is valid. A file gets its name
+when it is complete. Its content:
 
     a line of JSON          documents, bytes of text, bad lines, and for each key [tokens, sequences, documents]
     for each key            int32 length of each sequence, int64 sequences of each document, tokens
@@ -30,7 +30,7 @@ from tools.preprocessing.sources import Piece
 
 @dataclass(frozen=True)
 class PieceStore:
-    """The folder of a run's pieces. settings: text that is the same only if the same text gives the same tokens."""
+    """The folder of a run's pieces. settings: a text that changes whenever tokens of the same text could."""
 
     folder: str
     settings: str
@@ -44,7 +44,7 @@ class PieceStore:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """The folder, for this process alone. It stays if it holds pieces. Raises ValueError if another run has it."""
+        """Lock the folder within the block. It is removed if it holds no pieces. Raises ValueError if another run holds it."""
         os.makedirs(self.folder, exist_ok=True)
         lock = Path(self.folder, "lock")
         with open(lock, "w") as held:
@@ -54,7 +54,7 @@ class PieceStore:
                 raise ValueError(
                     f"another run is writing this output (it holds {lock}); wait for it, or choose another --output-prefix"
                 )
-            self._remove(".tmp")  # of a run that was killed
+            self._remove(".tmp")  # left by a killed run
             try:
                 yield
             finally:
@@ -67,18 +67,18 @@ class PieceStore:
         self._remove(".piece")
 
     def _files(self, ending: str) -> Iterator[str]:
-        """One by one: there may be a million."""
+        """The paths of such files, as a generator: there may be a million."""
         with os.scandir(self.folder) as entries:
             yield from (entry.path for entry in entries if entry.name.endswith(ending))
 
     def _remove(self, ending: str) -> None:
-        while next(self._files(ending), None):  # again: what is removed meanwhile may hide others from a listing
+        while next(self._files(ending), None):  # repeated: removals may hide files from a listing
             for path in self._files(ending):
                 os.unlink(path)
 
 
 def write_piece(path: str, encoded: Encoded) -> None:
-    """Store a piece under its name, once it is complete. Raises OSError that names the file."""
+    """Store a piece, which gets its name when it is complete. Raises OSError that names the file."""
     columns = {key: [len(c.tokens), len(c.lengths), len(c.counts)] for key, c in encoded.columns.items()}
     header = vars(encoded) | {"columns": columns}
     with naming(path), atomic_file(path) as file:
@@ -89,14 +89,14 @@ def write_piece(path: str, encoded: Encoded) -> None:
 
 
 def read_summary(path: str) -> Encoded:
-    """What a stored piece says of itself, without its columns."""
+    """The summary of a stored piece: `Encoded` without columns."""
     with open(path, "rb") as file:
         header = _read_header(path, file)
     return Encoded(**header | {"columns": {}})
 
 
 def append_piece(path: str, writers: dict[str, IndexedDatasetWriter]) -> None:
-    """Add a stored piece to each key's output. Its tokens are copied from file to file, in constant memory."""
+    """Append a stored piece to each key's output. Tokens are copied from file to file, in constant memory."""
     with open(path, "rb") as file:
         header = _read_header(path, file)
         for key, (tokens, sequences, documents) in header["columns"].items():
@@ -108,7 +108,7 @@ def append_piece(path: str, writers: dict[str, IndexedDatasetWriter]) -> None:
 
 
 def _read_header(path: str, file: BinaryIO) -> dict[str, Any]:
-    """The header of a piece. Raises ValueError if the file was damaged since it was written."""
+    """The header of a piece. Raises ValueError for a damaged file."""
     try:
         return json.loads(file.readline())
     except ValueError:
@@ -117,7 +117,7 @@ def _read_header(path: str, file: BinaryIO) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """An OSError from within says which file it is about: that of a full disk does not by itself."""
+    """Add the file name to an OSError without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:

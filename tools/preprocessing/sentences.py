@@ -1,17 +1,17 @@
-"""Text into sentences, for BERT and T5 data: by rules that need nothing installed, or with nltk's trained splitter.
+"""Split text into sentences, for BERT and T5 data: by built-in rules, or with nltk's trained splitter.
 
-The rules cut after . ! ? and their like when white space and no small letter follows, at empty lines, and after the full stops of
-Chinese and Japanese. They do not cut after an initial, a word with inner stops, or a known abbreviation (English).
+The rules cut after . ! ? and similar marks before white space and no lower-case letter, at empty lines, and after Chinese and
+Japanese full stops. They do not cut after an initial, a word with inner stops, or a known English abbreviation.
 """
 
 import re
 from collections.abc import Callable
 from itertools import pairwise
 
-_NLTK_AT_ONCE = 1_000_000  # characters: longer text is cut there first, as in Megatron, or the library takes very long
+_NLTK_AT_ONCE = 1_000_000  # characters; longer text is cut there first, as in Megatron, since the library is slow on it
 
 # Quotes are written by number: \u2019\u201d\xbb close in Latin script, \u3002\uff01\uff1f are the Chinese full stop, ! and ?.
-# Possessive (++), and not begun within a run: a million full stops are looked at once.
+# Possessive (++), with a lookbehind: a run of a million full stops is scanned once.
 _END = re.compile(
     "(?<![.!?\u2026])[.!?\u2026]++[\"'\u2019\u201d\xbb)\\]]*+\\s++"  # Latin, Cyrillic, Greek, ...
     "|(?<![\u3002\uff01\uff1f])[\u3002\uff01\uff1f]++[\u2019\u201d\u300d\u300f\uff09]*+\\s*+"
@@ -30,7 +30,7 @@ _ABBREVIATIONS = {
 
 
 def rule_starts(text: str) -> list[int]:
-    """Where the sentences of `text` begin, by the rules above."""
+    """The positions where sentences of `text` begin, by the module's rules."""
     starts = [0]
     for match in _END.finditer(text):
         end = match.end()
@@ -79,7 +79,7 @@ def nltk_starts(language: str) -> Callable[[str], list[int]]:
 
 
 def split_text(text: str, starts: Callable[[str], list[int]], keep_newlines: bool) -> list[str]:
-    """The sentences of `text`. keep_newlines: with the white space after them, so that together they are the text."""
+    """The sentences of `text`. keep_newlines: with the white space after them, so that they join to `text`."""
     sentences = [text[first:past] for first, past in pairwise([*starts(text), len(text)])]
     if keep_newlines:
         return sentences

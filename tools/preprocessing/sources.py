@@ -1,11 +1,11 @@
-"""Text of any size and kind of file as numbered pieces of whole lines, in constant memory.
+"""Read text files of any size and kind as numbered pieces of whole lines, in constant memory.
 
     files   a.jsonl          b.jsonl.gz         -
     chunks  |====|====|==|   |====|===|   |====|      whole lines of one file, 256 KB and the rest of a line
     pieces  |0      |1        |2         |3           chunks in a row: 256 KB at first, up to 1 MB in a large input
 
-Where a piece ends depends on the lines alone: not on the workers, not on the size of the input. So a run that goes on
-after a kill cuts the same pieces, and a mended line changes the piece it lies in and hardly ever another.
+The ends of pieces depend on the lines alone, not on the workers or the input's size. So a resumed run cuts the same pieces, and
+a corrected line rarely changes any piece but its own.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from megatron.core.lazy import optional_package
 STDIN = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 
-LONGEST_LINE_MB = 64  # unless the user says otherwise
+LONGEST_LINE_MB = 64  # default of --max-line-mb
 
 _CHUNK_BYTES = 256 << 10
 _PIECES_A_SIZE = 8  # so many pieces of 256 KB, then as many of 512 KB, ...
 _LARGEST_PIECE = 1 << 20  # reached after 6 MB; larger ones take more memory and no less time
-_ZSTD_BYTES = 256  # taken in at a time: 4 bytes of zstd can stand for 128 KB, so 8 MB at most come of it
+_ZSTD_BYTES = 256  # read at a time: 4 bytes of zstd can decompress to 128 KB, so 256 give at most 8 MB
 _PARQUET_ROWS = 256
 
 
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Chunks in a row. position: bytes of the input files that were read at its end, None if that is not known."""
+    """Consecutive chunks. position: bytes of the input files read up to its end, None if unknown."""
 
     number: int
     chunks: list[Chunk]
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An open file. blocks: its text in parts of any size; position: bytes of the file that were read so far."""
+    """An open file. blocks: its text in parts of any size. position: bytes of the file read so far, None if unknown."""
 
     blocks: Iterator[bytes]
     position: Callable[[], int | None]
@@ -82,20 +82,20 @@ def _is_file(path: str) -> bool:
 
 
 def _is_stream(path: str) -> bool:
-    """Whether it is standard input or a pipe, such as the shell makes of <(command): read once, of unknown length."""
+    """Whether `path` is standard input or a pipe (as in <(command)): readable once, of unknown length."""
     return path == STDIN or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def total_size(files: list[str]) -> int | None:
-    """Bytes of the files; None with standard input or a pipe among them."""
+    """Bytes of the files; None if one is standard input or a pipe."""
     return None if any(map(_is_stream, files)) else sum(map(os.path.getsize, files))
 
 
 def read_pieces(files: list[str], keys: list[str], longest_line: int = LONGEST_LINE_MB << 20) -> Iterator[Piece]:
-    """All text of all files, in order. keys: the columns to read of a Parquet file.
+    """All text of all files, in order. keys: the columns to read from Parquet files.
 
-    longest_line: in bytes, which bounds the memory whatever a packed file unpacks to. Raises ValueError for a longer line and for
-    a damaged or unreadable file, ImportError where its kind needs a package that is not there.
+    longest_line: in bytes; it bounds the memory, whatever a compressed file expands to. Raises ValueError for a longer line or a
+    damaged file, ImportError for a missing package.
     """
     number, before = 0, 0
     chunks: list[Chunk] = []
@@ -113,7 +113,7 @@ def read_pieces(files: list[str], keys: list[str], longest_line: int = LONGEST_L
 
 
 def piece_bytes(number: int) -> int:
-    """Least size of a piece: small ones first, so that a small input occupies several workers too."""
+    """Minimum size of a piece: small at first, so that a small input also occupies several workers."""
     return min(_LARGEST_PIECE, _CHUNK_BYTES << min(number // _PIECES_A_SIZE, 20))
 
 
@@ -132,8 +132,8 @@ def _chunks(path: str, blocks: Iterator[bytes], longest_line: int) -> Iterator[C
         if searched > longest_line:
             line = first + buffer.count(b"\n")
             raise ValueError(
-                f"{path}:{line}: a line of more than {longest_line >> 20} MB (--max-line-mb); is it JSON lines? For a document "
-                "as long as that raise the limit, if there is memory for a hundred times as much"
+                f"{path}:{line}: a line of more than {longest_line >> 20} MB (--max-line-mb); is it JSON lines? To allow such a "
+                "document, raise the limit, if there is memory for a hundred times as much"
             )
     if buffer:
         yield Chunk(path, first, bytes(buffer))
@@ -166,7 +166,7 @@ def _gzip_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame, since the library's own reader takes a file that was cut off for one that ends."""
+    """The file's text, frame by frame, since the library's own reader does not notice a truncated file."""
     zstandard = optional_package("zstandard", path)
     frame = None
     try:
@@ -182,7 +182,7 @@ def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
-    """The rows as JSON lines, so that all that follows is the same. Line n is row n."""
+    """The rows as JSON lines, as all later code reads them. Line n is row n."""
     pyarrow, parquet = (optional_package(name, path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.ParquetFile(file)
@@ -196,7 +196,7 @@ def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
     def blocks() -> Iterator[bytes]:
         nonlocal rows
         try:
-            for group in range(table.num_row_groups):  # all at once, pyarrow keeps something of each
+            for group in range(table.num_row_groups):  # pyarrow would keep memory of all groups
                 for batch in table.iter_batches(_PARQUET_ROWS, [group], keys):
                     rows += batch.num_rows
                     yield b"".join(json.dumps(row, default=_unreadable).encode() + b"\n" for row in batch.to_pylist())
@@ -208,4 +208,4 @@ def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
 
 
 def _unreadable(value: Any) -> None:
-    """A value that JSON does not know, such as bytes, becomes null, which is reported as no string."""
+    """A value that JSON cannot hold, such as bytes, becomes null, which is then reported as no string."""

@@ -1,11 +1,11 @@
-"""Byte-level BPE at several times the library's speed: a text is cut into words, and a word's ids are computed once.
+"""Byte-level BPE at several times the library's speed: cut a text into words and compute each word's ids once.
 
     text      "The cat, the cat"
     words     The| cat|,| the| cat            cut by the pattern of the tokenizer; no token crosses a word
     memory    {"The": ids, " cat": ids, ...}  as bytes, so that the ids of a text are the ids of its words joined
 
-The words are cut by Python's own `re`. It knows no classes of characters such as \\p{L}, so they are written out, with
-the characters that the library itself puts into them: the two cannot disagree about a letter that was assigned last year.
+Python's `re` cuts the words. It has no character classes such as \\p{L}, so they are written out with the characters that the
+library itself puts into them: both then use the same version of Unicode.
 """
 
 import array
@@ -16,23 +16,23 @@ from typing import Any
 
 from megatron.core.tokenizers import Tokenizer
 
-_REMEMBERED_WORDS = 50_000  # 10 MB or so; at 87,000 the table would double. 150,000 are hardly faster
+_REMEMBERED_WORDS = 50_000  # about 10 MB; at 87,000 the dict would double; 150,000 are hardly faster
 _LONGEST_REMEMBERED = 64  # characters
-_LEARNED = 10_000  # words; a memory that holds fewer learns from every text
-_SAMPLE = 16  # words at the beginning of a text that say whether it is made of known ones
-_LONGEST_TEXT = 1 << 20  # characters; of a longer text the words are found one by one, in constant memory
+_LEARNED = 10_000  # words; a smaller memory learns from every text
+_SAMPLE = 16  # first words of a text that decide whether most of its words are known
+_LONGEST_TEXT = 1 << 20  # characters; words of a longer text are found one by one, in constant memory
 
-# Past the last character that a pattern knows.
+# Upper ends of the characters that a pattern covers.
 _ASCII, _FIRST_PLANE = 0x80, 0x10000
 _BEYOND = {past: re.compile(f"[{chr(past)}-\U0010ffff]").search for past in (_FIRST_PLANE, 0x20000)}
-# Blocks of characters that differ from each other in no class that a pattern names; the first stands for all.
+# Blocks of characters with equal classes; the first character stands for all.
 _UNIFORM = ((0x3400, 0x4DC0), (0x4E00, 0x9FF0), (0xAC00, 0xD7A4))
 _NAMED = re.compile(r"\\p\{\w+\}|\\s")
 _CLASS = re.compile(rf"\[(?:{_NAMED.pattern}|\\.|[^\]])*\]|{_NAMED.pattern}|\\S")  # in brackets, or by itself
 
 
 def packer(tokenizer: Tokenizer) -> Callable[[list[str]], list[bytes]]:
-    """What gives the ids of each text, end to end as int32 of this machine, by the means at which the tokenizer is fastest."""
+    """A function from texts to their ids, as bytes of native int32: the tokenizer's fastest way."""
     if getattr(tokenizer, "words", None):
         memory = WordMemory(tokenizer.library, tokenizer.words, tokenizer.never)
 
@@ -47,14 +47,14 @@ def packer(tokenizer: Tokenizer) -> Callable[[list[str]], list[bytes]]:
 
 
 def packed(ids: list[int]) -> bytes:
-    """`ids` end to end as int32 of this machine, which `numpy.frombuffer` reads."""
+    """`ids` as bytes of native int32, for `numpy.frombuffer`."""
     return array.array("i", ids).tobytes()
 
 
 class WordMemory:
-    """Ids of texts whose tokens never cross the words of `pattern`, packed. tokenizer: of the `tokenizers` library.
+    """Packed ids of texts, for a tokenizer whose tokens never cross the words of `pattern`. tokenizer: of `tokenizers`.
 
-    A text is left to the library if it has one of the strings `never`, a rare character past U+20000, or many new words.
+    The library encodes a text with one of the strings `never`, a character past U+20000, or many new words.
     """
 
     def __init__(self, tokenizer: Any, pattern: str, never: Iterable[str] = ()):
@@ -74,15 +74,15 @@ class WordMemory:
         return b"".join(map(self._ids.__getitem__, words))
 
     def _has_many_new(self, words: list[str]) -> bool:
-        """Whether to leave a text that begins with `words` to the library, as over a quarter are new: in a script without
-        spaces words hardly come again. Of four such texts one is learned from, in case it is the first of its language."""
+        """Whether to leave a text that begins with `words` to the library, because over a quarter of them are new. In scripts
+        without spaces words rarely repeat. One such text in four is learned, in case it is the first of its language."""
         if len(self._ids) < _LEARNED or 4 * sum(map(self._ids.__contains__, words)) >= 3 * len(words):
             return False
         self._new_texts += 1
         return self._new_texts % 4 != 0
 
     def _cutter(self, text: str) -> Callable[[str], Iterable[str]] | None:
-        """The fastest way to cut `text` into words: the fewer characters a pattern knows, the faster it is."""
+        """The fastest function that cuts `text` into words: a pattern of fewer characters is faster."""
         past = _ASCII if text.isascii() else next((past for past, beyond in _BEYOND.items() if not beyond(text)), None)
         if past is None:
             return None
@@ -98,7 +98,7 @@ def _ids_of_long(tokenizer: Any, text: str) -> bytes:
 
 
 class _Ids(dict):
-    """Word -> packed ids, asked of the library at the first use."""
+    """Word -> packed ids, from the library at first use."""
 
     def __init__(self, tokenizer: Any):
         super().__init__()
@@ -112,7 +112,7 @@ class _Ids(dict):
 
 
 def spelled_out(pattern: str, past: int) -> str:
-    """`pattern` for Python's `re` and texts of characters below `past`: without \\p{..}, \\s and \\S."""
+    """`pattern` without \\p{..}, \\s and \\S, for Python's `re` and texts of characters below `past`."""
 
     def spell(match: re.Match) -> str:
         part = match.group()
@@ -126,7 +126,7 @@ def spelled_out(pattern: str, past: int) -> str:
 
 @functools.cache
 def _members(name: str, past: int) -> str:
-    """What stands between brackets for the class `name`, by the library's own table: its characters below `past`."""
+    """The content of the brackets for the class `name`: its characters below `past`, by the library's own table."""
     return character_ranges(_ranges_of(name, min(past, _FIRST_PLANE)) + _ranges_of(name, past, _FIRST_PLANE))
 
 
