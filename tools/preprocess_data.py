@@ -38,7 +38,7 @@ from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_su
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
 from tools.preprocessing.sources import ENDINGS, LONGEST_LINE_MB, Piece, input_files, read_pieces, total_size
 
-_FORMAT = 3  # of the pieces; raise it whenever the same text and settings give other tokens
+_FORMAT = 3  # of the pieces; raise it if the same text and settings give other tokens
 _PIECES_AHEAD = 2  # pieces of text held for each worker: one at work, one waiting
 
 
@@ -97,7 +97,7 @@ def make_encoder(config: PreprocessConfig, tokenizer_config: TokenizerConfig) ->
 
 
 def make_store(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> PieceStore:
-    """Where the pieces of this output are, named by all that their tokens depend on."""
+    """The folder of this output's pieces, keyed by all settings that their tokens depend on."""
     names = ("keys", "append_eod", "split_sentences", "sentence_splitter", "lang", "keep_newlines")
     settings = settings_text({name: getattr(config, name) for name in names}, asdict(tokenizer_config))
     return PieceStore(f"{config.output_prefix}.pieces", f"{_FORMAT} {settings}")
@@ -153,7 +153,7 @@ Finish = Callable[[Piece, str], Callable[[], Finished]]  # begins a piece; what 
 
 
 def finish_pieces(pieces: Iterator[Piece], store: PieceStore, finish: Finish, ahead: int) -> Iterator[Finished]:
-    """All pieces, in order; those in the store as they are, the others once `finish` has made them.
+    """All pieces, in order: from the store, or made by `finish`.
 
     ahead: how many pieces are read before the first of them is done, which bounds the memory.
     """
@@ -199,7 +199,7 @@ class Progress:
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """How much is done, and how long the rest will take at the speed of this run."""
+        """The share done, and the time left at the speed of this run."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         speed = f"{self.new['documents'] / seconds:.1f} docs/s, {self.new['size'] / seconds / 1e6:.2f} MB/s"
         begin = f"{self.all['documents']} documents, {speed}"

@@ -75,7 +75,7 @@ class Texts:
                     try:
                         yield from _texts_of(without_mark(line, number), path, self.json_key)
                     except ValueError as error:
-                        raise ValueError(f"{path}:{number}: {error}; mend the line") from None
+                        raise ValueError(f"{path}:{number}: {error}; correct the line") from None
                     self.done += len(line)
 
     def so_far(self) -> str:

@@ -97,15 +97,7 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given:
     model: `model_name` of this run. given: the checkpoint's flag and folder.
     """
     changes, config = _changes(runtime, saved), runtime.config
-    problems = [
-        f"{given} holds another model; {change.name}: the checkpoint has {change.before}"
-        + (
-            f", this run has {change.now}"
-            if not change.is_unknown
-            else "; this code has no such setting: use the code that wrote it"
-        )
-        for change in changes.model
-    ]
+    problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
     if (theirs := saved.get("model", model)) != model:
         problems.append(
             f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: run the script of the saved model. "
@@ -146,6 +138,15 @@ def _changes(runtime: Runtime, saved: dict[str, Any]) -> Changes:
 
 def _is_other(saved: dict[str, Any], name: str, mine: str | None) -> bool:
     return None not in (mine, theirs := saved.get(name)) and theirs != mine
+
+
+def _difference(change: Change) -> str:
+    now = (
+        "; this code has no such setting: use the code that wrote it"
+        if change.is_unknown
+        else f", this run has {change.now}"
+    )
+    return f"{change.name}: the checkpoint has {change.before}{now}"
 
 
 def _flags_then_and_now(runtime: Runtime, saved: dict[str, Any], part: str, names: Sequence[str]) -> str:
