@@ -84,7 +84,7 @@ class SideBySideModel(GPTModel):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if labels is None or not self.language_model.post_process:
             return super().forward(tokens, position_ids, attention_mask, labels, cache)
-        x = self.language_model.hidden_states(tokens, position_ids, attention_mask)  # [s, b, h], or [s/t, b, h]
+        x = self.language_model(tokens, position_ids, attention_mask)  # [s, b, h], or [s/t, b, h]
         words = sharded_cross_entropy(self.language_model.scores(x), labels.t(), self.axis, self.vocab_size)
         whole = mappings.whole_sequence(x, self.axis) if self.gathers else x
         scores = whole.to(words.dtype) @ self.restart_head.to(words.dtype)  # [s, b]

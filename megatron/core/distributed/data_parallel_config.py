@@ -86,10 +86,7 @@ class DataParallelConfig(FlagConfig):
                 "and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (not self.zero.passes_params or instances < 2):
-            yield (
-                "--outer-dp-sharding-strategy optim shards optimizer state over groups that each hold all parameters in "
-                "shards; give --zero-stage 3 and --num-distributed-optimizer-instances of 2 or more too, or leave it out"
-            )
+            yield "--outer-dp-sharding-strategy optim needs --zero-stage 3 and --num-distributed-optimizer-instances 2 or more"
         excluded = dict.fromkeys(asked, self.zero.passes_grads) | {
             "--overlap-grad-reduce": self.overlap_grad_reduce,
             "--grad-reduce-in-bf16": self.grad_reduce_in_bf16,

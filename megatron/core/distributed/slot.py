@@ -23,9 +23,8 @@ class ParamSlot:
         self.reduce: Any = None
         self.added = self.expected = 0  # gradients in this step, and the most in an earlier step
         # A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero.
-        self.is_opened = self.is_unset = (
-            False  # a gradient of this step has come; main_grad is neither zeros nor its sum
-        )
+        # A gradient of this step has come; main_grad holds neither zeros nor a sum of this step.
+        self.is_opened = self.is_unset = False
         self.is_overwritten = False  # in an earlier step a product came first
         self._version = 0  # torch's version counter of main_grad when the step began
 

@@ -108,7 +108,7 @@ class BertModel(LanguageModelStage):
         positions = None if tokens is None else torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         # Only keys are masked: a query that might look at nothing would be no number, and nobody reads what padding computes.
         nobody_looks_at = padding_mask[:, None, None, :] == 0  # [b, 1, 1, s]
-        x = self.language_model.hidden_states(tokens, positions, nobody_looks_at, tokentype_ids)
+        x = self.language_model(tokens, positions, nobody_looks_at, tokentype_ids)
         if not self.language_model.post_process:
             return x
         order = None if self.pooler is None else self.binary_head(self.pooler(x))

@@ -27,13 +27,14 @@ class GPTModel(LanguageModelStage):
         labels: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        out = self.language_model(tokens, position_ids, attention_mask, cache)  # [s, b, .]
+        x = self.language_model(tokens, position_ids, attention_mask, cache=cache)  # [s, b, h]
         if not self.language_model.post_process:
-            return out
+            return x
+        scores = self.language_model.scores(x if cache is None else x[-1:])  # [s, b, v/t]
         if labels is None:
-            return out.transpose(0, 1)
+            return scores.transpose(0, 1)
         smoothing, z_loss = self.config.label_smoothing, self.config.z_loss_coeff
         losses = sharded_cross_entropy(
-            out, labels.t(), self.axis, self.vocab_size, label_smoothing=smoothing, z_loss=z_loss
+            scores, labels.t(), self.axis, self.vocab_size, label_smoothing=smoothing, z_loss=z_loss
         )
         return losses.t()  # [b, s]

@@ -62,18 +62,6 @@ class TransformerLanguageModel(nn.Module):
         tokens: Tensor | None,
         position_ids: Tensor | None,
         mask: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        x = self.hidden_states(tokens, position_ids, mask, cache=cache)
-        if not self.post_process:
-            return x
-        return self.scores(x if cache is None else x[-1:])
-
-    def hidden_states(
-        self,
-        tokens: Tensor | None,
-        position_ids: Tensor | None,
-        mask: Tensor | None = None,
         token_types: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:

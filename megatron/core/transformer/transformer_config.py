@@ -49,15 +49,9 @@ class ShapeConfig(FlagConfig):
             return
         heads, groups = self.num_attention_heads, self.query_groups
         if self.kv_channels is None and self.hidden_size % heads:
-            yield (
-                f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads {heads}; "
-                "change one or give --kv-channels"
-            )
+            yield f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads {heads}, or give --kv-channels"
         if self.ffn_size < 1:
-            yield (
-                f"--swiglu and --hidden-size {self.hidden_size} make an MLP of width 0, the multiple of 64 below two thirds "
-                f"of 4 x {self.hidden_size}; give --ffn-hidden-size, or a --hidden-size of at least 24"
-            )
+            yield f"--swiglu with --hidden-size {self.hidden_size} gives an MLP of width 0; give 24 or more, or --ffn-hidden-size"
         if heads % groups:
             yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one"
         if self.num_query_groups != 1 and not self.group_query_attention:
