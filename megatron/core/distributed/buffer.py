@@ -193,7 +193,7 @@ class ParamAndGradBuffer:
     def _keep_held(self, first: int, params: Transient) -> None:
         """Copy this rank's shard out of a resident bucket, which begins at element `first`, and release the bucket."""
         for start, stop in overlaps(self.held, first, first + params.data.numel()):
-            mine = params.data[start - first : stop - first].clone()  # numpy would pin the memory it has seen
+            mine = params.data[start - first : stop - first].clone()  # a storage that numpy has seen cannot be released
             start_writing(self.held_params.at(start, stop), mine).wait()
         params.release()
 

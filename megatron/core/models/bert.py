@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805) with pre-norm blocks, as Megatron trains it: words restored, and the order of two sentences told."""
+"""BERT (arXiv:1810.04805) with pre-norm blocks, as Megatron trains it: masked words and sentence order."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Dense(nn.Module):
-    """x W^T + b with W whole on every rank. `partial`: whether a rank sees only a part of what passes here."""
+    """x W^T + b with W whole on every rank. `partial`: whether the gradient is partial; None: under sequence
+    parallelism."""
 
     def __init__(self, width: int, out: int, std: float, context: LayerContext, *, partial: bool | None = None):
         super().__init__()
@@ -30,8 +31,10 @@ class Dense(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh(W x + b) of one position of the sequence. forward(x [s, b, h], or [s/t, b, h] under sequence parallelism) -> [b, h],
-    the same on every tensor-parallel rank."""
+    """tanh(W x + b) of one position of the sequence.
+
+    forward(x [s, b, h], or [s/t, b, h] under sequence parallelism) -> [b, h], the same on every tensor-parallel rank.
+    """
 
     def __init__(self, config: TransformerConfig, context: LayerContext):
         super().__init__()
@@ -44,7 +47,7 @@ class Pooler(nn.Module):
 
 
 class WordBias(nn.Module):
-    """scores + b, one bias for each of this rank's words. forward(scores [s, b, padded vocabulary / t])"""
+    """scores + b, one bias per word of this rank. forward(scores [s, b, padded vocabulary / t])"""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, context: LayerContext):
         super().__init__()
@@ -57,7 +60,7 @@ class WordBias(nn.Module):
 
 
 class BertHead(nn.Module):
-    """What stands before the output layer. forward(x [s, b, h]) -> the same shape"""
+    """The transform before the output layer. forward(x [s, b, h]) -> the same shape"""
 
     def __init__(self, config: TransformerConfig, context: LayerContext):
         super().__init__()
@@ -71,10 +74,10 @@ class BertHead(nn.Module):
 class BertModel(LanguageModelStage):
     """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(tokens, padding_mask, token types, labels, all [b, s]) -> on the last stage a pair: the loss of each token [b, s], or
-    without labels the scores [b, s, padded vocabulary / t]; and the scores of the two orders of sentences [b, 2], or None without
-    `add_binary_head`. On other stages hidden states [s, b, h]. padding_mask: 1 for a token, 0 for padding, which no query sees;
-    every stage needs it.
+    forward(tokens, padding_mask, token types, labels, all [b, s]): hidden states [s, b, h]; on the last stage a pair:
+        the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t];
+        the scores of the two orders of sentences [b, 2], or None without `add_binary_head`.
+    padding_mask: 1 for a token, 0 for padding, which no query attends to; every stage needs it.
     """
 
     rules = BERT_RULES
@@ -106,7 +109,7 @@ class BertModel(LanguageModelStage):
         lm_labels: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         positions = None if tokens is None else torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        # Only keys are masked: a query that might look at nothing would be no number, and nobody reads what padding computes.
+        # Only keys are masked: a query without any key would give NaN, and the results of padding are not used.
         nobody_looks_at = padding_mask[:, None, None, :] == 0  # [b, 1, 1, s]
         x = self.language_model(tokens, positions, nobody_looks_at, tokentype_ids)
         if not self.language_model.post_process:

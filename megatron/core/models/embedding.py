@@ -1,4 +1,4 @@
-"""Words and positions become the first hidden states."""
+"""The embedding: words and positions to the first hidden states."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class WholeEmbedding(nn.Module):
-    """A learned vector per id (a position, a kind of token), whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
+    """A learned vector per id (a position, a token type), whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
 
     def __init__(self, size: int, config: TransformerConfig, context: LayerContext):
         super().__init__()
@@ -21,11 +21,11 @@ class WholeEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """word table + position table + table of token types in the dtype of the residual stream, then dropout.
+    """Word table + position table + token type table in the dtype of the residual stream, then dropout.
 
-    forward(tokens, position_ids, token_types, all [b, s]) -> [s, b, h], or my part [s/t, b, h] under sequence parallelism.
-    Without `num_tokentypes` there are no types. The last pipeline stage of a model with tied weights builds it with `words_only`,
-    for its output layer.
+    forward(tokens, position_ids, token_types, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.
+    words_only: no other tables, for the last stage of a model with tied weights, whose output layer uses the word
+    table.
     """
 
     gives_hidden_states = True

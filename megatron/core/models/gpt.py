@@ -11,10 +11,12 @@ from megatron.core.transformer.kv_cache import KeyValueCache
 class GPTModel(LanguageModelStage):
     """One pipeline stage of a GPT. The keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(tokens [b, s], position_ids [b, s], attention_mask, labels [b, s]) -> on the last stage the loss of each token
-    [b, s], or without labels the scores [b, s, padded vocabulary / t]; on other stages hidden states [s, b, h].
-    attention_mask: True where a query may not look, [b or 1, 1, s, s]; None for causal, or `Documents`: both are faster.
-    cache: of the tokens before these, for generation; the last stage then gives the scores of the last token, [b, 1, ..].
+    forward(tokens [b, s], position_ids [b, s], attention_mask, labels [b, s]): hidden states [s, b, h]; on the last
+    stage
+        the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t].
+    attention_mask: [b or 1, 1, s, s], True where attention is masked; None (causal) and `Documents` are faster.
+    cache: keys and values of earlier tokens, for generation; the last stage then gives the scores of the last token,
+    [b, 1, ..].
     """
 
     rules = GPT_RULES

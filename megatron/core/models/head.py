@@ -1,4 +1,4 @@
-"""The output layer: hidden states become scores over the vocabulary, divided over the tensor-parallel ranks."""
+"""The output layer: hidden states to scores, sharded over the vocabulary."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from megatron.core.weight_grads import WeightGradStore
 
 
 class LanguageModelHead(nn.Module):
-    """x -> x W^T for this rank's rows of W: its own weight, or (tied) the word table handed to forward.
+    """x -> x W^T for this rank's rows of W: its own weight, or, if tied, the word table passed to forward.
 
-    `shares_table`: this stage's embedding holds the same tensor.
+    shares_table: this stage's embedding holds the same tensor.
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
     """
 

@@ -1,4 +1,4 @@
-"""What every language model of ours is made of: embedding on the first stage, layers, output layer on the last."""
+"""The common part of the language models: embedding on the first stage, layers, output layer on the last."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,10 +19,11 @@ from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 class TransformerLanguageModel(nn.Module):
     """One pipeline stage of a language model.
 
-    With `pre_process` it takes tokens [b, s], else the hidden states of the stage before, handed to `set_input_tensor`. With
-    `post_process` it returns scores [s, b, padded vocabulary / t], else hidden states [s, b, h] ([s/t, b, h] under
-    sequence parallelism). `make_layer(config, i, context)` builds layer i. With a cache
-    it returns the scores of the last token alone: whoever continues a text asks for no others.
+    forward(tokens [b, s], position_ids [b, s], mask, token_types, cache) -> hidden states [s, b, h], or [s/t, b, h]
+    under
+    sequence parallelism. Without `pre_process` it starts from the hidden states of the previous stage, set by
+    `set_input_tensor`. With `post_process`, `scores` turns hidden states into scores. `make_layer(config, i, context)`
+    builds layer i.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TransformerLanguageModel(nn.Module):
         self._input_tensor: Tensor | None = None
 
     def set_input_tensor(self, x: Tensor | None) -> None:
-        """The hidden states that the next forward starts from, on every stage but the first."""
+        """Set the hidden states from which the next forward starts, on every stage but the first."""
         self._input_tensor = x
 
     def forward(
@@ -65,23 +66,23 @@ class TransformerLanguageModel(nn.Module):
         token_types: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """What the stage's layers make of its input: [s, b, h], or [s/t, b, h] under sequence parallelism."""
+        """The hidden states after the stage's layers."""
         x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
         return self.decoder(x, mask, cache)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Hidden states to scores over the words, on the last stage."""
-        has_its_own = self.output_layer.weight is not None  # and in ZeRO stage 3 a table handed over would be fetched
+        """Hidden states [s, b, h] -> scores [s, b, padded vocabulary / t]; on the last stage."""
+        has_its_own = self.output_layer.weight is not None  # ZeRO stage 3 would gather a table that is passed in vain
         return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight)
 
 
 class LanguageModelStage(nn.Module):
-    """One pipeline stage of a model around a language model, for the head and the loss that a subclass adds."""
+    """One pipeline stage of a model around a language model; a subclass adds head and loss."""
 
     rules = NO_RULES
 
     def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
-        """parts: of `TransformerLanguageModel`."""
+        """parts: further arguments of `TransformerLanguageModel`."""
         super().__init__()
         self.config, self.context = config, context
         self.vocab_size, self.axis = vocab_size, context.tp.axis
@@ -91,5 +92,5 @@ class LanguageModelStage(nn.Module):
         self.language_model.set_input_tensor(x)
 
     def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
-        """The tensors that a stage hands to the next."""
+        """The tensors that a stage sends to the next."""
         return (self.context.hidden_states(self.config, micro_batch_size, seq_length),)

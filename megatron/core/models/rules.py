@@ -1,9 +1,9 @@
-"""The rules of a model and its data about the settings of a run, beside those for every run. A model declares its own:
+"""A model's rules about the settings of a run and its data, beside the rules of every run. A model declares its own:
 
     class GPTModel(nn.Module):
         rules = GPT_RULES
 
-and its script hands them to `pretrain(..., rules=GPTModel.rules)`, which asks them before a process group exists.
+Its script passes them to `pretrain(..., rules=GPTModel.rules)`, which checks them before a process group exists.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ from megatron.core.tokenizers.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class ModelRules:
-    """unread: field -> why giving it has no effect.
+    """unread: field -> reason why the model ignores it.
 
-    problems: (all settings, the tokenizer if it could be built) -> messages, each about settings that cannot work.
-    reads_text: --data-path names token files, which are looked for before the ranks meet.
+    problems: (all settings, the tokenizer or None) -> messages about settings that cannot work.
+    reads_text: --data-path names token files; the run checks for them before ranks communicate.
     """
 
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class ModelRules:
 
 
 def text_problems(config: Any) -> list[str]:
-    """What a run lacks whose data are text, or made up like it."""
+    """Missing settings of a run on text data, real or mock."""
     problems = [] if config.data.source_problems(needed=False) else config.data.source_problems()
     return problems + ([NO_TOKENIZER] if config.tokenizer.tokenizer_type is None else [])
 
@@ -39,11 +39,11 @@ def text_problems(config: Any) -> list[str]:
 def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
     if config.fim.fim_data:
-        problems.append("--fim-data rearranges documents for a GPT, and a BERT has masked words instead; leave it out")
+        problems.append("--fim-data rearranges documents for a GPT; a BERT has masked words instead: leave it out")
     return problems
 
 
-NO_RULES = ModelRules()  # of a script with data of its own
+NO_RULES = ModelRules()  # for a script with data of its own
 GPT_RULES = ModelRules(
     unread=dict.fromkeys(
         (f.name for f in knobs(MaskedDataConfig)), "only masked words need it, as pretrain_bert.py has them"

@@ -1,4 +1,4 @@
-"""A batch read once per tensor-parallel group: its first rank has it, the others receive it."""
+"""A batch read once per tensor-parallel group: its first rank reads it and broadcasts it to the others."""
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ def broadcast_batch(
     axis: Axis,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, ...]:
-    """The tensors `keys` of the first rank's `data`, on every rank of the axis, in one message.
+    """The tensors `keys` of the first rank's `data`, on every rank of the axis, in one message. Every rank must call.
 
-    `data` may be None elsewhere. All have one `shape`, which every rank knows from the configuration, so that none has to
-    travel. Every rank of the axis must call.
+    `data` may be None on other ranks. All tensors have `shape`, which every rank knows from the configuration.
     """
     if hasattr(data, "stand_ins"):  # a dry run, which has no data
         return data.stand_ins(keys, shape, dtype, device)
@@ -28,7 +27,7 @@ def broadcast_batch(
         if wrong:
             raise ValueError(f"the batch holds {wrong}, but the settings say {tuple(shape)}")
         parts = [data[key].to(dtype) for key in keys]
-        if any(part.device.type != "cpu" for part in parts):  # what a loader has put on the device already
+        if any(part.device.type != "cpu" for part in parts):  # a loader may have copied some to the device already
             parts = [to_device(part, device) for part in parts]
         packed = to_device(torch.stack(parts), device)
     else:

@@ -1,13 +1,13 @@
-"""Cross entropy of logits whose vocabulary is split over the tensor-parallel axis, without ever gathering them.
+"""Cross entropy of logits that are sharded over the vocabulary. The logits are never gathered.
 
-With scores x_v, l = log(sum_v exp(x_v)), and wanted probabilities q_v that sum to one:
+With scores x_v, l = log(sum_v exp(x_v)), and target probabilities q_v that sum to one:
 
     loss = -sum_v q_v log softmax_v = l - sum_v q_v x_v          three all-reduces of [s, b]: max, sum_v q_v x_v, sum of exp
     d loss / d x_v = softmax_v - q_v
 
-q is 1 at the target, or with label smoothing e (arXiv:1512.00567) 1 - e there and e / (K - 1) at each other of the K words, which
-is how Megatron means it: e' = e K / (K - 1), loss = (1 - e') nll - e' mean(log softmax). K counts words, never padding,
-so that the loss is the same at every tensor-parallel size (Megatron's issue 7452).
+q is 1 at the target. With label smoothing e (arXiv:1512.00567) q is 1 - e there and e / (K - 1) at each other of the K
+words. That is Megatron's meaning: e' = e K / (K - 1), loss = (1 - e') nll - e' mean(log softmax). K counts words,
+never padding, so that the loss is the same at every tensor-parallel size (Megatron's issue 7452).
 
 z-loss (arXiv:2204.02311, section 5) adds z l^2, which keeps l near 0; its gradient is 2 z l softmax_v.
 """
@@ -25,8 +25,11 @@ from megatron.core.tensor_parallel.word_ids import check_word_ids
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they came and log(sum exp), and takes the softmax again in the backward: two passes over them in
-    their own dtype, and never a float32 copy of all (412 MB for 2048 tokens of GPT-2)."""
+    """Saves the logits and log(sum exp), and computes the softmax again in the backward.
+
+    That costs two passes over the logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of
+    GPT-2).
+    """
 
     @staticmethod
     def forward(
@@ -35,9 +38,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         shape, columns = target.shape, logits.shape[-1]
         rows, target = logits.reshape(-1, columns), target.reshape(-1)
         first = axis.rank * columns
-        words = min(max(vocab_size - first, 0), columns)  # of mine; the rest is padding
+        words = min(max(vocab_size - first, 0), columns)  # this rank's; the other columns are padding
         wide = torch.promote_types(logits.dtype, torch.float32)
-        mine = torch.full((len(rows),), float("-inf"), dtype=wide, device=rows.device)  # the largest of my words
+        mine = torch.full((len(rows),), float("-inf"), dtype=wide, device=rows.device)  # the largest score
         total, word_sum = torch.zeros_like(mine), torch.zeros_like(mine)
         for part, x in _widened_parts(rows, words, wide) if words else ():
             if smoothing:
@@ -84,10 +87,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _widened_parts(rows: Tensor, words: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """A few rows after the other: (which, a copy of their first `words` columns in `dtype`, to be changed at will).
+    """Blocks of rows, one after the other: (rows, a copy of their first `words` columns in `dtype`, to be overwritten).
 
-    On a CPU so few that the copy stays in the cache of a core: 46 instead of 57 ms for both directions of 512 tokens of GPT-2. On
-    an accelerator so many that starting its kernels costs nothing, and the copy less than the scores.
+    On a CPU a block fits the cache of a core: 46 instead of 57 ms for both directions of 512 tokens of GPT-2. On an
+    accelerator a block is large enough to hide kernel launches, and small beside the scores.
     """
     cached = _CACHED_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else _ON_ACCELERATOR
     at_once = max(1, cached // max(1, words))
@@ -97,14 +100,14 @@ def _widened_parts(rows: Tensor, words: int, dtype: torch.dtype) -> Iterator[tup
         yield part, buffer[: part.stop - part.start].copy_(rows[part, :words])
 
 
-_CACHED_ELEMENTS = 2**18  # of a thread: 1 MB in float32
+_CACHED_ELEMENTS = 2**18  # per thread: 1 MB in float32
 _ON_ACCELERATOR = 2**25  # 128 MB in float32
 
 
 def _wanted(vocab_size: int, smoothing: float) -> tuple[float, float]:
-    """(the probability that every word should have, what the target should have beyond that)."""
+    """(target probability of every word, additional probability of the target)."""
     others = vocab_size - 1
-    everywhere = smoothing / others if others else 0.0  # a vocabulary of one word has nobody to give to
+    everywhere = smoothing / others if others else 0.0  # a vocabulary of one word has no other word to smooth over
     return everywhere, 1.0 - everywhere * vocab_size
 
 
@@ -117,18 +120,20 @@ def sharded_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """-log softmax(logits)[target] per token, in float32 or better; smoothed, and with a z-loss, where asked for.
+    """-log softmax(logits)[target] per token, in float32 or wider, with optional label smoothing and z-loss.
 
-    logits: [s, b, v/t], this rank's part of the vocabulary; target: [s, b] global ids; -> [s, b]. Columns beyond
-    `vocab_size` are padding and count as impossible words. Every rank of the axis must call.
+    logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b]. Columns beyond
+    `vocab_size` are padding, with probability 0. Every rank of the axis must call.
     """
     if logits.shape[:-1] != target.shape:
         raise ValueError(
-            f"cross entropy: the scores are of {tuple(logits.shape[:-1])} tokens, their targets of {tuple(target.shape)}"
+            f"cross entropy: scores of {tuple(logits.shape[:-1])} tokens, but targets of {tuple(target.shape)}"
             + (sequence_parallel_hint(len(logits), len(target)) if logits.shape[1:-1] == target.shape[1:] else "")
         )
     vocab_size = vocab_size or logits.shape[-1] * axis.size
-    check_word_ids(target, vocab_size, "the labels", least=None)  # below 0: no word, such as -1 where nothing is asked
+    check_word_ids(
+        target, vocab_size, "the labels", least=None
+    )  # negative labels, such as -1, are positions without loss
     return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's path of `broadcast_data`. Ours, which is told the shapes, is in `broadcast`."""
+"""Megatron's path of `broadcast_data`. Our function, which takes the shapes, is in `broadcast`."""
 
 from megatron.core.lazy import lazy_names
 

@@ -1,4 +1,4 @@
-"""Megatron's path of its divided layers. Ours, which are handed their axis, are in `linear_layers`."""
+"""Megatron's path of its parallel layers. Our layers, which take their axis, are in `linear_layers`."""
 
 from megatron.core.lazy import lazy_names
 

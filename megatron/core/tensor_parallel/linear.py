@@ -1,12 +1,12 @@
-"""The matrix product behind every parallel linear layer: its backward overlaps communication with the weight gradient.
+"""The matrix product of all parallel linear layers; its backward overlaps communication with the weight gradient.
 
 Column-parallel, Y = X A with A = [A_1 .. A_t] split by columns:      backward   dX = sum over ranks of dY_i A_i^T
     the input is replicated, so dX is summed over the axis;
-    under sequence parallelism the ranks hold parts of X, which are gathered on the way in and, to save memory, gathered again
-    in the backward; dX is then reduce-scattered.
-The sum of dX (and the second gather) travel while the weight gradient dA_i = X^T dY_i is computed.
+    under sequence parallelism X is sharded: it is gathered in the forward and, to save memory, again in the backward;
+    dX is reduce-scattered.
+The reduction of dX (and the second gather) are in flight while the weight gradient dA_i = X^T dY_i is computed.
 
-A weight that lies in a gradient buffer has `main_grad`, and its gradient is accumulated there; otherwise autograd gets it.
+A weight in a gradient buffer has `main_grad`, where its gradient accumulates; the gradient of others goes to autograd.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,10 @@ from megatron.core.weight_grads import WeightGradStore
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, way: Way = "native") -> Tensor | None:
-    """Add grad^T x to `weight.main_grad` and return None; return the product where the weight has no buffer.
+    """Add grad^T x to `weight.main_grad` and return None; without a buffer, return the product.
 
-    grad: [..., out], x: [..., in], weight: [out, in]. way: of a product that is summed in the precision of its factors.
+    grad: [..., out], x: [..., in], weight: [out, in]. way: the product to use when the sum has the dtype of its
+    factors.
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     main_grad, beta = main_grad_and_beta(weight)
@@ -41,7 +42,7 @@ def _in_place(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
 
 
 def _rounded_once(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """Into a total in half precision, of factors in float32."""
+    """A half-precision total, computed with float32 factors."""
     wide = x.float()
     for part, some in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
         part.copy_(torch.addmm(part.float(), some.t().float(), wide, beta=beta))
@@ -57,9 +58,10 @@ def _mixed(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
 
 
 def _widened(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """In blocks of output features and tokens, else the factors of a vocabulary's gradient would be hundreds of megabytes.
+    """In blocks of output features and tokens; without blocks, float32 factors of a vocabulary's gradient take hundreds
+    of megabytes.
 
-    Blocks of 512 tokens are also faster on the CPU, by a tenth (1024 or 2048 tokens, 768 to 16384 features).
+    Blocks of 512 tokens are also a tenth faster on the CPU (1024 or 2048 tokens, 768 to 16384 features).
     """
     x_blocks = x.to(total.dtype).split(_TOKENS_AT_ONCE)
     for part, grad_part in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
@@ -74,21 +76,24 @@ _TOKENS_AT_ONCE = 512
 def _accumulate_for(
     device: torch.device, total: torch.dtype, factor: torch.dtype, way: Way = "native"
 ) -> Callable[..., None]:
-    """How this device adds a product of `factor` matrices to a `total` one without rounding the product first.
+    """The function with which this device adds a product of `factor` matrices to a `total` without rounding the
+    product.
 
-    Found by trying, once: torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch pull request 150812),
-    and addmm(out_dtype=, out=), which adds to the total without room for the product, since 2.12.
-    Where it is missing, the factors are widened, which is exact but needs float32 copies of both while the product is taken.
-    The product in half precision, rounded and then added, was the third choice: never better in value, and faster only where
-    the CPU has half-precision matrix units. torch 2.13, one thread of a Xeon with AMX, [3072, 1024] x [1024, 768], error
-    relative to the largest element:
+    Found by trying, once per process. torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch
+    pull
+    request 150812), and since 2.12 addmm(out_dtype=, out=), which needs no memory for the product. Otherwise the
+    factors
+    are widened: exact, but with float32 copies of both while the product is computed. Adding the rounded product is
+    never used: it is less exact everywhere, and faster only on CPUs with half-precision matrix units. torch 2.13, one
+    thread of a Xeon with AMX, [3072, 1024] x [1024, 768], error relative to the largest element:
 
                       bfloat16            float16             the same CPU with AMX switched off (AVX512, AVX2)
         rounded       7 ms   3e-3         7 ms   4e-4         126, 380 ms; float16 1200 ms
         widened      26 ms   3e-7        26 ms   6e-7          26,  26 ms; float16   26 ms
 
-    oneDNN may take float32 products in bfloat16 (torch.backends.mkldnn.matmul.fp32_precision): exact on widened bfloat16
-    factors, 13 ms here. It is a setting of the whole process, so that a --bf16 run makes it at its start (`Device.prepare`).
+    oneDNN can compute float32 products in bfloat16 (torch.backends.mkldnn.matmul.fp32_precision): exact on widened
+    bfloat16 factors, 13 ms here. It is a setting of the whole process; a --bf16 run sets it at its start
+    (`Device.prepare`).
     """
     if total == factor:
         return _in_place if way == "native" else _rounded_once
@@ -113,8 +118,8 @@ def _found_by_trying(device: torch.device, total: torch.dtype, factor: torch.dty
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [s(/t), b, in] -> [s, b, out/t], with the moves of the input on either side of the product; on an axis of one rank there
-    are none."""
+    """x [s(/t), b, in] -> [s, b, out/t], with the communication of a column-parallel layer; none on an axis of one
+    rank."""
 
     @staticmethod
     def forward(
@@ -127,7 +132,7 @@ class LinearFunction(torch.autograd.Function):
         products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # save_for_backward returns a new object of the weight; its buffer hangs on the one we were given.
+        # save_for_backward returns a new object for the weight; only the object given here has `main_grad`.
         ctx.weight, ctx.store = weight, store
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.way = products.backward
@@ -147,7 +152,7 @@ class LinearFunction(torch.autograd.Function):
             start = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
             summing = start(times(grad, weight, ctx.way), ctx.axis)
         if defers:
-            # of x without the graph behind it, which holds the stage's input
+            # x is detached, since its graph would keep the stage's input alive
             gather_over = ctx.axis if ctx.sequence_parallel else ALONE
             ctx.store.keep(partial(_write, ctx.weight, grad, x.detach(), gather_over, ctx.way))
             grad_was_put_off(ctx.weight)
@@ -158,7 +163,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _defers(ctx) -> bool:
-    """Whether the weight gradient waits for the schedule: only where there is a buffer to write it to later."""
+    """Whether to defer the weight gradient: the schedule collects it, and the weight has a buffer for it."""
     return ctx.store is not None and ctx.store.is_collecting and hasattr(ctx.weight, "main_grad")
 
 
@@ -168,6 +173,6 @@ def _write(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, way: Way)
 
 
 def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, products: Products = NATIVE) -> Tensor:
-    """x [.., in] times weight [out, in] transposed -> [.., out], as in a row-parallel layer. `store`: where the weight gradient
-    may be put off."""
+    """x [.., in] times weight [out, in] transposed -> [.., out], without communication. `store`: takes deferred weight
+    gradients."""
     return LinearFunction.apply(x, weight, ALONE, False, store, products)

@@ -29,21 +29,21 @@ from megatron.core.weight_grads import WeightGradStore
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a layer needs to know of the ranks that share it, and of the tensors that it makes."""
+    """The ranks that share a layer, and the properties of the tensors that it makes."""
 
     axis: Axis
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
-    kv: Axis | None = None  # the neighbours on `axis` that share one key/value head, if ranks outnumber heads
+    kv: Axis | None = None  # neighbours on `axis` that share one key/value head, if there are more ranks than heads
     products: Products = NATIVE  # how a CPU multiplies in half precision
-    # Parameters when they are made; False where `initialize_parameters` or a checkpoint fills them later, by name.
+    # Initialize parameters when they are made; False if `initialize_parameters` or a checkpoint does it later, by name.
     fills: bool = True
 
     @property
     def sequence_axis(self) -> Axis | None:
-        """The axis that the sequence is divided over between the layers, if it is."""
+        """The axis that shards the sequence between layers, None if none does."""
         return self.axis if self.sequence_parallel else None
 
     def column_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -57,8 +57,10 @@ class TensorParallel:
         return linear(x, weight, store=self.weight_grads, products=self.products)
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
-        """A parameter that knows where it lives, with this rank's part of its initial value: the same values in every layout, by
-        the state of torch's generator. Every rank must make the same parameters in the same order."""
+        """A parameter with its placement and this rank's part of its initial value, the same values in every layout.
+
+        The seed comes from torch's generator, so every rank must make the same parameters in the same order.
+        """
         parameter = nn.Parameter(torch.empty(local_shape, dtype=self.dtype, device=self.device))
         parameter.placement = placement
         if self.fills:
@@ -67,14 +69,17 @@ class TensorParallel:
         return parameter
 
     def replicated(self, shape: tuple[int, ...], init: InitialValue, *, partial: bool | None = None) -> nn.Parameter:
-        """A parameter that every tensor-parallel rank holds whole. Under sequence parallelism each rank applies it to its part
-        of the sequence only, and so has only a part of its gradient; `partial` says so of another cause."""
+        """A parameter that every tensor-parallel rank holds whole.
+
+        Under sequence parallelism each rank applies it to a part of the sequence and has a partial gradient; `partial`
+        overrides that.
+        """
         parts = (self.axis.name,) if (self.sequence_parallel if partial is None else partial) else ()
         return self.parameter(shape, Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=parts))
 
 
 def size_per_rank(what: str, size: int, axis: Axis) -> int:
-    """`size` / ranks of the axis, or an error that names what cannot be divided."""
+    """`size` / ranks of the axis. Raises ValueError, which names `what`, if it does not divide."""
     if size % axis.size:
         raise ValueError(f"{what} ({size}) must be a multiple of the tensor-parallel size ({axis.size})")
     return size // axis.size
@@ -83,10 +88,11 @@ def size_per_rank(what: str, size: int, axis: Axis) -> int:
 class ColumnParallelLinear(nn.Module):
     """Y = X A + b with A split by columns: each rank computes `output_size / t` of the features.
 
-    forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With `gather_output`
-    y is [s, b, out]. With `skip_bias_add` the bias is not added but returned: (y, bias).
-    `blocks`: sizes of fused parts of the output (gate|up), each divided by itself. `rows`: this rank's features, where
-    they are not an equal part.
+    forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With
+    `gather_output`
+    y is [s, b, out]. With `skip_bias_add` the bias is returned instead of added: (y, bias).
+    blocks: sizes of fused parts of the output (gate|up); each is sharded by itself. rows: this rank's features, if they
+    are not an equal share.
     """
 
     def __init__(
@@ -126,7 +132,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def _whole_blocks(y: Tensor, blocks: tuple[int, ...], ranks: int) -> Tensor:
-    """[g0 u0 | g1 u1], as the ranks' parts of fused blocks are gathered, becomes [g0 g1 | u0 u1]."""
+    """Reorder gathered parts of fused blocks, [g0 u0 | g1 u1], to [g0 g1 | u0 u1]."""
     if len(blocks) < 2 or ranks == 1:
         return y
     by_rank = [part.split([block // ranks for block in blocks], dim=-1) for part in y.chunk(ranks, dim=-1)]
@@ -134,7 +140,7 @@ def _whole_blocks(y: Tensor, blocks: tuple[int, ...], ranks: int) -> Tensor:
 
 
 class RowParallelLinear(nn.Module):
-    """Z = Y B + b with B split by rows, the ranks' products summed: the other half of a column-parallel layer.
+    """Z = Y B + b with B split by rows; the ranks' products are summed. The second half of a column-parallel layer.
 
     forward(y): y [s, b, in/t] -> (z, None) with z [s, b, out], or [s/t, b, out] under sequence parallelism. The bias is
     added once, after the sum; with `skip_bias_add` it is returned instead: (z, bias).
@@ -167,12 +173,11 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of `num_embeddings` rows split by rows: each rank looks up its own and the results are summed.
+    """A table of `num_embeddings` rows split by rows: each rank looks up its own words, and the results are summed.
 
-    forward(ids): [s, b] -> [s, b, h], or my part [s/t, b, h] under sequence parallelism. The local table has
-    `padded_size / t` rows; rows beyond `num_embeddings` are zero, never looked up and never trained.
-    `ends`: the axis over which another stage holds the same table (tied output layer), if one does, and makes it at the same
-    time.
+    forward(ids): [s, b] -> [s, b, h], or [s/t, b, h] under sequence parallelism. The local table has `padded_size / t`
+    rows; rows beyond `num_embeddings` are zero, never looked up and never trained.
+    ends: the axis of the stage that holds the same table (tied output layer) and makes it at the same time.
     """
 
     def __init__(
@@ -190,7 +195,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         rows = size_per_rank("padded vocabulary", padded_size or num_embeddings, tp.axis)
         self.first = tp.axis.rank * rows
-        self.last = min(self.first + rows, num_embeddings)  # exclusive, without padding
+        self.last = min(self.first + rows, num_embeddings)  # exclusive; the rows beyond it are padding
         tied = (ends.name,) if ends is not None and ends.size > 1 else ()
         self.weight = tp.parameter(
             (rows, embedding_dim),
@@ -200,7 +205,7 @@ class VocabParallelEmbedding(nn.Module):
         )
         self.weight.shared_embedding = ends is not None  # Megatron's name
         if tied and tp.fills and not self.weight.is_meta:
-            comm.broadcast(self.weight.data, ends)  # stages that are seeded unlike draw other values
+            comm.broadcast(self.weight.data, ends)  # stages with different seeds draw different values
 
     def forward(self, ids: Tensor) -> Tensor:
         check_word_ids(ids, self.num_embeddings, "the tokens")
@@ -214,5 +219,5 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def my_sequence_part(length: int, tp: TensorParallel) -> slice:
-    """The positions of the sequence that this rank holds between the layers."""
+    """The positions of the sequence that this rank holds between layers."""
     return comm.my_part(length, tp.axis) if tp.sequence_parallel else slice(0, length)

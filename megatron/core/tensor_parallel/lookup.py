@@ -1,7 +1,7 @@
-"""Rows looked up in a table, the gradient of a row being summed over its tokens in the precision of the gradient buffer.
+"""Table lookup whose gradient is summed in the dtype of the gradient buffer.
 
-torch's own backward sums in the table's precision: in bfloat16 a word that occurs 4,096 times with gradients of 0.01 would get 4
-instead of 41, since 4 + 0.01 rounds to 4.
+torch's own backward sums in the table's dtype. In bfloat16 a word that occurs 4,096 times with gradients of 0.01 would
+get 4 instead of 41, since 4 + 0.01 rounds to 4.
 """
 
 import torch
@@ -15,7 +15,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.table = table  # its buffer hangs on this very object
+        ctx.table = table  # `main_grad` is an attribute of this object
         return functional.embedding(ids, table)
 
     @staticmethod
@@ -25,7 +25,7 @@ class _Lookup(torch.autograd.Function):
         if main_grad is None:
             return None, _sums_of_rows(grad, ids, table.shape[0])
         grad = grad.to(main_grad.dtype)
-        if grad.device.type == "cpu":  # rows that occur; elsewhere counting them would wait for the device
+        if grad.device.type == "cpu":  # only rows that occur; on an accelerator, counting them would block the host
             occurring, position = ids.unique(return_inverse=True)
             main_grad.index_add_(0, occurring, _sums_of_rows(grad, position, len(occurring)))
         else:
@@ -35,7 +35,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _sums_of_rows(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """The gradient of a table of `rows` rows; in a fixed order, which index_add has not on every device."""
+    """The gradient of a table of `rows` rows, summed in a fixed order; index_add has none on some devices."""
     return torch.ops.aten.embedding_dense_backward(grad, ids, rows, -1, False)
 
 

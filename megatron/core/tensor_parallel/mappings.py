@@ -1,11 +1,12 @@
-"""The moves of an activation between layouts over the tensor-parallel axis: each a pair of collectives.
+"""Moves of an activation between layouts over the tensor-parallel axis; each is a pair of collectives.
 
-| move                    | forward                 | backward         | where                                           |
-|-------------------------|-------------------------|------------------|-------------------------------------------------|
+| move                    | forward                 | backward         | use                                             |
+|-------------------------|-------------------------|------------------|------------------------------------------------
+-|
 | copy                    | identity                | all-reduce       | replicated input of a column-parallel layer     |
 | reduce                  | all-reduce              | identity         | partial output of a row-parallel layer          |
 | gather_sequence         | all-gather, dim 0       | reduce-scatter   | sequence-split input of a column-parallel layer |
-| whole_sequence          | all-gather, dim 0       | my part          | sequence-split to replicated, used alike by all |
+| whole_sequence          | all-gather, dim 0       | my part          | sequence-split to replicated, same use on all   |
 | reduce_scatter_sequence | reduce-scatter, dim 0   | all-gather       | partial output, result split along the sequence |
 | scatter_sequence        | my part of dim 0        | all-gather       | replicated to sequence-split                    |
 | scatter_last            | my part of the last dim | all-gather, last | replicated to feature-split                     |
@@ -47,7 +48,7 @@ def _part_last(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _move(name: str, forward: Move, backward: Move) -> Move:
-    """An autograd function from its two directions. The axis travels in ctx: a backward looks nothing up."""
+    """An autograd function from its two directions. ctx holds the axis, since a backward looks nothing up."""
 
     def run_forward(ctx, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -70,7 +71,7 @@ scatter_sequence = _move("scatter_sequence", _part, comm.all_gather)
 scatter_last = _move("scatter_last", _part_last, _all_gather_last)
 gather_last = _move("gather_last", _all_gather_last, _part_last)
 
-# Megatron's names, over the tensor-parallel axis of the mesh.
+# Megatron's names; they use the mesh's tensor-parallel axis.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {

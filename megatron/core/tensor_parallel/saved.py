@@ -15,10 +15,11 @@ def keep_copy(x: Tensor) -> Callable[[], Tensor]:
 
 
 class SavedActivation:
-    """A tensor that is used once as it is, and later from the shards that the ranks of the axis keep.
+    """A tensor that the forward uses as it is, and the backward restores from the shards that the ranks of the axis
+    keep.
 
-    axis: None if each rank keeps the whole. keep: stores the shard. Every rank of the axis must take its activations in the same
-    order.
+    axis: None if each rank keeps the whole tensor. keep: stores the shard. Every rank of the axis must `take` its
+    activations in the same order.
     """
 
     def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = keep_copy):

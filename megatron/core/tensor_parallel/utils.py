@@ -1,4 +1,4 @@
-"""Megatron's path of the arithmetic of divided tensors."""
+"""Megatron's path of its arithmetic for sharded tensors."""
 
 from megatron.core.lazy import lazy_names
 

@@ -1,5 +1,5 @@
-"""The ids of words against the vocabulary: without a check, ranks that each look up their own part take any other id for
-nothing."""
+"""A check of word ids against the vocabulary. Without it, sharded lookup treats an invalid id as another rank's
+word."""
 
 import contextlib
 
@@ -10,17 +10,17 @@ from megatron.core.config import ConfigError
 
 
 def check_word_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | None = 0) -> None:
-    """Raise ConfigError for an id from `vocab_size` on, or below `least`; None: any is taken there, as labels without a loss may
-    be.
+    """Raise ConfigError for an id of at least `vocab_size`, or below `least` (None: no lower bound, as for labels
+    without a loss).
 
-    On an accelerator a RuntimeError comes later, from the device, so that the host need not wait. 60 microseconds for 8,192 ids
-    on a CPU.
+    On an accelerator the device raises a RuntimeError later, so that the host does not block. 60 microseconds for 8,192
+    ids on a CPU.
     """
     if ids.device.type == "meta" or not ids.numel():
         return
     if ids.device.type != "cpu":
         fits = ids < vocab_size if least is None else (ids < vocab_size) & (ids >= least)
-        with contextlib.suppress(NotImplementedError):  # of a back end that asserts nothing
+        with contextlib.suppress(NotImplementedError):  # some back ends have no asserts
             torch._assert_async(fits.all(), f"{what} lie outside the vocabulary of {vocab_size}")
         return
     smallest, largest = (int(bound) for bound in ids.aminmax())
@@ -28,5 +28,5 @@ def check_word_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | None
         wrong = largest if largest >= vocab_size else smallest
         raise ConfigError(
             f"{what} hold the id {wrong}, but the model's vocabulary has {vocab_size} words (0 to {vocab_size - 1}): the data or "
-            "prompts were made with another tokenizer; give that one (--tokenizer-type and its file), or make them again"
+            "prompts come from another tokenizer; give that one (--tokenizer-type and its file), or tokenize again"
         )

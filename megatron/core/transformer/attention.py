@@ -1,4 +1,4 @@
-"""Self-attention with its heads divided over the tensor-parallel ranks, around a kernel of the table."""
+"""Self-attention with heads sharded over the tensor-parallel ranks, around a kernel of KERNELS."""
 
 from functools import partial
 from typing import NamedTuple
@@ -42,21 +42,26 @@ class CoreAttention(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Multi-head or grouped-query self-attention: each rank computes n/t query heads and their groups/t key/value heads.
+    """Multi-head or grouped-query self-attention: each rank computes n/t query heads and their groups/t key/value
+    heads.
 
     The fused q/k/v weight holds the groups one after the other, each as its query heads, one key head, one value head:
 
         group 0: q0 q1 k v | group 1: q2 q3 k v | ...          rows [groups * (n / groups + 2) * d]
 
-    With fewer groups than ranks, t/groups neighbours (axis "kv") hold the same key and value head, each with its own queries:
+    With fewer groups than ranks, t/groups neighbours (axis "kv") hold the same key and value head, each with its own
+    queries:
 
         rank 0: q0 k0 v0 | rank 1: q1 k0 v0 | rank 2: q2 k1 v1 | rank 3: q3 k1 v1          2 groups on 4 ranks
 
-    No activation crosses the wire for that; a rank's gradient of a shared head comes from its own queries, and the parts are
-    summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized over its width.
+    Shared heads need no communication of activations. A rank's gradient of a shared head comes from its own queries;
+    the
+    parts are summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized over its
+    width.
 
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], cache) -> the shape of x.
-    With a cache the queries of x see the keys and values of the tokens before them too.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], cache) -> the
+    shape of x.
+    With a cache the queries of x also attend to the cached keys and values of earlier tokens.
     """
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
@@ -84,7 +89,7 @@ class ParallelAttention(nn.Module):
         )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
-            # Whole on every rank, yet each rank sees only its own heads, with and without sequence parallelism.
+            # Whole on every rank, with a partial gradient: each rank normalizes its own heads only.
             self.q_layernorm, self.k_layernorm = (make_norm(config, context, width=d, partial=True) for _ in range(2))
         self.core_attention = make_core(config, layer, context)
         self.keys, self.layer = context.keys, layer
@@ -114,7 +119,7 @@ class ParallelAttention(nn.Module):
 
 
 class Heads(NamedTuple):
-    """The heads of this rank."""
+    """The query, key and value heads of this rank."""
 
     q: Tensor  # [s, b, n/t, d]
     k: Tensor  # [s, b, groups/t, d]
@@ -122,7 +127,8 @@ class Heads(NamedTuple):
 
 
 def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[Rows, ...]:
-    """The rows of the fused q/k/v tensor that a rank holds when groups < t: its queries, then its group's key and value head.
+    """The rows of the fused q/k/v weight that a rank holds if groups < t: its queries, then its group's key and value
+    head.
 
     4 heads of width 1 in 1 group on 2 ranks, rows q0 q1 q2 q3 k v:  rank 0 holds 0:2 and 4:6, rank 1 holds 2:4 and 4:6.
     """

@@ -1,4 +1,4 @@
-"""The one object that every layer is handed beside the config of its model and its own number."""
+"""LayerContext: every layer is built from the config of its model, its number, and this."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The place of a model chunk in the layout, made once and handed to all of its layers.
+    """The place of a model chunk in the layout, made once and passed to all of its layers.
 
-    A layer looks nothing up, neither the current mesh nor the settings of the run: a new axis is a new field here.
+    A layer looks up neither the current mesh nor the settings of the run. A new axis is a new field here.
     """
 
     tp: TensorParallel  # the ranks that share a layer; dtype, device and products of its tensors
     keys: DropoutKeys
     ends: Axis | None = None  # the first and the last stage, which share a tied word table
-    tier: Tier | None = None  # holds the offloaded activations; None: memory of the host
+    tier: Tier | None = None  # storage of offloaded activations; None: host memory
 
     @classmethod
     def on(
@@ -42,7 +42,7 @@ class LayerContext:
         return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier)
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
-        """Dropout of hidden states. site: a name of its own for each place in a layer."""
+        """Dropout of hidden states. site: a unique name for each place in a layer."""
         return HiddenDropout(probability, self.keys, site, layer, self.tp.sequence_axis)
 
     def hidden_states(self, config: TransformerConfig, micro_batch_size: int, seq_length: int) -> TensorSpec:
@@ -51,4 +51,4 @@ class LayerContext:
         return TensorSpec((length, micro_batch_size, config.hidden_size), config.residual_dtype)
 
 
-MakePart = Callable[[TransformerConfig, int, LayerContext], nn.Module]  # of a layer's number over the whole model
+MakePart = Callable[[TransformerConfig, int, LayerContext], nn.Module]  # int: the layer's number in the whole model

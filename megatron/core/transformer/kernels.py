@@ -1,6 +1,6 @@
-"""The attention kernels: softmax(Q K^T / sqrt(d)) V, and the table that `--attention-backend` chooses from.
+"""Attention kernels, softmax(Q K^T / sqrt(d)) V, and the table behind `--attention-backend`.
 
-A script adds its own, which then is a value of the flag:
+A script adds a kernel, which becomes a value of the flag:
 
     KERNELS["window"] = Kernel(window_attention, refuses=lambda case: "has no dropout" if case.dropout else None)
 """
@@ -20,34 +20,34 @@ from megatron.core.random import AttentionDropout
 
 
 class Documents:
-    """In place of a mask: samples made of several documents, which do not see each other.
+    """In place of a mask: samples of several documents, which do not attend to each other.
 
         tokens      a b c | d e | f g h         numbers     0 0 0 1 1 2 2 2
 
-    A kernel that takes documents one by one never holds an s x s mask; one that cannot asks for `mask`.
+    A kernel that computes document by document never holds an s x s mask; others ask for `mask`.
     """
 
     def __init__(self, numbers: Tensor):
-        """numbers: [b, s], which document of its sample each token belongs to; they never fall."""
+        """numbers: [b, s], the document of each token within its sample, non-decreasing."""
         self.numbers = numbers
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """Tokens of each document of each sample. The first call waits for the device, once."""
+        """Tokens of each document of each sample. The first call copies from the device and blocks."""
         return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.numbers.cpu()]
 
     @cached_property
     def mask(self) -> Tensor:
-        """[b, 1, s, s], True where a query may not look: at what comes later, and at other documents."""
+        """[b, 1, s, s], True where attention is masked: later tokens, and other documents."""
         other = self.numbers[:, :, None] != self.numbers[:, None, :]
         return (other | torch.ones_like(other[0]).triu(1))[:, None]
 
 
-Mask = Tensor | Documents | None  # True where a query may not look, [.., s, s]; None for causal
+Mask = Tensor | Documents | None  # [.., s, s], True where attention is masked; None: causal
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
-    """The reference. q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. The softmax is taken in float32 or better."""
+    """The reference. q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. The softmax is in float32 or wider."""
     if isinstance(mask, Documents):
         mask = mask.mask
     repeat = q.shape[1] // k.shape[1]
@@ -62,19 +62,19 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Attent
 
 
 def repeats_groups(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    """Whether key/value heads are shared by query heads and the kernel of this device must not know."""
+    """Whether key/value heads must be repeated for the fused kernel of this device."""
     flash = mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST_FLASH
     return q.shape[1] != k.shape[1] and q.device.type != "cpu" and not flash
 
 
-_WIDEST_FLASH = 256  # of a head
+_WIDEST_FLASH = 256  # largest head width of the flash kernel
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
-    """torch's scaled_dot_product_attention; it never holds the s x s scores. Cannot do our dropout.
+    """torch's scaled_dot_product_attention, which never holds the s x s scores. It cannot do our dropout.
 
-    On an accelerator only its flash kernel takes fewer key/value heads than query heads. Where that kernel cannot run, the heads
-    are repeated: torch would silently take the kernel that holds the scores (PyTorch pull request 191085).
+    On an accelerator only the flash kernel supports fewer key/value heads than query heads. Otherwise the heads are
+    repeated here: torch would silently use the kernel that holds the scores (PyTorch pull request 191085).
     """
     if isinstance(mask, Documents):
         return attention_by_document(q, k, v, mask, dropout)
@@ -88,7 +88,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Attent
 
 
 def attention_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: AttentionDropout) -> Tensor:
-    """The fused kernel on every document alone: less work than on the whole sample, and no mask."""
+    """The fused kernel on each document: less work than on the whole sample, and no mask."""
     rows = []
     for row, lengths in enumerate(documents.lengths):
         parts = zip(*(x[row : row + 1].split(lengths, dim=2) for x in (q, k, v)))
@@ -100,7 +100,7 @@ def attention_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents,
 
 
 class AttentionCase(NamedTuple):
-    """The work that a kernel is asked for in one forward."""
+    """The work of one forward."""
 
     q: Tensor  # [b, n, s, d]
     k: Tensor  # [b, groups, s, d], longer than q where a cache holds earlier tokens
@@ -112,8 +112,8 @@ class AttentionCase(NamedTuple):
 class Kernel:
     """compute(q, k, v, mask, dropout), with the shapes of `plain_attention`.
 
-    refuses(case): why the kernel cannot do this work, None if it can. instead: the kernel, computing the same function, that
-    does the refused work; without one a refusal ends the run.
+    refuses(case): the reason why the kernel cannot compute this case, None if it can. instead: the name of a kernel for
+    refused cases, which computes the same function; without it, a refusal ends the run.
     """
 
     compute: Callable[[Tensor, Tensor, Tensor, Mask, AttentionDropout], Tensor]
@@ -127,7 +127,7 @@ KERNELS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "unfused": _PLAIN, 
 
 
 def kernel_for(name: str, case: AttentionCase) -> Kernel:
-    """The kernel that does the work under this value of --attention-backend. Raises ConfigError if none does."""
+    """The kernel that computes the case under this value of --attention-backend. Raises ConfigError if none can."""
     kernel = KERNELS[name]
     while (why := kernel.refuses(case)) is not None:
         if kernel.instead is None:

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: column-parallel in, activation, row-parallel out."""
+"""The MLP of a layer: column-parallel, activation, row-parallel."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,7 +19,7 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
         super().__init__()
-        del layer  # all layers have the same
+        del layer  # all layers have the same MLP
         f, tp = config.ffn_size, context.tp
         self.activation = gated_silu if config.swiglu else gelu
         self.linear_fc1 = ColumnParallelLinear(

@@ -1,7 +1,8 @@
-"""Normalization of the residual stream, or of heads. Under sequence parallelism a rank normalizes its part of the sequence.
+"""Normalization of the residual stream, or of heads. Under sequence parallelism a rank normalizes its part of the
+sequence.
 
-The result has the dtype of the weight, and the computation that of the input: a float32 residual stream loses nothing on the way.
-`partial`: whether a rank sees only a part of what is normalized; by default, under sequence parallelism.
+The computation has the dtype of the input, so a float32 residual stream loses no precision; the result has the dtype
+of the weight. `partial`: whether a rank's gradient is partial; None: under sequence parallelism.
 """
 
 from torch import Tensor, nn
@@ -46,5 +47,5 @@ _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 def make_norm(
     config: TransformerConfig, context: LayerContext, *, width: int | None = None, partial: bool | None = None
 ) -> nn.Module:
-    """The norm that --normalization names, over the residual stream or over another width."""
+    """The norm of --normalization, over the residual stream or another width."""
     return _NORMS[config.normalization](width or config.hidden_size, config.norm_epsilon, context.tp, partial)

@@ -1,4 +1,4 @@
-"""Activations computed again in the backward instead of kept, to the same bits."""
+"""Activation recomputation: the backward computes activations again instead of saving them, to the same bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +20,14 @@ def recomputed(
     parts_over: Axis | None = None,
     keep: Keep | None = None,
 ) -> Tensor:
-    """run(*inputs), of which only the inputs are kept for the backward.
+    """run(*inputs), saving only the inputs for the backward.
 
-    parts_over: ranks with equal copies of the first input; each keeps a shard, and the backward gathers them. keep: stores the
-    first input, or the shard.
+    parts_over: ranks with equal copies of the first input; each saves a shard, and the backward gathers them. keep:
+    stores
+    the first input, or the shard.
 
-    Dropout masks follow from their keys, so that no generator's state is saved: the second run names the samples of the first.
-    It stops once it has what the backward asks for, and so leaves out the last reduction of the last layer.
+    Dropout masks follow from their keys, so no generator state is saved: recomputation uses the sample numbers of the
+    forward. It stops once the backward has what it needs, which skips the last reduction of the last layer.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
@@ -44,15 +45,16 @@ def recomputed(
 
 
 def give_up(x: Tensor, again: Callable[[], Tensor], *, until: Tensor) -> None:
-    """Free the memory of `x`, which nothing but the backward of `until` reads; there `again()` computes the same values first."""
+    """Free the memory of `x`. Before the backward of `until`, its only remaining reader, `again()` recomputes the
+    values."""
     memory = x.untyped_storage()
     size, held = memory.nbytes(), [(x, again)]
 
     def fill(_: Tensor) -> None:
-        x, again = held.pop()  # the hook lives to the end of the whole backward, and neither of them need
+        x, again = held.pop()  # the hook outlives this call; without pop it would keep both alive
         x.untyped_storage().resize_(size)
         with torch.no_grad():
-            x.data.copy_(again())  # not x, whose saved version this would make the wrong one
+            x.data.copy_(again())  # `.data`, since a copy into x would raise its version counter, which autograd checks
 
     until.register_hook(fill)
     memory.resize_(0)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: queries and keys are turned by angles that grow with the position (arXiv:2104.09864)."""
+"""Rotary position embedding: queries and keys are rotated by angles that grow with the position (arXiv:2104.09864)."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def rotary_angles(positions: Tensor, width: int, base: float, *, like: Tensor) -> Tensor:
     """The angle of each position and pair of features, in float32 (float64 for float64 activations).
 
-    positions: [s, b], or [s, 1] where all texts have the same -> [s, b or 1, width / 2]
+    positions: [s, b], or [s, 1] if all texts share them -> [s, b or 1, width / 2]
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     wavelengths = base ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
@@ -15,7 +15,7 @@ def rotary_angles(positions: Tensor, width: int, base: float, *, like: Tensor) -
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the first 2 x angles.shape[-1] features of each head; feature i is paired with the one half a width on.
+    """Rotate the first 2 x angles.shape[-1] features of each head; feature i is paired with feature i + width / 2.
 
     x: [s, b, n, d], angles: [s, b or 1, width / 2] -> [s, b, n, d]
     """

@@ -19,12 +19,12 @@ from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
 class ParallelTransformer(nn.Module):
-    """The layers numbered `layers` (from 0, over the whole model) and, behind the last layer of all, the final norm.
+    """The layers numbered `layers` (from 0, over the whole model) and, with `post_process`, the final norm.
 
-    Layers are kept under their global number, so that a parameter's name is the same in every layout.
+    Layers are named by their number in the whole model, so a parameter has one name in every layout.
     `make_layer(config, i, context)` builds layer i; a fork passes its own.
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache) -> the same shape.
-    With a cache, x holds the tokens that follow those in it; the cache gives their positions and their mask.
+    With a cache, x holds the tokens after the cached ones; the cache gives their positions and mask.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ParallelTransformer(nn.Module):
         if cache is not None:
             if self.sequence_ranks > 1:
                 raise ValueError(
-                    "a cache needs whole tokens on every rank; build the model without sequence parallelism"
+                    "a cache needs the whole sequence on every rank; build the model without sequence parallelism"
                 )
             mask = cache.mask(length)
         if config.position_embedding_type == "rope":
@@ -84,34 +84,34 @@ class ParallelTransformer(nn.Module):
             return run(x, mask, angles)
 
     def _groups(self) -> "list[LayerGroup]":
-        """The layers in order, in groups that are computed again, or offloaded, as one."""
+        """The layers in order, in groups that are recomputed or offloaded together."""
         layers, config = list(self.layers.values()), self.config
         size = config.recompute_num_layers or 1
         if config.recompute_granularity == "full" and config.recompute_method == "uniform":
             return [LayerGroup(i, True, layers[i : i + size]) for i in range(0, len(layers), size)]
         again = size if config.recompute_granularity == "full" else 0
-        alone = max(again, config.cpu_offloading_num_layers)  # each of these leaves, and comes back, by itself
+        alone = max(again, config.cpu_offloading_num_layers)  # these are recomputed or offloaded one by one
         groups = [LayerGroup(i, i < again, [layer]) for i, layer in enumerate(layers[:alone])]
         return [*groups, LayerGroup(alone, False, layers[alone:])] if layers[alone:] else groups
 
     def reserve(self, microbatches: int) -> None:
-        """So many will wait for their backwards at once: of what the layers keep in slots, there is room for that and no more."""
+        """Allocate slots for saved inputs of `microbatches` microbatches in flight, and no more."""
         groups = sum(group.recompute and group.first >= self.activations.offloaded for group in self._groups())
         self.activations.slots.reserve(groups * microbatches)
 
 
 class LayerGroup(NamedTuple):
-    """Layers that follow one another."""
+    """Consecutive layers."""
 
-    first: int  # its place in the stage
-    recompute: bool  # the backward computes the group again
+    first: int  # index of the first layer in the stage
+    recompute: bool  # the backward recomputes the group
     layers: Sequence[nn.Module]
 
 
 def _run_layers(
     layers: Sequence[nn.Module], cache: KeyValueCache | None, x: Tensor, mask: Mask, angles: Tensor | None
 ) -> Tensor:
-    more = () if cache is None else (cache,)  # a fork's layer that only trains need not know of it
+    more = () if cache is None else (cache,)  # a fork's layer without generation need not take a cache
     for layer in layers:
         x = layer(x, mask, angles, *more)
     return x

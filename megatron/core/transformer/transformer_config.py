@@ -1,4 +1,4 @@
-"""The settings of a transformer: its shape, the activations it saves, its loss and its precision, four configs in one."""
+"""The settings of a transformer: shape, recomputation and offload, loss, and precision; four configs in one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron.core.transformer.kernels import KERNELS
 
 @dataclass(frozen=True)
 class ShapeConfig(FlagConfig):
-    """Layers, widths, and the functions that a layer is made of."""
+    """Layers, widths, and the functions in a layer."""
 
     num_layers: Count = knob(12, "transformer layers", flags=("--num-layers", "--encoder-num-layers"))
     hidden_size: Count = knob(768, "hidden size")
@@ -65,12 +65,12 @@ class ShapeConfig(FlagConfig):
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads: one per query head unless groups share them."""
+        """Key/value heads: one per query head, or --num-query-groups."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the MLP. A gated one has three matrices instead of two, so two thirds of the width by default."""
+        """Width inside the MLP. A gated MLP has three matrices instead of two, so its default width is two thirds."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
@@ -81,15 +81,16 @@ class ShapeConfig(FlagConfig):
 
     @property
     def output_init_std(self) -> float:
-        """Of the layers that write into the residual stream, which adds 2 x num_layers of them (GPT-2, section 2.3)."""
+        """Standard deviation for layers that write into the residual stream, which sums 2 x num_layers of them (GPT-2,
+        section 2.3)."""
         return self.init_method_std / (2 * self.num_layers) ** 0.5
 
     def ranks_per_kv_head(self, tensor_parallel_size: int) -> int:
-        """Tensor-parallel ranks that share one key/value head: one, unless there are more ranks than heads."""
+        """Tensor-parallel ranks that share one key/value head: 1, unless there are more ranks than heads."""
         return max(1, tensor_parallel_size // self.query_groups)
 
     def padded_vocab_size(self, vocab_size: int, tensor_parallel_size: int) -> int:
-        """The rows of the embedding table over all ranks. The padding never takes part in anything."""
+        """Rows of the embedding table over all ranks, with padding."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-vocab_size // multiple) * multiple
 
@@ -159,7 +160,7 @@ class RecomputeConfig(FlagConfig):
                 yield f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}"
 
     def recomputes(self, module: str) -> bool:
-        """Whether the backward computes this part of every layer again: core_attn, mlp or layernorm."""
+        """Whether the backward recomputes this part of every layer: core_attn, mlp or layernorm."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
 
@@ -201,7 +202,7 @@ class PrecisionConfig(FlagConfig):
 
     @property
     def residual_dtype(self) -> torch.dtype:
-        """Of the residual stream, and so of what passes between pipeline stages."""
+        """dtype of the residual stream, and so of the tensors between pipeline stages."""
         return torch.float32 if self.fp32_residual_connection else self.params_dtype
 
 
@@ -211,7 +212,7 @@ class TransformerConfig(PrecisionConfig, LossConfig, RecomputeConfig, ShapeConfi
 
 
 def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> list[str]:
-    """Why the layers cannot be divided over so many ranks, if they cannot."""
+    """The reasons why this tensor-parallel size does not divide the layers."""
     parts = {"--num-attention-heads": config.num_attention_heads, "ffn hidden size": config.ffn_size}
     problems = [
         f"{what} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}); change one"
@@ -224,7 +225,7 @@ def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> 
 
 
 def query_group_problem(groups: int, tensor_parallel_size: int) -> str | None:
-    """Why so many key/value heads cannot be laid on the ranks, if they cannot."""
+    """The reason why key/value heads and ranks do not divide each other, None if they do."""
     if groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0:
         return None
     return (
