@@ -49,7 +49,7 @@ class Bucket:
     def open_grad(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
         """Prepare `main_grad` of one parameter for a gradient: allocate it in stages 2 and 3, and set zeros to add to.
 
-        Returns True if the caller, who can overwrite, must overwrite instead of adding.
+        Returns True if `overwrites` is given and the caller must overwrite instead of adding.
         """
         if self._grads is not None:
             self.finish_reduce()
@@ -122,7 +122,7 @@ class Bucket:
             self._release_grads()
             return
         if self.buffer.zero.shards_state:
-            comm.all_reduce(total, self.buffer.axes.replica)
+            comm.all_reduce(total, self.buffer.axes.replica)  # hybrid sharding: over the copies of the shard
         if self._rounds or self.buffer.zero.shards_state:
             self.sum.copy_(total)
 

@@ -115,6 +115,7 @@ class ParamFetcher(ParamGather):
         if unit not in self._order:
             self._order.append(unit)
         after = self._order.index(unit) + direction
+        # Recomputation runs forward inside a backward: the next unit to be needed lies the other way, so none is prefetched.
         recomputes = self._in_backward and direction > 0
         if self._ahead and not recomputes and 0 <= after < len(self._order):
             for bucket in self._needs[self._order[after]]:

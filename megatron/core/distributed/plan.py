@@ -117,7 +117,7 @@ def _in_buckets(items: list[Item], align: int, cut: Cut) -> Iterator[list[Item]]
 def _place(items: list[Item], align: int, shards: int) -> tuple[list[int], int]:
     """(start of each item of a bucket, length of a shard). The shard grows by the overflow until all items fit."""
     part = _round_up(sum(_round_up(item.numel, align) for item in items), align * shards) // shards
-    part = max([part, *(_round_up(item.numel, align) for item in items if item.is_whole)])
+    part = max([part, *(_round_up(item.numel, align) for item in items if item.is_whole)])  # a whole item fits a shard
     while True:
         places, at = [], 0
         for item in items:

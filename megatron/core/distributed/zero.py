@@ -46,6 +46,7 @@ class GradReduce:
         self.learned = any(slot.expected for slot in self.slots)
         for bucket in self.buckets:
             bucket.begin_step()
+            # Before the counts are learned, every parameter is expected, and no bucket starts early.
             bucket.missing = sum(slot.expected > 0 or not self.learned for slot in bucket.slots)
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
@@ -60,6 +61,7 @@ class GradReduce:
     def add(self, slot: ParamSlot) -> None:
         """Count a gradient. Raises RuntimeError after the reduction began; a step without gradients, such as
         validation, may continue."""
+        # Validation begins and ends a step without gradients; training may then add to it.
         if self.begun and any(other.added for other in self.slots):
             raise RuntimeError(
                 f"the gradient of {slot.name} was added after the gradients of its step were reduced over the ranks; call "
@@ -158,7 +160,7 @@ class ReduceEachMicrobatch(GradReduce):
         with
         more is reduced twice.
         """
-        if self._travelling is not None:
+        if self._travelling is not None:  # one bucket in flight bounds the memory of whole gradients
             self._travelling.finish_reduce()
         bucket.start_reduce()
         self._travelling = bucket

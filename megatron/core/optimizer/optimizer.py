@@ -172,7 +172,7 @@ class FlatOptimizer:
         """The sum of squares of gradients whose copies are spread over `model`. All ranks of `model` must call."""
         total, shard_axes = torch.zeros((), dtype=torch.float64, device=self.device), ()
         for buffer, weighted in zip(self.buffers, self._weighted):
-            if buffer.axes.model.ranks == model.ranks:
+            if buffer.axes.model.ranks == model.ranks:  # dense or expert parameters: their copies span other ranks
                 shard_axes = (buffer.axes.shard, buffer.axes.outer)
                 for weight, part in weighted:
                     total += weight * _sum_of_squares(part)  # 0 x infinity is NaN

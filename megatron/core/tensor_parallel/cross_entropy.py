@@ -47,9 +47,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 word_sum[part] = x.sum(dim=-1)
             mine[part] = x.amax(dim=-1)
             total[part] = x.sub_(mine[part].unsqueeze(-1)).exp_().sum(dim=-1)
+        # The sums of exp were taken with each rank's own maximum; rescale them to the largest over all ranks.
         largest = comm.all_reduce(mine.clone(), axis, "max")
         total = comm.all_reduce(total * (mine - largest).exp(), axis)
 
+        # Each target's score lies on one rank; the other ranks add zero.
         elsewhere = (target < first) | (target >= first + columns)
         local_target = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
         everywhere, extra = _wanted(vocab_size, smoothing)
@@ -131,9 +133,8 @@ def sharded_cross_entropy(
             + (sequence_parallel_hint(len(logits), len(target)) if logits.shape[1:-1] == target.shape[1:] else "")
         )
     vocab_size = vocab_size or logits.shape[-1] * axis.size
-    check_word_ids(
-        target, vocab_size, "the labels", least=None
-    )  # negative labels, such as -1, are positions without loss
+    # Negative labels, such as -1, mark positions without loss.
+    check_word_ids(target, vocab_size, "the labels", least=None)
     return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss)
 
 
