@@ -44,7 +44,7 @@ SUMMED, WRITTEN = "a gradient is summed", "a checkpoint's tensor is written"
 # What is done -> the functions that do it: of what, by which name.
 DOERS = {
     "a rank's model is built": [(build, "get_model")],
-    BUILT: [(transformer_layer, "ParallelMLP"), (chunks, "initialize_parameters"), (chunks, "DistributedDataParallel")],
+    BUILT: [(transformer_layer, "ParallelMLP"), (build, "initialize_parameters"), (chunks, "DistributedDataParallel")],
     TRAINED: [(trainer, "train_step")],
     SUMMED: [(DistributedDataParallel, name) for name in ("start_grad_reduce", "finish_grad_reduce")],
     WRITTEN: [(checkpointing, "save")],
@@ -76,18 +76,21 @@ def noting(files: set[str]) -> Iterator[None]:
 def entered() -> dict[str, list[str]]:
     """What is done -> the files, sorted."""
     files: dict[str, set[str]] = {what: set() for what in DOERS}
+    training: list[bool] = []
     originals = [(owner, name, getattr(owner, name)) for doers in DOERS.values() for owner, name in doers]
 
     def watched(what: str, function: Callable) -> Callable:
         @wraps(function)
         def inside(*given: Any, **options: Any) -> Any:
-            with noting(files[what]):
+            # A step that is run for its memory alone, before the first one, sums gradients too.
+            with noting(files[what] if what != SUMMED or training else set()):
                 return function(*given, **options)
 
         return inside
 
     def work(mesh: Mesh, folder: str) -> None:
         with trainer_of(pretrain_gpt, mesh, FLAGS + folder) as run:
+            training.append(True)
             run._train()
 
     for what, doers in DOERS.items():

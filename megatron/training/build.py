@@ -18,6 +18,7 @@ from megatron.core.grid import Axis
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.random import initialize_parameters
 from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room
@@ -41,6 +42,8 @@ def get_model(
     check_room(runtime, made.values(), room, forecast)
     if forecast is not None:
         warn_of_room(runtime, forecast)
+    for chunk in made.values():
+        initialize_parameters(chunk, runtime.config.training.seed, runtime.mesh)
     return in_buffers(made, runtime, group_of)
 
 

@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Placement
-from megatron.core.random import initialize_parameters
 from megatron.training.runtime import Runtime
 
 ModelProvider = Callable[..., nn.Module]
@@ -76,12 +75,11 @@ def refuse_shared_tables(names: list[str], config: DataParallelConfig) -> None:
 def in_buffers(
     made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group
 ) -> dict[int, DistributedDataParallel]:
-    """Initialize the chunks' parameters and lay them out in contiguous buffers."""
+    """Lay the chunks' parameters out in contiguous buffers."""
     mesh, config = runtime.mesh, runtime.config
     chunks: dict[int, DistributedDataParallel] = {}
     params_tier = runtime.tier if config.offload.offload_params else None
     for stage, chunk in made.items():
-        initialize_parameters(chunk, config.training.seed, mesh)
         whole = config.optimizer.whole_among({name: p.placement for name, p in chunk.named_parameters()}, group_of)
         chunks[stage] = DistributedDataParallel(
             chunk, mesh, config.data_parallel, runtime.weight_grads, tier=params_tier, whole=whole

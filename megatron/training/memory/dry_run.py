@@ -129,7 +129,11 @@ class RankParts(NamedTuple):
 
 def parts_of(runtime: Runtime, job: Job) -> RankParts:
     """What a rank trains with, made by the code that makes it in a run."""
-    chunks = in_buffers(make_chunks(job.model_provider, runtime), runtime, job.group_of)
+    made = make_chunks(job.model_provider, runtime)
+    with torch.no_grad():
+        for parameter in (p for chunk in made.values() for p in chunk.parameters()):
+            parameter.zero_()  # values are not looked at, and arithmetic on denormal ones is slow
+    chunks = in_buffers(made, runtime, job.group_of)
     return RankParts(
         chunks, build_optimizer(chunks, runtime, job.group_of), build_pipeline(chunks, runtime, job.forward_step)
     )
