@@ -140,9 +140,8 @@ class DeafWorkers(ProcessPoolExecutor):
     """Worker processes that ignore Ctrl-C from their start: the parent receives it and ends them."""
 
     def submit(self, *work: Any) -> Any:
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # which a process that is started here inherits
+        # A process that is started here inherits the mask.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super().submit(*work)
         finally:

@@ -47,7 +47,7 @@ def test_an_id_outside_the_vocabulary_is_not_written(tmp_path, run, template_id,
     path = write_tokenizer(tmp_path / "t.json", template_id=template_id)
     code, said, files = run(path, ["", "a b", "c"], *flags)
     assert (code, files) == (1, ["a.jsonl", "t.json"])
-    assert f"{tmp_path}/a.jsonl:1: {path}: " in said and said.count("\n") == 1
+    assert f"{tmp_path}/a.jsonl:1: HuggingFaceTokenizer {path} " in said and said.count("\n") == 1
     if template_id < 2**31:
         assert f"{template_id}" in said and "28 ids (0 to 27)" in said
     assert run(write_tokenizer(path, template_id=27), ["", "a b"])[0] == 0
@@ -78,7 +78,7 @@ def test_a_tokenizer_that_comes_to_no_end_is_given_up(tmp_path, run, monkeypatch
     path = write_tokenizer(tmp_path / "t.json", RUNS_AWAY)
     code, said, files = run(path, ["abc", " ".join(["a" * 24] * 20)], "--on-error", "skip")
     assert (code, files) == (1, ["a.jsonl", "t.json"])
-    assert f"{tmp_path}/a.jsonl:2: {path}: " in said and said.count("\n") == 1
+    assert f"{tmp_path}/a.jsonl:2: HuggingFaceTokenizer {path} " in said and said.count("\n") == 1
 
 
 def test_what_is_done_in_time_gives_its_result_or_its_error():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.core.datasets.indexed import token_dtype
-from megatron.core.datasets.known_ids import first_unknown
+from megatron.core.datasets.known_ids import first_unknown, tokenizer_name
 from megatron.core.tokenizers import Tokenizer
 from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk
@@ -62,7 +62,7 @@ class Encoder:
     def __post_init__(self) -> None:
         if self.append_eod and not 0 <= self.tokenizer.eod < self.tokenizer.vocab_size:
             raise ValueError(
-                f"{self._file}: the end-of-document id {self.tokenizer.eod} {self._outside}; leave out --append-eod"
+                f"{self._name}: the end-of-document id {self.tokenizer.eod} {self._outside}; drop --append-eod"
             )
 
     def encode(self, chunks: list[Chunk]) -> Encoded:
@@ -106,14 +106,10 @@ class Encoder:
         try:
             of_texts = in_time(lambda: self._pack(texts), seconds)
         except TimeoutError:
-            raise TokenizerError(
-                f"{self._file}: the tokenizer is not done with this text after {seconds:.0f} s, perhaps in a regular expression; "
-                "correct the tokenizer, or remove the text"
-            ) from None
+            reason = f"{self._name} runs longer than {seconds:.0f} s on this text, perhaps in a regular expression"
+            raise TokenizerError(f"{reason}; correct the tokenizer or remove the text") from None
         except OverflowError:
-            raise TokenizerError(
-                f"{self._file}: the tokenizer gives an id beyond 2^31; correct the tokenizer"
-            ) from None
+            raise TokenizerError(f"{self._name} gives an id beyond 2^31; correct the tokenizer") from None
         self._check_ids(of_texts)
         packed = iter(of_texts)
         return [[self._document([next(packed) for _ in texts]) for texts in row] for row in rows]
@@ -122,14 +118,11 @@ class Encoder:
         """Raise TokenizerError for an id outside the vocabulary, for example of a template: it may overflow the stored dtype."""
         ids = np.frombuffer(b"".join(of_texts), _PACKED)
         if (at := first_unknown(ids, self.tokenizer.vocab_size)) is not None:
-            raise TokenizerError(
-                f"{self._file}: the tokenizer gives the id {ids[at]}, which {self._outside}; correct the tokenizer"
-            )
+            raise TokenizerError(f"{self._name} gives the id {ids[at]}, which {self._outside}; correct the tokenizer")
 
     @property
-    def _file(self) -> str:
-        """The tokenizer's file, or its name if it has no file."""
-        return getattr(self.tokenizer, "path", None) or getattr(self.tokenizer, "name", type(self.tokenizer).__name__)
+    def _name(self) -> str:
+        return tokenizer_name(self.tokenizer)
 
     @property
     def _outside(self) -> str:

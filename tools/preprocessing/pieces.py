@@ -51,9 +51,7 @@ class PieceStore:
             with naming(str(lock)):
                 is_ours = locked(held)
             if not is_ours:
-                raise ValueError(
-                    f"another run is writing this output (it holds {lock}); wait for it, or choose another --output-prefix"
-                )
+                raise ValueError(f"another run holds {lock}; wait for it, or choose another --output-prefix")
             self._remove(".tmp")  # left by a killed run
             try:
                 yield

@@ -43,10 +43,7 @@ _OF_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # se
 
 @dataclass(frozen=True)
 class TokenRules:
-    """What a sample needs to know about the tokenizer.
-
-    pad_id None: it has no padding token; tokenizer: its name, for messages.
-    """
+    """What a sample needs of the tokenizer. pad_id: None without a padding token; tokenizer: its name, for messages."""
 
     vocab_size: int
     eod_id: int
@@ -191,9 +188,7 @@ class GPTSamples(SampleKind):
     def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> GPTDataset:
         indices, indexed = Indices(*arrays), part.indexed
         if problem := shape_problem(indices, indexed.sequence_lengths, part.request):
-            raise ValueError(
-                f"index cache {part.cache.path('*')} is not that of {indexed.prefix}: {problem}; delete it"
-            )
+            raise ValueError(f"{part.cache.path('*')} does not fit {indexed.prefix}: {problem}; delete it")
         return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
 
     def look_at(self, indexed: IndexedDataset, say: Say) -> None:

@@ -20,10 +20,8 @@ def data_sha256(config: DataConfig) -> str | None:
         return None
     of_prefix = cache(lambda prefix: [_file_identity(f"{prefix}{ending}") for ending in (".idx", ".bin")])
     try:
-        blends = config.blends()
         plan = [
-            None if blend is None else [blend.weights, [of_prefix(prefix) for prefix in blend.prefixes]]
-            for blend in blends
+            blend and [blend.weights, [of_prefix(prefix) for prefix in blend.prefixes]] for blend in config.blends()
         ]
     except (ConfigError, OSError):  # a script's own data, which these flags name
         return None

@@ -35,8 +35,8 @@ _HASH_THREADS = 8
 def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
     """What tells one token file from another: its size, and a hash of the index.
 
-    The arrays follow from the lengths alone, so the tokens are not read. Of an index past 64 MB (3 million documents)
-    the hash takes 64 blocks spread evenly from its first byte to its last.
+    The arrays depend on the lengths alone, so no token is read. An index above 64 MB (3 million documents) is hashed in 64
+    blocks, spread evenly from its first byte to its last.
     """
     digest = hashlib.blake2b(digest_size=16)
     size = hash_spread(indexed.index_path, digest, _FINGERPRINT_BYTES // _FINGERPRINT_BLOCK, _FINGERPRINT_BLOCK)

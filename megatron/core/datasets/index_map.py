@@ -53,7 +53,7 @@ class IndexRequest:
             raise ValueError(f"{self.num_samples} samples requested; ask for at least 1 (or None for one epoch)")
         if self.seq_length < 1 or self.extra_token not in (0, 1):
             raise ValueError(
-                f"seq_length ({self.seq_length}) must be at least 1 and extra_token ({self.extra_token}) 0 or 1"
+                f"seq_length ({self.seq_length}) must be positive, extra_token ({self.extra_token}) 0 or 1"
             )
 
 
@@ -225,10 +225,9 @@ def passes_over(lengths: np.ndarray, request: IndexRequest) -> Passes:
     tokens = split_tokens(lengths, request)
     if tokens == 0 or (request.num_samples is None and samples_in(tokens, request) < 1):
         need = request.seq_length + request.extra_token
-        raise ValueError(
-            f"the split (sequences {request.ids_range[0]} to {request.ids_range[1]}) has {tokens} tokens, fewer than "
-            f"the {need} of one sample; use more data, a larger share in --split or a smaller --seq-length"
-        )
+        first, past = request.ids_range
+        where = f"the split (sequences {first} to {past}) has {tokens} tokens, fewer than the {need} of one sample"
+        raise ValueError(f"{where}; use more data, a larger share in --split or a smaller --seq-length")
     epochs = num_epochs(tokens, request)
     return Passes(tokens, epochs, samples_in(epochs * tokens, request))
 

@@ -97,7 +97,7 @@ class IndexedDataset:
         length = tokens - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > tokens:
             raise IndexError(
-                f"tokens {offset} to {offset + length} of sequence {number} of {self.index_path}, which has {tokens}"
+                f"tokens {offset} to {offset + length} of sequence {number} of {self.index_path}: it has {tokens}"
             )
         first = int(self._starts[number]) // self.dtype.itemsize + offset
         return self.tokens(first, first + length)
@@ -170,10 +170,7 @@ def _read_index(path: str, multimodal: bool) -> _Index:
     """What PREFIX.idx holds; its header and its size are checked. Raises ValueError."""
     content = _map(path, np.dtype(np.uint8))
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
-        raise ValueError(
-            f"{path} does not begin as an index of tokens does: it is another kind of file, or damaged; preprocess "
-            "again"
-        )
+        raise ValueError(f"{path} is no index of a token file: its first bytes are wrong; preprocess again")
     header = HEADER.unpack(content[: HEADER.size].tobytes())
     version, code = header[1:3]
     sequences, documents = header[3:]
@@ -212,8 +209,7 @@ def _check_sequences(path: str, index: _Index) -> None:
         if wrong.any():
             at = first + int(np.argmax(wrong))
             raise ValueError(
-                f"{path}: sequence {at} begins at byte {starts[at]}, which is not the end of the one before it; "
-                "preprocess again"
+                f"{path}: sequence {at} starts at byte {starts[at]}, not where {at - 1} ends; preprocess again"
             )
         start = int(ends[-1])
 
@@ -222,6 +218,4 @@ def _check_documents(path: str, documents: np.ndarray, sequences: int) -> None:
     """Raise ValueError unless the document array starts with 0, never falls, and ends with the number of sequences."""
     whole = len(documents) > 0 and documents[0] == 0 and documents[-1] == sequences
     if not whole or (documents[1:] < documents[:-1]).any():
-        raise ValueError(
-            f"{path}: the document array must rise from 0 to the number of sequences ({sequences}); preprocess again"
-        )
+        raise ValueError(f"{path}: documents must rise from 0 to {sequences}, the sequences; preprocess again")

@@ -66,9 +66,7 @@ class IndexedDatasetWriter:
         lengths, sequences = _checked(lengths, sequences, len(tokens))
         if self.multimodal != (modes is not None) or (self.multimodal and len(modes) != len(lengths)):
             given = "none" if modes is None else len(modes)
-            raise ValueError(
-                f"{len(lengths)} sequences with {given} modes; multimodal files have one each, others none"
-            )
+            raise ValueError(f"{len(lengths)} sequences with {given} modes; only multimodal files have one each")
         self._data.file.write(_stored(tokens, self.dtype).tobytes())
         if self.multimodal:
             self._modes.file.write(_stored(_integers(modes), np.dtype(np.int8)).tobytes())
@@ -158,8 +156,5 @@ def _stored(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
         raise ValueError(f"tokens must be a flat list of numbers, not of shape {tokens.shape}")
     stored = tokens.astype(dtype.newbyteorder("<"))
     if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):
-        raise ValueError(
-            f"tokens from {tokens.min()} to {tokens.max()} do not fit the file's dtype {dtype}; is the vocabulary "
-            "larger than the writer was told?"
-        )
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} do not fit {dtype}; use a wider dtype")
     return stored

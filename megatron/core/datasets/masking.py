@@ -37,7 +37,7 @@ class MaskingRules:
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1 or self.max_ngram < 1:
             raise ValueError(
-                f"--mask-prob ({self.probability}) must lie between 0 and 1, max_ngram ({self.max_ngram}) be at least 1"
+                f"--mask-prob ({self.probability}) must be in (0, 1), max_ngram ({self.max_ngram}) positive"
             )
         if self.geometric and self.longer_ngrams:
             raise ValueError("geometric span lengths have no use for longer_ngrams; give one of them")
@@ -55,9 +55,8 @@ def choose_spans(
     weights = 1.0 / np.arange(1, rules.max_ngram + 1)
     weights /= weights.sum(keepdims=True)
     weights = weights[::-1] if rules.longer_ngrams else weights
-    chances = np.cumsum(
-        weights / weights.sum(keepdims=True)
-    )  # as RandomState.choice sums them; it would anew at each draw
+    # The sums of RandomState.choice, which would form them anew at each draw.
+    chances = np.cumsum(weights / weights.sum(keepdims=True))
     chances = (chances / chances[-1]).tolist()
     starts = list(range(len(words)))
     rng.shuffle(starts)

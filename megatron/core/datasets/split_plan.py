@@ -40,9 +40,9 @@ Say = Callable[[str], None]
 class Building:
     """How the processes of a run build their data sets together.
 
-    is_builder: this process builds, which one on each file system that holds the cache does. wait() returns when all have called
-    it; each calls it exactly once, also a process that fails. `say` hears of what is strange but can be; every process says
-    it, so let one of them print. `progress` hears what each split reads and, from the builder, what it does.
+    is_builder: this process builds; exactly one process of each file system that holds the cache does. wait() returns when all
+    processes have called it; each calls it once, also after an error. `say` takes warnings; every process gives the same, so
+    print them on one. `progress` takes a line for each split and data set and, on the builder, a line for each step.
     """
 
     is_builder: bool = True

@@ -89,7 +89,7 @@ class LibraryTokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
-                f"{self.path}: the tokenizer breaks off at this text ({error}), as where a regular expression runs away"
+                f"{self.path}: the tokenizer panics ({error}); a regular expression may run away"
             ) from None
 
 
@@ -120,16 +120,15 @@ def check_exists(path: str, flag: str) -> None:
 def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
     """The tokenizer of the published BERT models: vocab.txt has one token a line, its id being the line's number."""
     library = optional_package("tokenizers", config.tokenizer_type)
-    check_exists(config.vocab_file, "--vocab-file")
-    with open(config.vocab_file, encoding="utf-8", newline="\n") as file:
+    path = config.vocab_file
+    check_exists(path, "--vocab-file")
+    with open(path, encoding="utf-8", newline="\n") as file:
         try:
             vocab = {line.rstrip("\r\n"): i for i, line in enumerate(file)}
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{config.vocab_file} is not UTF-8 at byte {error.start}; is it BERT's vocab.txt?"
-            ) from None
+            raise ValueError(f"{path} is not UTF-8 at byte {error.start}; is it BERT's vocab.txt?") from None
     if "[UNK]" not in vocab:
-        raise ValueError(f"{config.vocab_file} has no [UNK]; is it BERT's vocab.txt?")
+        raise ValueError(f"{path} has no [UNK]; is it BERT's vocab.txt?")
     tokenizer = library.Tokenizer(library.models.WordPiece(vocab, unk_token="[UNK]"))
     lower = config.tokenizer_type == "BertWordPieceLowerCase"
     tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower)

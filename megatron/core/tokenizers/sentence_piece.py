@@ -5,6 +5,7 @@ GPT-style: the model's pieces alone. Llama-style: those, and every text begins w
 """
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -82,14 +83,11 @@ class SpecialPieceTokenizer(PieceTokenizer):
     def detokenize(self, ids: list[int]) -> str:
         """Text of `ids`; special tokens appear by name."""
         names = {i: token for token, i in self.special.items()}
-        words, run = [], []
-        for i in map(int, ids):
-            if i in names:
-                words += [self._model.decode(run), names[i]] if run else [names[i]]
-                run = []
-            else:
-                run.append(i)
-        return " ".join([*words, self._model.decode(run)] if run else words)
+        words: list[str] = []
+        for special, run in itertools.groupby(map(int, ids), names.__contains__):
+            found = list(run)
+            words += [names[i] for i in found] if special else [self._model.decode(found)]
+        return " ".join(words)
 
 
 def _load(config: Any) -> Any:
