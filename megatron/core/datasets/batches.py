@@ -5,7 +5,7 @@ Samples are taken in order. A block of micro_batch_size * data_parallel_size sam
     stream, 2 ranks, micro-batches of 2:    | 0  1 | 2  3 | 4  5 | 6  7 | ...
                                             | rank0  rank1|rank0  rank1 |
 
-so the samples of an iteration are the next global_batch_size of the stream, whatever the layout and however many threads read.
+so the samples of an iteration are the next global_batch_size of the stream, in every layout and with any number of threads.
 """
 
 import itertools
@@ -49,9 +49,9 @@ def micro_batch_ids(
 
 
 class Cyclic:
-    """A data set without an end: epoch after epoch, each in an order of its own, drawn from the number of the epoch.
+    """An endless data set: each epoch is shuffled with its number as seed.
 
-    The epochs are laid end to end, so that which sample comes next follows from how many have been consumed, in any layout.
+    The epochs are laid end to end, so the next sample depends only on the number of consumed samples, in any layout.
     """
 
     def __init__(self, dataset: Samples):

@@ -1,7 +1,7 @@
-"""Several data sets as one: which of them gives sample i, Megatron's choices to the last one, as pure functions.
+"""Blends: which data set gives sample i. Pure functions; every choice equals Megatron's.
 
-Before every sample each data set has an error, how far it is behind its share: weight x samples so far - its own samples so
-far. The one that is furthest behind gives the next sample:
+Before each sample every data set has an error: weight x samples so far - its own samples so far. The data set with the largest
+error, furthest behind its share, gives the next sample:
 
     weights 0.5, 0.3, 0.2       data set      0  1  2  0  0  1  0  2  1  0 ...
                                 its sample    0  0  0  1  2  1  3  1  2  4 ...
@@ -19,7 +19,7 @@ from megatron.core.datasets.indexed import missing_file
 
 MAX_DATASETS = np.iinfo(np.int16).max - 1
 
-# Of `weighted_indices`, all only for speed:
+# Constants of `weighted_indices`; they change its speed and no choice:
 _LANES = 1 << 12  # at most so many, and
 _LANE_ELEMENTS = 1 << 13  # numbers at a time, which stay in cache
 _WARM_UP = 4  # rows per data set that a lane walks before its first
@@ -42,7 +42,7 @@ class Blend:
         return len(self.prefixes) == 1 and self.weights is None
 
     def problems(self) -> list[str]:
-        """What is wrong with the weights, in words; nothing is read."""
+        """Problems with the weights; no file is read."""
         if len(self.prefixes) > MAX_DATASETS:
             return [f"{len(self.prefixes)} data sets; a blend holds at most {MAX_DATASETS}: merge some"]
         weighted = list(zip(self.prefixes, self.weights or ()))
@@ -59,7 +59,7 @@ class Blend:
         ]
 
     def missing_files(self) -> list[str]:
-        """A line for each prefix that lacks a file, and what may be meant."""
+        """A line for each prefix that lacks a file, with prefixes that may be meant."""
         numbers = [prefix for prefix in self.prefixes if _number(prefix) is not None]
         hint = f"; is {numbers[0]} a weight? then every prefix needs one before it: 0.3 A 0.7 B" if numbers else ""
         found = [(prefix, missing_file(prefix)) for prefix in self.prefixes]
@@ -102,15 +102,15 @@ class BlendIndices(NamedTuple):
 def weighted_indices(shares: list[float], size: int) -> BlendIndices:
     """The next sample always from the data set that is furthest behind its share; of several, the first.
 
-    Every choice depends on the one before. Yet after a wrong start the choices soon are the right ones, since what was
-    taken too early is not taken again. So many lanes, each a range of rows, walk at once, one row of each at a time:
+    Every choice depends on the choice before. After a wrong start the choices soon become right, since a sample that was taken
+    too early is not taken again. So many lanes, each a range of rows, walk at once, one row of each at a time:
 
         lane 0      0------>           from the true counts, all 0
         lane 1          ..------>      from counts that are guessed, so many rows before its first
         lane 2                ..----->
 
-    A lane is right if it began with the counts with which the lane before it ended, and that one is right. One that did not
-    begin so walks again, from there. Thus every choice is made by the rule, in the same float64 steps.
+    A lane is right if it began with the counts at which the right lane before it ended. Any other lane walks again from those
+    counts. Thus every choice is made by the rule, in the same float64 steps.
     """
     if len(set(shares)) == 1:  # in turn; the walk below would tell a thousand ties apart at every row
         return BlendIndices((np.arange(size) % len(shares)).astype(np.int16), np.arange(size) // len(shares))
@@ -213,14 +213,14 @@ def _walk_rows(
 
 
 def exhaustive_indices(sizes: list[int]) -> BlendIndices:
-    """All samples of all data sets: shares as the sizes are, without those that have no samples left.
+    """The order of all samples of all data sets: shares follow the sizes, and a data set without samples left is passed over.
 
-    Before the last few rows none is spent, so that the choices are those of `weighted_indices`.
+    No data set runs out before the last few rows, so all rows before them are those of `weighted_indices`.
     """
     shares, left = normalized(sizes), np.array(sizes)
     begun = weighted_indices(shares, max(0, sum(sizes) - 4 * len(sizes))).dataset_index
     counts = np.bincount(begun, minlength=len(sizes))
-    if (counts > left).any():  # one was spent already
+    if (counts > left).any():  # a data set ran out earlier: walk all rows one by one
         begun, counts = begun[:0], np.zeros_like(counts)
     chosen = np.append(begun, np.empty(sum(sizes) - len(begun), np.int16))
     weights = np.array(shares)
@@ -231,7 +231,7 @@ def exhaustive_indices(sizes: list[int]) -> BlendIndices:
 
 
 def _number_within(chosen: np.ndarray, count: int) -> np.ndarray:
-    """The number that each sample has within its data set, of `count` data sets: int64."""
+    """The number of each sample within its data set, of `count` data sets: int64 [samples]."""
     order = np.argsort(chosen, kind="stable")  # a radix sort
     counts = np.bincount(chosen, minlength=count)
     numbers = np.empty(len(chosen), np.int64)
@@ -240,7 +240,7 @@ def _number_within(chosen: np.ndarray, count: int) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Samples of several data sets in the order of `indices`. Raises ValueError if one is asked for more than it has."""
+    """Samples of several data sets in the order of `indices`. Raises ValueError if a data set has fewer than the order takes."""
 
     def __init__(self, datasets: list, indices: BlendIndices, names: list[str]):
         self.datasets, self.indices = datasets, indices

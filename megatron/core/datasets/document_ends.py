@@ -1,4 +1,4 @@
-"""Whether the documents of token files end with the end-of-document token, by a look at a few of each."""
+"""Checks whether documents end with the end-of-document token, in a few documents of each file."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron.core.datasets.indexed import IndexedDataset
 
-_LOOKED_AT = 8  # documents of a file; where they end as they should, one is enough
+_LOOKED_AT = 8  # documents of a file; one that ends with the token is enough
 
 
 def last_tokens(indexed: IndexedDataset) -> Iterator[int]:
@@ -20,7 +20,7 @@ def last_tokens(indexed: IndexedDataset) -> Iterator[int]:
 
 
 def note_without_ends(files: Iterable[IndexedDataset], eod_id: int) -> str | None:
-    """What to say of the files of a run whose documents do not end with `eod_id`; None if all do."""
+    """A note about the files in which no looked-at document ends with `eod_id`; None if there is no such file."""
     names = [file.prefix for file in files if (tokens := list(last_tokens(file))) and eod_id not in tokens]
     if not names:
         return None

@@ -192,7 +192,7 @@ class GPTSamples(SampleKind):
         return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
 
     def look_at(self, indexed: IndexedDataset, say: Say) -> None:
-        """A file of ids too small for the whole vocabulary: preprocessing with this tokenizer would have made larger ones."""
+        """Warn about a dtype too small for the vocabulary: preprocessing with this tokenizer would have chosen a wider one."""
         vocab_size = 0 if self.rules is None else self.rules.vocab_size
         if indexed.dtype.kind in "iu" and vocab_size - 1 > np.iinfo(indexed.dtype).max:
             say(
@@ -201,7 +201,7 @@ class GPTSamples(SampleKind):
             )
 
     def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
-        """Documents without an end: strange where a flag looks for the ends, else said in passing."""
+        """Note documents without an end: a warning if a flag acts on the ends, else a line of progress."""
         note = note_without_ends(files, self.rules.eod_id)
         if note and (given := [flag_of(name) for name in _OF_ENDS if getattr(self.config, name)]):
             building.say(f"{note}; there {' and '.join(given)} will find nothing to act on")

@@ -1,4 +1,4 @@
-"""Which data a run reads, by their content: a folder that has moved is the same, other files under the same name are not."""
+"""A hash of the data that a run reads: moved files keep it, other files under the same name change it."""
 
 import hashlib
 import json
@@ -8,13 +8,13 @@ from megatron.core.config import ConfigError
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_cache import hash_spread
 
-_BLOCK, _BLOCKS = 1 << 16, 4  # what is read of a long file, so that a blend of a thousand data sets costs seconds
+_BLOCK, _BLOCKS = 1 << 16, 4  # read of a long file: a blend of a thousand data sets takes seconds
 
 
 def data_sha256(config: DataConfig) -> str | None:
     """SHA-256 of the data sets of each split, in order, with their weights; None where no token files are named.
 
-    Of a data set: the sizes of its two files, all bytes of a short one, of a longer one blocks at its start, its end and between.
+    Each of the two files of a data set gives its size and its bytes; a long file gives blocks at its start, its end and between.
     """
     if config.mock_data:
         return None
@@ -23,7 +23,7 @@ def data_sha256(config: DataConfig) -> str | None:
         plan = [
             blend and [blend.weights, [of_prefix(prefix) for prefix in blend.prefixes]] for blend in config.blends()
         ]
-    except (ConfigError, OSError):  # a script's own data, which these flags name
+    except (ConfigError, OSError):  # the script's own data, named by these flags
         return None
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest() if any(plan) else None
 

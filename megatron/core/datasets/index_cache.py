@@ -1,11 +1,11 @@
-"""Index arrays kept in files: built once, by one process, never mixed up, never half written.
+"""The cache of index arrays: built once, by one process; a file of other data or a half-written file is never read.
 
-The name of the files is a hash of everything that the arrays depend on, the content of the data among it: moved data keep
-their cache, and changed data or settings get a new one. A description with a hash of each file comes last, so that an
-interrupted build is seen as unfinished and a damaged file as damaged.
+The file name is a hash of all that the arrays depend on, including the content of the data: moved data keep their cache, and
+changed data or settings get a new one. A description with a hash of each file is written last, so an unfinished build and a
+damaged file are both detected.
 
-A run reads every file whole against its hash before it uses it. One process does so for all, the one that would build: the
-files are shared, so that a thousand readers would see the same bytes, and ask the file system for each a thousand times.
+The builder reads every file whole and compares its hash before the run uses it. It does so for all processes: the files are
+shared, and a thousand readers would ask the file system a thousand times for the same bytes.
 """
 
 import errno
@@ -33,7 +33,7 @@ _HASH_THREADS = 8
 
 
 def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
-    """What tells one token file from another: its size, and a hash of the index.
+    """Identifies a token file: its sizes, and a hash of its index.
 
     The arrays depend on the lengths alone, so no token is read. An index above 64 MB (3 million documents) is hashed in 64
     blocks, spread evenly from its first byte to its last.

@@ -1,4 +1,4 @@
-"""Which tokens make up sample number i: Megatron's index algorithms, bit for bit, as pure functions over numpy arrays.
+"""The tokens of sample i: Megatron's index algorithms, bit for bit, as pure functions over numpy arrays.
 
 The documents of a split are laid end to end, shuffled, as often as the run needs; every `seq_length` tokens a sample
 begins; the samples are shuffled once more. Three arrays say all of it:
@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """Everything that the order of samples depends on, apart from the lengths of the documents.
+    """All that the order of samples depends on besides the lengths of the documents.
 
     ids_range: first and one past the last sequence of the split. num_samples: None asks for exactly one epoch.
     drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled by
@@ -233,7 +233,7 @@ def passes_over(lengths: np.ndarray, request: IndexRequest) -> Passes:
 
 
 def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
-    """Why these arrays are not as long as those of `request` are; None if they are. Their numbers are not read."""
+    """Why these arrays do not have the shapes of `request`; None if they do. Their numbers are not read."""
     passes = passes_over(lengths, request)
     documents = passes.epochs * (request.ids_range[1] - request.ids_range[0])
     for (name, array), shape in zip(

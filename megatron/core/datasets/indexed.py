@@ -146,7 +146,7 @@ def _map(path: str, dtype: np.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def mapping(path: str | Path) -> Iterator[None]:
-    """A file that the system does not map is a ValueError: a blend of ten thousand data sets takes ten maps for each or so."""
+    """Turn a failed memory map into a ValueError; a blend of ten thousand data sets takes about ten maps for each."""
     try:
         yield
     except OSError as error:

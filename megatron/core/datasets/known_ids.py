@@ -1,4 +1,4 @@
-"""The ids of a token file against the vocabulary that is to read them: a table of words has no row for another."""
+"""Token ids checked against the vocabulary: an embedding has no row for an id outside it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed import IndexedDataset
 
 
 def tokenizer_name(tokenizer: Any) -> str:
-    """What a message calls a tokenizer: its type, and the file that it was read from."""
+    """The name of a tokenizer in messages: its type, and its file if it has one."""
     name, path = getattr(tokenizer, "name", type(tokenizer).__name__), getattr(tokenizer, "path", None)
     return f"{name} {path}" if path else name
 

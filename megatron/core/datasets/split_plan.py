@@ -52,7 +52,7 @@ class Building:
 
 
 class SampleKind:
-    """How samples of one kind are made from a token file. Subclasses, also a fork's own, are given to `build_datasets`."""
+    """How samples of one kind are made from a token file. `build_datasets` takes an instance; a fork may write its own."""
 
     name: str  # of their files in the cache
     arrays: tuple[str, ...]  # the names of the index arrays
@@ -62,7 +62,7 @@ class SampleKind:
         return len(indexed)
 
     def request(self, ids: tuple[int, int], num_samples: int | None) -> Any:
-        """All that the arrays depend on besides the file, as a dataclass of JSON values.
+        """A dataclass of JSON values: all that the arrays depend on besides the file.
 
         ids: the elements [first, past) of the split. num_samples: at least so many; None asks for one epoch.
         """
@@ -77,17 +77,17 @@ class SampleKind:
         raise NotImplementedError
 
     def count_samples(self, indexed: IndexedDataset, request: Any) -> int | None:
-        """How many samples there will be; None where that is known when the arrays are built: then the last is as long."""
+        """The number of samples; None if only the built arrays tell: then it is the length of the last one."""
         return None
 
     def look_at(self, indexed: IndexedDataset, say: Say) -> None:
-        """Say what is strange of a file that is opened."""
+        """Warn through `say` about a file that has been opened."""
 
     def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
-        """Likewise of all files of the run; the builder alone calls."""
+        """Warn about all files of the run together; only the builder calls."""
 
     def reading(self, part: "Part", samples: int) -> Reading | None:
-        """What a run reads of `part` when it takes so many samples, for a line at its start."""
+        """What a run reads of `part` when it takes this many samples; None leaves the line at its start out."""
         return None
 
     def wanted(self, part: "Part") -> Wanted | None:
@@ -97,7 +97,7 @@ class SampleKind:
 
 @dataclass(frozen=True)
 class Part:
-    """One token file's share in one split. known_samples: None before the arrays are built, where only they tell."""
+    """One token file's share in one split. known_samples: None if only the built arrays tell."""
 
     kind: SampleKind
     indexed: IndexedDataset
@@ -119,7 +119,7 @@ class Part:
 
 
 def _found(wanted: Wanted | None, what: str, building: Building, described: Described) -> tuple[np.ndarray, ...] | None:
-    """The arrays that Megatron-LM left, if they fit; whether they do is said."""
+    """The arrays that Megatron-LM left, if they fit; `progress` hears whether they are taken or built."""
     found = wanted and wanted.find(described, building.say)
     building.progress(f"taking {what} from Megatron's cache {found[0]}" if found else f"building {what}")
     return found and found[1]
@@ -127,7 +127,7 @@ def _found(wanted: Wanted | None, what: str, building: Building, described: Desc
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """What train, valid or test is made of. count: its samples, None for one epoch; blend None: of one file, without blending."""
+    """The files of train, valid or test. count: samples, None for one epoch; blend: None for a single file."""
 
     split: str
     parts: list[Part]
@@ -136,7 +136,7 @@ class SplitPlan:
     order_folder: Path  # of the blend's cache
 
     def readings(self) -> list[Reading]:
-        """What the run reads of each part; empty for a kind that does not say."""
+        """What the run reads of each part; empty for a kind that does not tell."""
         if any(part.known_samples is None for part in self.parts):
             return []
         alone = [self.parts[0].num_samples if self.count is None else self.count]
@@ -145,16 +145,16 @@ class SplitPlan:
         return [reading for reading in readings if reading is not None]
 
     def order_cache(self) -> IndexCache:
-        """Where the order of the blend is kept."""
+        """The cache of the blend's order."""
         return IndexCache(self.order_folder, "BlendedDataset", self.split, self._order()[0], BlendIndices._fields)
 
     def _order(self) -> tuple[dict[str, Any], list[int]]:
-        """What the order of the blend follows from, and how many samples it takes of each part."""
+        """The fields that determine the order of the blend, and the samples that it takes of each part."""
         sizes = [part.num_samples for part in self.parts]
         if self.blend.weights is None:
             shares, size = normalized(sizes), None if self.count is None else min(self.count, sum(sizes))
             taken = sizes if size is None else samples_of_each(size, shares)
-        else:  # normalized twice, as the files in the wild are: it may change the last bit
+        else:  # normalized twice as in Megatron, which may change the last bit
             once = normalized(self.blend.weights)
             taken = samples_of_each(self.count, once)
             shares, size = normalized(once), sum(taken)
@@ -198,7 +198,7 @@ def build_datasets(config: DataConfig, kind: SampleKind, num_samples: list[int |
         if building.is_builder:
             _build(list(filter(None, plans)), kind, building)
     finally:
-        building.wait()  # also after an error: nobody may wait for a process that is gone
+        building.wait()  # also after an error, or the other processes would wait forever
     return tuple(plan and plan.load() for plan in plans)
 
 
@@ -261,7 +261,7 @@ def plan_splits(
 
 
 def _samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[int | None]:
-    """How many samples each file is asked for; None: one epoch."""
+    """Samples to build of each file; None: one epoch."""
     if blend.weights is None:
         return [None] * len(blend.prefixes)
     if count is None:
@@ -270,7 +270,7 @@ def _samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[i
 
 
 def size_problems(num_samples: list[int | None], *, made_up: bool) -> list[str]:
-    """Why so many samples of each split cannot be made."""
+    """Problems with the requested number of samples of each split."""
     problems = []
     if num_samples[0] is not None and num_samples[0] < 1:
         problems.append(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")

@@ -1,4 +1,4 @@
-"""Which tokenizer this is, by what its files hold: another one of the same size gives other ids to the same text."""
+"""A hash of the tokenizer's settings and files: another vocabulary of the same size gives other ids to the same text."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ _NOT_READ = ("truncation", "padding")  # of a tokenizer.json: settings of whoeve
 
 
 def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
-    """SHA-256 of what `config` and its files say, and of the ids that end and pad a document.
+    """SHA-256 of `config`, the content of its files, and the ids that end and pad a document.
 
-    A file may move, and a JSON file may be laid out anew: only its content counts. Settings of other types of tokenizer, such
-    as --merge-file without a BPE, tell nothing apart. tokenizer: the one that `config` builds.
+    Only the content of a file counts: it may move, and a JSON file may be formatted anew. Settings that only other types of
+    tokenizer read, such as --merge-file without a BPE, do not count. tokenizer: built from `config`.
     """
-    # Without what has its default: a flag that comes later leaves the hash of older settings as it is.
+    # Defaults are left out, so that a new flag does not change the hash of older settings.
     others = {name for kind in TOKENIZERS.values() for name in (*kind.needs, *kind.reads)}
     others -= {*config.type.needs, *config.type.reads}
     said = {name: value for name, (_, value) in changes(config).items() if name not in others}
@@ -31,7 +31,7 @@ def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
 
 
 def _content(path: str) -> str | None:
-    """SHA-256 of what a file holds; None for one that cannot be read."""
+    """SHA-256 of the content of a file; None if it cannot be read."""
     path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     try:
         content = Path(path).read_bytes()

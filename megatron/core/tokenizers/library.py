@@ -36,8 +36,8 @@ TIK_PATTERNS = {
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library. path: the file that it was read from.
 
-    special: token -> id of those that the library is not told of, so that no text gives them. words: the pattern of
-    words that no token crosses, None if there is none such; never: strings of text of which that is not so.
+    special: token -> id of special tokens that the library does not know, so that no text gives them. words: a pattern that cuts
+    text into words which no token crosses, None without such a pattern; never: strings that tokens may cross all the same.
     """
 
     name: str
@@ -65,12 +65,12 @@ class LibraryTokenizer:
         return {i: token for token, i in self.vocab.items()}
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`; with those that the tokenizer's own template adds, such as a first `<s>`."""
+        """Ids of `text`, including those that the tokenizer's template adds, such as a first `<s>`."""
         with self.naming_panics():
             return self.library.encode(text).ids
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
-        """`tokenize` of each text, faster: no positions within the text are noted."""
+        """`tokenize` of each text; faster, since no positions in the text are recorded."""
         with self.naming_panics():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts)]
 
@@ -82,7 +82,7 @@ class LibraryTokenizer:
 
     @contextlib.contextmanager
     def naming_panics(self) -> Iterator[None]:
-        """Where the library breaks off, a ValueError. Its own error, of a class that nobody can import, is no Exception even."""
+        """Turn a panic of the library into a ValueError. Its class cannot be imported and is no subclass of Exception."""
         try:
             yield
         except BaseException as error:
