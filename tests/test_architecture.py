@@ -290,8 +290,9 @@ BUDGETS = {
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_000,
     "megatron/training/watch": 990,
-    "tools": 1_830,
+    "tools": 1_680,
     "tools/benchmarking": 450,
+    "tools/estimating": 180,
     "tools/preprocessing": 610,
 }
 

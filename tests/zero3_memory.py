@@ -58,7 +58,7 @@ def peaks_of(flags: str) -> list[int]:
 def report() -> list[str]:
     """Train in processes, and compare."""
     from megatron.training.memory.timeline import forecast
-    from tools.estimate_memory import read
+    from tools.estimating.job import read
 
     ranks = forecast(read([*FLAGS.split(), "--world-size", str(RANKS), "--device", "cpu"]).job)
     base = max(peaks_of(FLAGS.replace(SHAPE, "--num-layers 1 --hidden-size 40")))

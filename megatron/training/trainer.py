@@ -74,10 +74,7 @@ class Trainer:
         self._check_folders()
         with heartbeat("building the model", print_rank_0):
             # chunks by stage
-            job = Job(
-                runtime, model_provider, forward_step, runtime.world_size, runtime.device.module is not None, group_of
-            )
-            forecast = Forecast(job)
+            forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
             self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of, forecast)
         self.model = list(self.chunks.values())
         self.contention = Contention(

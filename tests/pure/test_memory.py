@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 from functools import cache
 
 import pytest
 from documents import ROOT, commands_of
+from said import tells
 
 from megatron.core.config import ConfigError
 from megatron.training.memory.dry_run import Job, dry_run, mesh_of
@@ -13,6 +16,7 @@ from megatron.training.memory.report import amount, short_report
 from megatron.training.memory.room import STATE, hint_of_fused, less_with, warning_of_room
 from megatron.training.memory.timeline import DEVICE, IN_MEMORY, KINDS, RankMemory, along, forecast, worst
 from tools import estimate_memory
+from tools.estimating.job import read
 
 GPT3 = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 --vocab-size 51199 --bf16 "
@@ -23,7 +27,7 @@ LAYERS = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch
 
 @cache
 def job_of(words: str) -> Job:
-    return estimate_memory.read(words.split()).job
+    return read(words.split()).job
 
 
 @cache
@@ -141,7 +145,7 @@ def test_json_says_what_the_table_says(capsys):
     words = f"{LAYERS} --num-layers 4 --world-size 4 --pipeline-model-parallel-size 4 --json".split()
     assert estimate_memory.main(words) == 0
     said = json.loads(capsys.readouterr().out)
-    ranks = forecast(estimate_memory.read(words).job)
+    ranks = forecast(read(words).job)
     assert said["worst_total_bytes"] == worst(ranks).total == max(stage["total"] for stage in said["stages"])
     assert [{kind: stage[kind] for kind in KINDS} for stage in said["stages"]] == [one.bytes for one in ranks]
 
@@ -165,9 +169,20 @@ def test_bad_input_is_refused_in_the_usual_words(words: str, problem: str, capsy
     ) or "10 is not" in message
 
 
+def test_help_needs_no_torch():
+    """Python refuses to import a module that is None; the script's flags stand where the help says."""
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = ['--help']; runpy.run_path(sys.argv[0], run_name='__main__')"
+    tool = ROOT / "tools/estimate_memory.py"
+    text = subprocess.run(
+        [sys.executable, "-c", code.replace("sys.argv[0]", repr(str(tool)))], capture_output=True, text=True, check=True
+    )
+    own = "--world-size --model --json --measure --rank docs/flags.md"
+    assert tells(text.stdout, own) and "python pretrain_gpt.py --help" in text.stdout
+
+
 def test_what_is_missing_is_said_at_once():
     with pytest.raises(ConfigError) as error:
-        estimate_memory.read(["--vocab-size", "9"])
+        read(["--vocab-size", "9"])
     assert error.value.problems == ["--micro-batch-size is required", "--seq-length is required"]
 
 
@@ -175,7 +190,7 @@ def test_what_is_missing_is_said_at_once():
 def test_a_vocabulary_size_is_asked_for_and_no_tokenizer(more: str):
     small = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
     with pytest.raises(ConfigError) as error:
-        estimate_memory.read([*small.split(), *more.split()])
+        read([*small.split(), *more.split()])
     assert error.value.problems[-1].startswith("--vocab-size N is required: the number of words is enough")
 
 
@@ -231,9 +246,9 @@ WIDE = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 
 def test_a_run_without_room_says_what_takes_most_and_what_makes_it_less(words, largest, flags, others):
     job, ranks = job_of(f"{WIDE} {words}"), ranks_of(f"{WIDE} {words}")
     config, need = job.runtime.config, worst(ranks).total
-    assert warning_of_room(config, job.world_size, ranks, need) == []
-    assert warning_of_room(config, job.world_size, ranks, None) == []
-    (line,) = warning_of_room(config, job.world_size, ranks, need - 1)
+    assert warning_of_room(config, job.runtime.world_size, ranks, need) == []
+    assert warning_of_room(config, job.runtime.world_size, ranks, None) == []
+    (line,) = warning_of_room(config, job.runtime.world_size, ranks, need - 1)
     assert line.startswith(f"WARNING: predicted {amount(need)} a rank, this device has {amount(need - 1)}:")
     assert largest in line and all(flag in line for flag in flags) and not any(flag in line for flag in others), line
 

@@ -20,10 +20,11 @@ from megatron.core.enums import ModelType
 from megatron.core.mesh import Mesh
 from megatron.training.memory import offload
 from megatron.training.memory.dry_run import dry_run, mesh_of
-from megatron.training.memory.timeline import IN_MEMORY, KINDS, RankMemory, along, forecast
+from megatron.training.memory.timeline import IN_MEMORY, KINDS, RankMemory, forecast, predicted_of
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.training import pretrain
-from tools.estimate_memory import measure, read
+from tools.estimating.job import read
+from tools.estimating.measure import measure
 
 RECORD = json.loads((Path(__file__).parent.parent / "memory_record.json").read_text())
 SMALL = (
@@ -31,6 +32,12 @@ SMALL = (
     "--make-vocab-size-divisible-by 8 "
 )
 TINY = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 30 --bf16 "
+
+
+def flags_of(record: dict) -> str:
+    return " ".join(
+        [record["flags"], *(f"--{name.replace('_', '-')} {record[name]}" for name in ("model", "world_size", "rank"))]
+    )
 
 
 def check(predicted: RankMemory, measured: dict[str, int], total: int, in_file: int) -> None:
@@ -52,7 +59,7 @@ def check(predicted: RankMemory, measured: dict[str, int], total: int, in_file: 
     ],
 )
 def test_a_rank_takes_what_is_predicted(flags: str, world_size: int, rank: int):
-    got = measure((TINY + flags).split(), world_size, rank)
+    got = measure(f"{TINY}{flags} --world-size {world_size} --rank {rank}".split())
     check(got.predicted, got.bytes, got.total, got.in_file)
     assert got.bytes["gradients"] > 0 and got.bytes["activations"] > 0
 
@@ -62,19 +69,17 @@ def test_a_rank_takes_what_is_predicted(flags: str, world_size: int, rank: int):
 @pytest.mark.parametrize("record", RECORD, ids=lambda one: one["flags"].replace("--", "") or one["model"])
 def test_recorded_peaks_are_the_predicted(record: dict, values: bool):
     """What ranks of 54 layouts took when they were trained, the others silent."""
-    flags = f"{SMALL} {record['flags']} --model {record['model']} --world-size {record['world_size']} --device cpu"
-    job = read(flags.split()).job
+    job = read(f"{SMALL} {flags_of(record)} --device cpu".split()).job
     profile = dry_run(job, record["rank"], values=values)
-    pp_rank = mesh_of(job.runtime.config, job.world_size, record["rank"])["pp"].rank
-    predicted = RankMemory(pp_rank, profile.layers, along(profile, pp_rank))
-    check(predicted, record["bytes"], record["all"], record["in_file"])
+    pp_rank = mesh_of(job.runtime.config, job.runtime.world_size, record["rank"])["pp"].rank
+    check(predicted_of(profile, pp_rank), record["bytes"], record["all"], record["in_file"])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("record", RECORD[::9], ids=lambda one: one["flags"].replace("--", "") or one["model"])
 def test_the_record_is_what_ranks_take_today(record: dict, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where those with an --offload-dir have it
-    got = measure((SMALL + record["flags"]).split(), record["world_size"], record["rank"], record["model"])
+    got = measure(f"{SMALL} {flags_of(record)}".split())
     assert {**got.bytes, "all": got.total} == pytest.approx({**record["bytes"], "all": record["all"]}, rel=0.01)
     assert got.in_file == record["in_file"]
 
@@ -83,7 +88,7 @@ def test_the_record_is_what_ranks_take_today(record: dict, tmp_path, monkeypatch
 def test_stage_3_never_holds_a_third_of_the_state_of_one_rank():
     """While it is built too, when the model is whole for a moment, in bfloat16. (tests/zero3_memory.py: the same in processes.)"""
     words = "--num-layers 24 --hidden-size 128 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --vocab-size 250 --bf16"
-    got = measure([*words.split(), "--attention-dropout", "0", "--zero-stage", "3"], 4, 1)
+    got = measure([*words.split(), "--attention-dropout", "0", "--zero-stage", "3", "--world-size", "4", "--rank", "1"])
     unsharded = forecast(read([*words.split(), "--attention-dropout", "0", "--device", "cpu"]).job)[0].state
     assert got.ever * 3 <= unsharded
 

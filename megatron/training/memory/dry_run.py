@@ -50,7 +50,6 @@ class Job(NamedTuple):
     runtime: Runtime
     model_provider: ModelProvider
     forward_step: ForwardStep
-    world_size: int
     accelerator: bool = False
     group_of: GroupRule = default_group
 
@@ -197,7 +196,7 @@ class ShapesTier:
 def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
     """The step of one rank. values: with real tensors, on this CPU; else with shapes only, which takes no memory to speak of."""
     config = job.runtime.config
-    mesh, device = mesh_of(config, job.world_size, rank), Device("cpu")
+    mesh, device = mesh_of(config, job.runtime.world_size, rank), Device("cpu")
     tier = None if config.offload.tier == "device" else ShapesTier(config.offload.tier)
     shapes = None if values else ShapesOnly("accelerator" if job.accelerator else "cpu")
     if job.accelerator:
@@ -212,7 +211,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
         parts = parts_of(runtime, job)
         rooms = _rooms_in(parts, tier or ShapesTier("host"), shapes)
         tracker.assign_state(parts.chunks.values(), parts.optimizer)
-        profile = _described(parts, tracker, tier, config, microbatches(config, job.world_size))
+        profile = _described(parts, tracker, tier, config, _microbatches(job.runtime))
         mine, wanted = parts.pipeline.schedule()[mesh["pp"].rank], _to_run(config, mesh, parts.pipeline.batch)
         mine[:] = [action for action in mine if action.microbatch is None or action.microbatch in wanted]
         sent = config.data_parallel
@@ -251,9 +250,9 @@ def _parameters_of(parts: RankParts) -> int:
     return sum(math.prod(one.shape) for stage, one in placements if stage == 0 or "embd" not in one.partial_grad)
 
 
-def microbatches(config: Config, world_size: int) -> int:
+def _microbatches(runtime: Runtime) -> int:
     """Those of a step, without such as repeat: more than 2 a pipeline rank, 4 with chunks; GPipe keeps all."""
-    m = max(config.batch_sizes(world_size).sizes) // config.samples_at_once(world_size)
+    config, m = runtime.config, max(runtime.batch_sizes.sizes) // runtime.samples_at_once
     p = config.parallel.pipeline_model_parallel_size
     enough = (4 if config.chunks_per_rank > 1 else 2) * p
     return m if config.schedule_name == "gpipe" or m < enough + 2 * p else enough

@@ -59,12 +59,12 @@ def full_report(job: Job, ranks: list[RankMemory]) -> list[str]:
     """What `tools/estimate_memory.py` prints."""
     config, most = job.runtime.config, worst(ranks)
     p, t = len(ranks), config.parallel.tensor_model_parallel_size
-    m = max(config.batch_sizes(job.world_size).sizes) // config.samples_at_once(job.world_size)
+    m = max(job.runtime.batch_sizes.sizes) // job.runtime.samples_at_once
     tokens = f"{config.training.micro_batch_size} x {config.data.seq_length} tokens"
-    everyone = sum(one.total for one in ranks) * job.world_size // p
+    everyone = sum(one.total for one in ranks) * job.runtime.world_size // p
     return [
-        f"{sum(one.parameters for one in ranks):,} parameters; {job.world_size:,} rank(s): tp {t}, pp {p}, "
-        f"dp {config.data_parallel_size(job.world_size)}; {m} microbatch(es) of {tokens}, {config.schedule_name}, "
+        f"{sum(one.parameters for one in ranks):,} parameters; {job.runtime.world_size:,} rank(s): tp {t}, pp {p}, "
+        f"dp {config.data_parallel_size(job.runtime.world_size)}; {m} microbatch(es) of {tokens}, {config.schedule_name}, "
         f"ZeRO stage {config.data_parallel.stage}; kernels of {'an accelerator' if job.accelerator else 'a CPU'}",
         *stage_table(ranks),
         f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which "
@@ -83,7 +83,7 @@ def short_report(ranks: list[RankMemory]) -> list[str]:
 def as_json(job: Job, ranks: list[RankMemory]) -> dict[str, Any]:
     most = worst(ranks)
     return {
-        "world_size": job.world_size,
+        "world_size": job.runtime.world_size,
         "worst_stage": most.rank,
         "worst_total_bytes": most.total,
         "stages": [

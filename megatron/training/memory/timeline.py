@@ -99,14 +99,18 @@ def forecast(job: Job) -> list[RankMemory]:
     """One entry a pipeline rank. Stages of the same layers are tried once."""
     config, tried = job.runtime.config, {}
     stages, ranks = config.stages, []
-    for pp_rank, rank in enumerate(mesh_of(config, job.world_size, 0)["pp"].ranks):
+    for pp_rank, rank in enumerate(mesh_of(config, job.runtime.world_size, 0)["pp"].ranks):
         mine = stages.of_rank(pp_rank)
         like = tuple((len(config.layer_split[stage]), stage == 0, stage == stages.last) for stage in mine)
         if like not in tried:
             tried[like] = dry_run(job, rank, values=_is_small(job))
-        profile = tried[like]
-        ranks.append(RankMemory(pp_rank, profile.layers, along(profile, pp_rank), profile.parameters))
+        ranks.append(predicted_of(tried[like], pp_rank))
     return ranks
+
+
+def predicted_of(profile: Profile, pp_rank: int) -> RankMemory:
+    """The memory of the pipeline rank that runs the profile's actions as `pp_rank` does."""
+    return RankMemory(pp_rank, profile.layers, along(profile, pp_rank), profile.parameters)
 
 
 _SMALL = 2**21  # elements, below which a step with values takes less time than one with shapes

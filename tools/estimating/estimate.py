@@ -1,0 +1,30 @@
+"""What tools/estimate_memory.py prints."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from megatron.core.config import ConfigError
+from megatron.training.memory.report import as_json, full_report
+from megatron.training.memory.room import hint_of_fused
+from megatron.training.memory.timeline import forecast
+from tools.estimating.job import read
+from tools.estimating.measure import measure, measured_report
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the prediction of a command line; 0 is success, 2 a mistake in the flags."""
+    try:
+        job, args = read(words)
+        if args.measure:
+            lines = measured_report(measure(words))
+        else:
+            ranks = forecast(job)
+            lines = [json.dumps(as_json(job, ranks), indent=1)] if args.json else full_report(job, ranks)
+            lines += [] if args.json else hint_of_fused(job, ranks)
+    except ConfigError as error:
+        problems = "\n".join(f"  - {problem}" for problem in error.problems)
+        print(f"cannot estimate, {len(error.problems)} problem(s):\n{problems}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0

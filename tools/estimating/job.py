@@ -1,0 +1,105 @@
+"""The job that a command line describes: the flags of the script, and those of tools/estimate_memory.py."""
+
+import argparse
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from megatron.core.config import ConfigError
+from megatron.core.device import Device
+from megatron.core.models.rules import BERT_RULES, GPT_RULES, NO_RULES, text_problems
+from megatron.core.products import NATIVE, WAYS, Products
+from megatron.core.random import DropoutKeys
+from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
+from megatron.core.weight_grads import WeightGradStore
+from megatron.training.arguments import ArgumentsError, parse_args
+from megatron.training.initialize import collected
+from megatron.training.memory.dry_run import Job, mesh_of
+from megatron.training.runtime import Runtime
+from megatron.training.settings.config import Config
+from megatron.training.settings.rules import apart_from, check, filled_in
+from tools.estimating.flags import add_own_flags
+
+ROOT = Path(__file__).resolve().parents[2]
+_RULES = {"gpt": GPT_RULES, "bert": BERT_RULES}
+_ENOUGH = (
+    "--vocab-size N is required: the number of words is enough, and so are the tokenizer's own flags "
+    "(--tokenizer-type ...)"
+)
+
+
+def _defaults_for(words: Sequence[str]) -> dict[str, Any]:
+    """Settings that a run must have and that do not change its memory."""
+    given = {word.split("=")[0] for word in words}
+    defaults: dict[str, Any] = {"lr": 1e-4, "tokenizer_type": "NullTokenizer"}
+    if not given & {"--train-samples", "--train-iters"}:
+        defaults["train_iters"] = 1
+    if not any(word.endswith(("data-path", "data-args-path")) for word in given):
+        defaults["mock_data"] = True
+    return defaults
+
+
+class Read(NamedTuple):
+    """A command line: the job, and the tool's own settings."""
+
+    job: Job
+    args: Any
+
+
+def read(words: Sequence[str]) -> Read:
+    """The job that `words` describe. Raises ConfigError with all problems at once."""
+    try:
+        config, args = parse_args(words, add_own_flags, _defaults_for(words))[:2]
+    except ArgumentsError as error:
+        config = filled_in(error.parts)
+        found = _problems_of(config, _world_size_in(words)) + text_problems(config)
+        raise _refused(error.problems + apart_from(error.problems, error.parts, found)) from None
+    if args.world_size < 1:
+        raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
+    if not 0 <= args.rank < args.world_size:
+        raise ConfigError(f"--rank is {args.rank}; there are ranks 0 to {args.world_size - 1}")
+    problems = _problems_of(config, args.world_size)
+    if problems := problems + _RULES.get(args.model, NO_RULES).problems(config, None):
+        raise _refused(problems)
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    way, script = config.transformer.cpu_half_products, _script_of(args.model)
+    products = Products.all(way) if way in WAYS else NATIVE  # by the flags, not by a trial on this CPU
+    mesh, keys = mesh_of(config, args.world_size, 0), DropoutKeys(1)
+    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), products=products)
+    # A laptop plans for the accelerators that will train, unless the flags choose a CPU.
+    accelerator = config.device.device != "cpu" and not args.measure
+    return Read(Job(runtime, script.model_provider, script.forward_step, accelerator), args)
+
+
+def _script_of(model: str) -> SimpleNamespace:
+    """The functions of a script, by name."""
+    path = ROOT / f"pretrain_{model}.py" if model in _RULES else Path(model)
+    if not path.is_file():
+        raise ConfigError(f"--model is {model}; it must be gpt, bert, or the path of a script such as pretrain_gpt.py")
+    return SimpleNamespace(**runpy.run_path(str(path), run_name="script"))
+
+
+def _problems_of(config: Config, world_size: int) -> list[str]:
+    """Why `world_size` ranks cannot train with these settings."""
+    found: list[str] = []
+    with collected(found):
+        check(config, world_size)
+    return found
+
+
+def _refused(problems: Sequence[str]) -> ConfigError:
+    """The error of these problems; the number of words replaces a tokenizer here."""
+    return ConfigError([_ENOUGH if problem == NO_TOKENIZER else problem for problem in problems])
+
+
+def _world_size_in(words: Sequence[str]) -> int:
+    """--world-size of a command line that is invalid elsewhere."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_own_flags(parser)
+    return max(1, parser.parse_known_args(words)[0].world_size)
