@@ -103,5 +103,6 @@ def test_a_fork_trains_at_tp_2_and_pp_2_as_in_one_process(fork: SimpleNamespace)
     assert len(expected.losses) == 3 and all(expected.losses) and expected.losses[0] != expected.losses[-1]
     assert_equal(got, expected, 1e-10)
     for rank in [*memory, *memory_of_ranks]:
+        assert {"parameters", "gradients", "optimizer", "activations"} <= rank.keys(), "nothing is predicted"
         for kind, (predicted, measured) in rank.items():
             assert predicted == pytest.approx(measured, rel=0.05), kind
