@@ -272,7 +272,7 @@ BUDGETS = {
     "megatron/core": 1_830,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 350,
-    "megatron/core/datasets": 1_990,
+    "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_170,
     "megatron/core/inference": 350,
     "megatron/core/job": 610,
@@ -282,7 +282,7 @@ BUDGETS = {
     "megatron/core/storage": 140,
     "megatron/core/tensor_parallel": 510,
     "megatron/core/tiers": 580,
-    "megatron/core/tokenizers": 480,
+    "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 690,
     "megatron/training": 1_740,
     "megatron/training/ending": 240,
@@ -293,7 +293,7 @@ BUDGETS = {
     "tools": 1_680,
     "tools/benchmarking": 450,
     "tools/estimating": 180,
-    "tools/preprocessing": 610,
+    "tools/preprocessing": 560,
 }
 
 

@@ -82,10 +82,7 @@ class IndexCache:
             with atomic_file(self.path("description.txt")) as file:
                 file.write(json.dumps(self._description(), indent=4).encode())
         except OSError as error:
-            raise ValueError(
-                f"cannot write the index cache in {self.folder}: {error.strerror}; set --data-cache-path to a folder "
-                "that can be written"
-            ) from error
+            raise ValueError(f"{self.folder}: {error.strerror}; set --data-cache-path to a writable folder") from error
 
     def is_complete(self, say: Callable[[str], None]) -> bool:
         """Whether every file is there as it was written, read and hashed whole; `say` hears of damaged ones.
