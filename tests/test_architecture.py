@@ -32,7 +32,7 @@ ROWS = [
 PURE = """
     core.grid core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
     core.parallel_config core.stage_map core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
-    core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
+    core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
     core.optimizer.lr_schedule core.optimizer.grad_scaler core.optimizer.optimizer_config
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
     core.pipeline_parallel.lower core.pipeline_parallel.simulate core.pipeline_parallel.stage
@@ -273,7 +273,7 @@ BUDGETS = {
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 350,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_170,
+    "megatron/core/distributed": 1_230,
     "megatron/core/inference": 350,
     "megatron/core/job": 610,
     "megatron/core/models": 290,

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron.core import comm, parallel_state
 from megatron.core.datasets.batches import loader
+from megatron.core.distributed.traffic import traffic_line
 from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learning_rate_schedule, schedule_in_force
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
@@ -363,6 +364,12 @@ class Trainer:
         """Print the model's parameter count, its traffic and where training starts and ends. Every rank must call."""
         total = checkpointing.count_parameters(self.model, self.mesh, self.device)
         print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
+        chosen, axes = self.config.data_parallel, self.mesh.grad_axes(shards=True)
+        if axes.reduce.size > 1:
+            flats = [flat for chunk in self.model for flat in chunk.flats()]
+            inner, m = axes.shard.size, self.pipeline.batch.num_microbatches
+            sizes = {"inner": inner, "outer": axes.reduce.size // inner, "microbatches": m}
+            print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
         interval = self.config.log.steps_between_lines
         if self._steps_left and self.state.iteration // interval == self.train_iters // interval:
             print_rank_0(f"no iteration of this run is logged: none is a multiple of --log-interval {interval}")

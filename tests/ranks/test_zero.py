@@ -23,8 +23,10 @@ from tiny_run import (
     run,
 )
 
+from megatron.core.comm import bytes_sent
 from megatron.core.config import ConfigError
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.traffic import step_traffic
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape
@@ -209,7 +211,7 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
 
     With replicas an all-reduce of P / d gradients between them, once; where state is divided over them, a reduce-scatter of P / d
     and an all-gather of what each has updated. `by_unit`: a tied table is fetched by the embedding and the output layer in the
-    forward, and once for both in the backward."""
+    forward, and once for both in the backward. The bytes that travel are those that `step_traffic` announces."""
     model, d = replace(MODELS["gpt2-tied"], fp64=False, bf16=True), 4 // replicas
     config = DataParallelConfig(
         zero_stage=stage, num_distributed_optimizer_instances=replicas, outer_dp_sharding_strategy=outer
@@ -222,10 +224,14 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
             trainer.step(0)
         table = next(b for b in buffer.plan.buckets if any("word_embeddings" in name for name in b.names))
         large = [c for c in calls if c.bytes > 8 and c.axis in ("dp_inner", "dp_outer")]
-        return buffer.plan.numel, table.stop - table.start, large
+        (flat,) = trainer.chunks[0].flats()
+        announced = step_traffic(
+            flat, stage, inner=d, outer=replicas, microbatches=2, divides_outer=config.divides_over_outer
+        )
+        return buffer.plan.numel, table.stop - table.start, large, announced
 
     m = 2
-    for padded, table, calls in run_ranks({"dp": 4, "replicas": replicas}, work):
+    for padded, table, calls, announced in run_ranks({"dp": 4, "replicas": replicas}, work):
         sent = {
             1: {("reduce_scatter", "dp_inner"): padded * 4, ("all_gather", "dp_inner"): padded // d * 2},
             2: {("reduce_scatter", "dp_inner"): padded * 4 * m, ("all_gather", "dp_inner"): padded // d * 2},
@@ -237,10 +243,13 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
         between = {("all_reduce", "dp_outer"): padded // d * 4} if replicas > 1 else {}
         if outer == "optim":
             between = {("reduce_scatter", "dp_outer"): padded // d * 4, ("all_gather", "dp_outer"): padded // 4 * 2}
-        total = Counter()
+        total, on_the_wire = Counter(), Counter()
         for call in calls:
             total[call.op, call.axis] += call.bytes
+            on_the_wire[call.op, call.axis] += bytes_sent(call)
         assert total == sent | between
+        names = {"shard": "dp_inner", "replica": "dp_outer", "outer": "dp_outer"}
+        assert on_the_wire == pytest.approx({(op, names[axis]): n for (op, axis), n in announced.items()}, rel=1e-12)
 
 
 @pytest.mark.parametrize(

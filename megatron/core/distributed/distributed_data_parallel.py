@@ -41,6 +41,7 @@ from megatron.core.distributed.fetch import ParamFetcher, units_of
 from megatron.core.distributed.fixed_order import ReduceInFixedOrder
 from megatron.core.distributed.plan import Cut, Item, lay_out, overlaps
 from megatron.core.distributed.slot import ParamSlot
+from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
@@ -252,6 +253,18 @@ class DistributedDataParallel(nn.Module):
             if buffer.zero.passes_params
             for slot in buffer.plan.slots
         }
+
+    def flats(self) -> list[Flat]:
+        """Each buffer by the numbers that its traffic follows from."""
+        twice = [bucket for bucket in self._buckets if any(hasattr(s.parameter, "uses") for s in bucket.slots)]
+        result = []
+        for buffer in self.buffers:
+            lent = sum(b.plan.stop - b.plan.start for b in twice if b.buffer is buffer)
+            widths = [kind.itemsize for kind in (buffer.dtype, buffer.master_dtype, buffer.grad_dtype)]
+            if self.config.grad_reduce_in_bf16:
+                widths[2] = torch.bfloat16.itemsize
+            result.append(Flat(buffer.plan.numel, lent, *widths, self.config.reduce_scatter_with_fp32_accumulation))
+        return result
 
     def _sum_partial(self, axis_name: str) -> None:
         """Sum partial gradients over the axis (norms under sequence parallelism, shared key/value heads), in one
