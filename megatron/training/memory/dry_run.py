@@ -172,8 +172,8 @@ class ShapesTier:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Stored:
         if self.name == "file":
-            self._end += numel * dtype.itemsize
-            return FileTensor(self, self._end - numel * dtype.itemsize, (numel,), dtype)
+            start, self._end = self._end, self._end + -(-numel * dtype.itemsize // BLOCK) * BLOCK
+            return FileTensor(self, start, (numel,), dtype)
         self.made.append(torch.zeros(numel, dtype=dtype))
         return self.made[-1]
 
@@ -198,7 +198,9 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
     config = job.runtime.config
     mesh, device = mesh_of(config, job.runtime.world_size, rank), Device("cpu")
     tier = None if config.offload.tier == "device" else ShapesTier(config.offload.tier)
-    shapes = None if values else ShapesOnly("accelerator" if job.accelerator else "cpu")
+    words = job.runtime.vocab_size_if_any or 2**62
+    most_ids = max(-(-words // mesh["tp"].size), config.data.seq_length)  # rows of the tables of words and of positions
+    shapes = None if values else ShapesOnly("accelerator" if job.accelerator else "cpu", most_ids)
     if job.accelerator:
         device.torch_device = META
     with contextlib.ExitStack() as stack:

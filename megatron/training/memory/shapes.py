@@ -22,10 +22,12 @@ META = torch.device("meta")
 
 
 class ShapesOnly(TorchFunctionMode):
-    """Inside, in this thread, tensors are made on the meta device. kind: "cpu", or "accelerator", whose tensors say "meta"."""
+    """Inside the block, this thread creates tensors on the meta device. kind: "cpu", or "accelerator", whose tensors say
+    "meta". most_ids: the rows of the largest table that is looked up in."""
 
-    def __init__(self, kind: str = "cpu"):
+    def __init__(self, kind: str = "cpu", most_ids: int = 2**62):
         super().__init__()
+        self.most_ids = most_ids
         self.shown, self.on_cpu = torch.device("cpu") if kind == "cpu" else META, kind == "cpu"
 
     def hooks(self, pack: Callable, unpack: Callable) -> saved_tensors_hooks:
@@ -46,6 +48,8 @@ class ShapesOnly(TorchFunctionMode):
             return self.shown if args[0].is_meta else func(*args)
         if func in _KERNELS:
             return _KERNELS[func](self.on_cpu, *args, **kwargs)
+        if func in _DISTINCT and args[0].is_meta:
+            return _distinct(min(args[0].numel(), self.most_ids), *args, **kwargs)
         if func in _ANSWERS and args[0].is_meta:
             return _ANSWERS[func](*args, **kwargs)
         if func is torch.tensor and _is_count(args[0]):
@@ -80,10 +84,10 @@ def _number(x: Tensor) -> float | int:
     return 0.0 if x.is_floating_point() else 0
 
 
-def _distinct(x: Tensor, return_inverse: bool = False, return_counts: bool = False, **_: Any) -> Any:
-    """As if no two elements were equal; of neighbours that are counted, as if all were, in one real number."""
+def _distinct(most: int, x: Tensor, return_inverse: bool = False, return_counts: bool = False, **_: Any) -> Any:
+    """`most` values, as if the elements differed as far as they can. Counts are a real tensor, as if all were equal."""
     counts = torch.tensor([x.numel()], device="cpu") if return_counts else None
-    found = [torch.empty(x.numel(), dtype=x.dtype), *([torch.empty_like(x)] if return_inverse else [])]
+    found = [torch.empty(most, dtype=x.dtype), *([torch.empty_like(x)] if return_inverse else [])]
     found += [] if counts is None else [counts]
     return found[0] if len(found) == 1 else tuple(found)
 
@@ -137,10 +141,8 @@ _ANSWERS: dict[Any, Callable] = {
     Tensor.cpu: lambda x, *_, **__: x,
     Tensor.pin_memory: lambda x, *_: x,
     Tensor.data_ptr: lambda x: x.untyped_storage()._cdata + x.storage_offset() * x.itemsize,
-    Tensor.unique: _distinct,
-    torch.unique: _distinct,
-    Tensor.unique_consecutive: _distinct,
 }
+_DISTINCT = (Tensor.unique, torch.unique, Tensor.unique_consecutive)
 
 
 class Done:
