@@ -75,17 +75,9 @@ def setup_model_and_optimizer(
     """(model chunks, optimizer, learning rate schedule) of this rank, after `initialize_megatron`. Every rank must call."""
     del model_type  # a model's `boundary` says which tensors pass between stages
     runtime = get_runtime()
-    chunks, optimizer = build_model_and_optimizer(model_provider, runtime, group_of)
+    chunks = get_model(model_provider, runtime, group_of)
     schedule = learning_rate_schedule(runtime.config.learning_rate, runtime.run_length)
-    return list(chunks.values()), optimizer, schedule
-
-
-def build_model_and_optimizer(
-    model_provider: ModelProvider, runtime: Runtime, group_of: GroupRule, forecast: Forecast | None = None
-) -> tuple[dict[int, DistributedDataParallel], FlatOptimizer]:
-    """This rank's model chunks by stage, and their optimizer. Every rank must call."""
-    chunks = get_model(model_provider, runtime, group_of, forecast)
-    return chunks, build_optimizer(chunks, runtime, group_of)
+    return list(chunks.values()), build_optimizer(chunks, runtime, group_of), schedule
 
 
 def build_train_valid_test_data_iterators(
@@ -96,21 +88,14 @@ def build_train_valid_test_data_iterators(
     None for a missing data set. Only the first rank of a tensor-parallel group reads data; on the others all three are None.
     """
     runtime = get_runtime()
-    samples, micro_batch_size = runtime.mesh.samples, runtime.config.training.micro_batch_size
-    datasets = build_run_datasets(provider, runtime)
-    reads = runtime.mesh["tp"].is_first
-    return tuple(
-        batches(dataset, 0, micro_batch_size, samples.rank, samples.size) if reads and dataset is not None else None
-        for dataset in datasets
-    )
-
-
-def build_run_datasets(provider: DatasetsProvider, runtime: Runtime) -> tuple[Any, Any, Any]:
-    """The provider's data sets, with as many samples as the settings need. Every rank must call."""
-    training = runtime.config.training
+    training, samples = runtime.config.training, runtime.mesh.samples
     # From the settings alone, not from a checkpoint: a data set's order may depend on the number of samples requested.
     train_iters = runtime.config.train_iters(runtime.world_size)
     sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, runtime.batch_sizes.last)
     sizes[0] = training.train_samples or sizes[0]
     with comm.together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
-        return provider(sizes)
+        datasets = provider(sizes)
+    if not runtime.mesh["tp"].is_first:
+        return None, None, None
+    where = training.micro_batch_size, samples.rank, samples.size
+    return tuple(None if dataset is None else batches(dataset, 0, *where) for dataset in datasets)

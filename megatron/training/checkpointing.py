@@ -27,14 +27,7 @@ from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.placement import owned_pieces, pieces
-from megatron.training.resume.checks import (
-    check_same_model,
-    check_same_optimizer,
-    check_same_parameters,
-    check_same_positions,
-    check_state,
-    note_changes,
-)
+from megatron.training.resume import checks
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.start import Start, where_to_start
 from megatron.training.resume.state import TrainState
@@ -183,15 +176,15 @@ def load(
     checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
     if checkpoint.warning:
         print_rank_0(f"WARNING: {checkpoint.warning}")
-    check_state(checkpoint.state, checkpoint.iteration, given)
+    checks.check_state(checkpoint.state, checkpoint.iteration, given)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
-    check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)
+    checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)
     wanted = model_tensors(chunks, mesh)
-    check_same_parameters(wanted, checkpoint, mesh["world"], device)
-    check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
+    checks.check_same_parameters(wanted, checkpoint, mesh["world"], device)
+    checks.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
     goes_on = config.load_optim and not finetune
     if goes_on:
-        check_same_optimizer(runtime, checkpoint.state)
+        checks.check_same_optimizer(runtime, checkpoint.state)
     _read_tensors(checkpoint, wanted, optimizer, mesh, device, goes_on=goes_on)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:
@@ -202,7 +195,7 @@ def load(
         if optimizer.scaler is not None:
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     print_rank_0(f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {root}")
-    note_changes(runtime, checkpoint.state, goes_on=not finetune)
+    checks.note_changes(runtime, checkpoint.state, goes_on=not finetune)
     if finetune:
         return TrainState(), None
     return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]

@@ -75,11 +75,10 @@ def initialize_megatron(
         if parallel_state.launched_world_size() == 1:
             raise
         problem = error
-    device_config = settings.config.device if settings else DeviceConfig()
-    device = settings.device if settings else a_device()
-    parallel_state.start_distributed(
-        device_config.distributed_backend or device.backend, device_config.distributed_timeout_minutes
-    )
+    asked = settings.config.device if settings else DeviceConfig()
+    # A rank with invalid settings only agrees on them, by a device of the kind that the others probably have.
+    device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
+    parallel_state.start_distributed(asked.distributed_backend or device.backend, asked.distributed_timeout_minutes)
     if device.identity and (taken := parallel_state.shared_device_problem(device.identity)):
         problem = ConfigError([*(problem.problems if problem else []), taken])
     agree_on_settings(settings, problem)
@@ -109,19 +108,13 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
     """The `Runtime` of checked settings and a mesh. Every rank must call."""
     config, device = settings.config, settings.device
     log, world = config.log, mesh["world"]
-    timers = Timers(
-        log.timing_log_level,
-        log.timing_log_option,
-        device=device,
-        world=world,
-        barrier=log.barrier_with_L1_time,
-        say=print_rank_last,
-    )
+    level, option = log.timing_log_level, log.timing_log_option
+    barrier = log.barrier_with_L1_time
+    timers = Timers(level, option, device=device, world=world, barrier=barrier, say=print_rank_last)
     with comm.together(world, device.torch_device):
         tier = make_tier(config.offload, world.rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, world.size))
-    ways = settle_products(config, world, device, settings.notes)
-    current().products = ways
+    current().products = ways = settle_products(config, world, device, settings.notes)
     names_data = (config.checkpoint.save or config.checkpoint.load) and world.is_first
     runtime = Runtime(
         config,
@@ -175,8 +168,7 @@ def read_settings(
         *parsed.notes,
         *share_cores(Launch() if parallel_state.has_joined() else discover(os.environ)),
         *watch_notes(config.tensorboard, config.profile, config.training.train_iters),
-        *_groups_of_one(config, world_size),
-        *_breaks_ties(config),
+        *_notes_of_settings(config, world_size),
         *notes_of(device.name, config.offload.tier, moved, torch.get_num_threads()),
     ]
     empty_level = config.device.empty_unused_memory_level
@@ -187,26 +179,20 @@ def read_settings(
     return Settings(config, parsed.args, notes, device, tokenizer, sha256)
 
 
-def _groups_of_one(config: Config, world_size: int) -> list[str]:
-    """A note if ZeRO shards nothing, since each sharding group is a single rank."""
+def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
+    """Notes if ZeRO shards nothing, since each sharding group is a single rank, and on rounding with --reuse-fp32-param."""
     stage, instances = config.data_parallel.stage, config.data_parallel.num_distributed_optimizer_instances
-    if not stage or instances == 1 or instances != config.data_parallel_size(world_size):
-        return []
-    return [
-        f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, so "
-        "each group has one rank, which holds all shards"
-    ]
-
-
-def _breaks_ties(config: Config) -> list[str]:
-    """A note on how --reuse-fp32-param changes rounding."""
-    if not config.optimizer.reuse_fp32_param:
-        return []
-    return [
-        "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. A master half way between two "
-        "weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last place nearer to zero; losses may "
-        "in time differ in their last digits from a run without the flag"
-    ]
+    if stage and 1 < instances == config.data_parallel_size(world_size):
+        yield (
+            f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, "
+            "so each group has one rank, which holds all shards"
+        )
+    if config.optimizer.reuse_fp32_param:
+        yield (
+            "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. A master half way between "
+            "two weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last place nearer to zero; "
+            "losses may in time differ in their last digits from a run without the flag"
+        )
 
 
 class Examined(NamedTuple):
@@ -259,27 +245,20 @@ def select_device(config: DeviceConfig) -> Device:
     return device
 
 
-def a_device() -> Device:
-    """A device for a rank with invalid settings, of the kind that the others probably have. The rank only agrees on it."""
-    return Device.select(local_rank=parallel_state.launched_local_rank())
-
-
 def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:
     """Missing files, and folders that cannot be written, on this host. Creates nothing."""
     problems = config.data.missing_files() if reads_text else []
-    for flag, folder in (
-        ("--save", config.checkpoint.save),
-        ("--data-cache-path", config.data.data_cache_path),
-        ("--offload-dir", config.offload.offload_dir),
-    ):
+    load, offload_dir = config.checkpoint.load, config.offload.offload_dir
+    cache = "--data-cache-path", config.data.data_cache_path
+    for flag, folder in (("--save", config.checkpoint.save), cache, ("--offload-dir", offload_dir)):
         # An existing cache may be read-only; if it lacks an index, the builder of that index reports it.
         is_built = flag == "--data-cache-path" and folder and any(Path(folder).glob("*-description.txt"))
         if folder is not None and not is_built and (obstacle := _obstacle(Path(folder))):
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
-    if config.offload.offload_dir is not None:
-        problems += folder_problems(config.offload.offload_dir, parallel_state.launched_rank())
-    if config.checkpoint.load is not None and os.path.isfile(config.checkpoint.load):
-        problems.append(f"--load {config.checkpoint.load} {mistake_in(Path(config.checkpoint.load))}")
+    if offload_dir is not None:
+        problems += folder_problems(offload_dir, parallel_state.launched_rank())
+    if load is not None and os.path.isfile(load):
+        problems.append(f"--load {load} {mistake_in(Path(load))}")
     return problems
 
 
@@ -357,11 +336,10 @@ def _remove_left_behind(config: Config, world_size: int) -> list[str]:
     """Remove the files of offloaded state that killed runs have left on this node; the node's first rank does, with a note."""
     if config.offload.tier != "file" or parallel_state.launched_local_rank() != 0:
         return []
-    found = remove_left_behind(config.offload.offload_dir, world_size)
+    folder = config.offload.offload_dir
+    found = remove_left_behind(folder, world_size)
     where = f"{found[0]} to {found[-1]}" if len(found) > 1 else "".join(found)
-    return (
-        [f"--offload-dir {config.offload.offload_dir}: removed {where}, left by a run that was killed"] if found else []
-    )
+    return [f"--offload-dir {folder}: removed {where}, left by a run that was killed"] if found else []
 
 
 def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.batch_size import BatchSizes
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import acting_on, current
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.lr_schedule import RunLength
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tiers.tier import Tier
@@ -24,6 +22,11 @@ from megatron.training.arguments import Arguments
 from megatron.training.settings.config import Config
 from megatron.training.watch.flops import ModelShape
 from megatron.training.watch.timers import Timers
+
+
+def _with_these_ranks(of_config: Callable[[Config, int], Any]) -> property:
+    """A quantity of the settings and the number of ranks, as a property of `Runtime`."""
+    return property(lambda runtime: of_config(runtime.config, runtime.world_size))
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,11 @@ class Runtime:
     def world_size(self) -> int:
         return self.mesh["world"].size
 
-    @property
-    def global_batch_size(self) -> int:
-        return self.config.global_batch_size(self.world_size)
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.config.num_microbatches(self.world_size)
-
-    @property
-    def samples_at_once(self) -> int:
-        return self.config.samples_at_once(self.world_size)
-
-    @property
-    def batch_sizes(self) -> BatchSizes:
-        return self.config.batch_sizes(self.world_size)
-
-    @property
-    def run_length(self) -> RunLength:
-        return self.config.run_length(self.world_size)
+    global_batch_size = _with_these_ranks(Config.global_batch_size)
+    num_microbatches = _with_these_ranks(Config.num_microbatches)
+    samples_at_once = _with_these_ranks(Config.samples_at_once)
+    batch_sizes = _with_these_ranks(Config.batch_sizes)
+    run_length = _with_these_ranks(Config.run_length)
 
     @property
     def vocab_size_if_any(self) -> int | None:
@@ -76,18 +65,18 @@ class Runtime:
     @property
     def vocab_size(self) -> int:
         """Vocabulary size. Raises ConfigError if neither a tokenizer nor --vocab-size is given."""
-        if self.vocab_size_if_any is None:
+        size = self.vocab_size_if_any
+        if size is None:
             raise ConfigError(
                 "this model needs a vocabulary size: give --vocab-size N, or --tokenizer-type with its files; a script sets its "
                 'own by pretrain(..., args_defaults={"vocab_size": N})'
             )
-        return self.vocab_size_if_any
+        return size
 
     @property
     def model_shape(self) -> ModelShape:
         """The sizes that determine the model's FLOPs."""
-        config = self.config
-        return ModelShape.of(config.transformer, self.vocab_size, config.data.seq_length)
+        return ModelShape.of(self.config.transformer, self.vocab_size, self.config.data.seq_length)
 
     @property
     def layer_context(self) -> LayerContext:
@@ -139,12 +128,12 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
 @contextlib.contextmanager
 def acting_as(runtime: Runtime) -> Iterator[None]:
     """Inside, in this thread, the run is another one, on its own mesh: for a rank of it that is not this process'."""
-    before, config = getattr(_override, "runtime", None), runtime.config
+    before = getattr(_override, "runtime", None)
     set_runtime(runtime, this_thread_only=True)
     try:
         with acting_on(runtime.mesh) as here:
             here.device, here.products = runtime.device.torch_device, runtime.products
-            here.sequence_parallel = config.parallel.sequence_parallel_on
+            here.sequence_parallel = runtime.config.parallel.sequence_parallel_on
             yield
     finally:
         set_runtime(before, this_thread_only=True)

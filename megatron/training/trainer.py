@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learni
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
-from megatron.training.build import DatasetsProvider, build_model_and_optimizer
-from megatron.training.chunks import ModelProvider, build_pipeline
+from megatron.training.build import DatasetsProvider, get_model
+from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
 from megatron.training.initialize import as_settings_problem, available_cores
@@ -76,11 +77,11 @@ class Trainer:
         with heartbeat("building the model", print_rank_0):
             # chunks by stage
             forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
-            self.chunks, self.optimizer = build_model_and_optimizer(model_provider, runtime, group_of, forecast)
+            self.chunks = get_model(model_provider, runtime, group_of, forecast)
+            self.optimizer = build_optimizer(self.chunks, runtime, group_of)
         self.model = list(self.chunks.values())
-        self.contention = Contention(
-            parallel_state.launched().local_size, available_cores()[0], torch.get_num_threads()
-        )
+        ranks_here = parallel_state.launched().local_size
+        self.contention = Contention(ranks_here, available_cores()[0], torch.get_num_threads())
         self.memory = MemoryWatch(runtime, self.model, self.optimizer, forecast)
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
         self.pipeline.transport.connect(self.pipeline.stages.neighbours)
@@ -118,7 +119,7 @@ class Trainer:
             length = replace(length, samples_per_iter=state.samples_per_iter)
         else:
             state.samples_per_iter = 0
-        saved = self.state.schedules if self._steps_left > 0 else {}
+        saved = state.schedules if self._steps_left > 0 else {}
 
         def in_force(mine: AnySchedule, name: str) -> AnySchedule:
             what, samples = name.replace("_", " "), state.scheduled_train_samples
@@ -139,12 +140,8 @@ class Trainer:
         flops, config = None, self.config.log
         if config.log_throughput:
             flops = self.runtime.model_shape.flops_per_sample / self.runtime.world_size
-        log = TrainingLog(
-            self.train_iters,
-            config.steps_between_lines,
-            flops,
-            progress_in_tokens=self.config.data.seq_length if config.log_interval is None else None,
-        )
+        tokens = self.config.data.seq_length if config.log_interval is None else None
+        log = TrainingLog(self.train_iters, config.steps_between_lines, flops, progress_in_tokens=tokens)
         if state is not None:
             log.load_state(state)
         return log
@@ -218,14 +215,15 @@ class Trainer:
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
         state = self.state
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
+        lr, decoupled_lr = self._rates()
         with self._naming_the_step(), self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
             result = train_step(
                 self.pipeline,
                 self.optimizer,
                 data,
                 first_sample=state.consumed_train_samples,
-                lr=self.schedule.at(state.scheduled_train_samples),
-                decoupled_lr=self.schedule.decoupled_at(state.scheduled_train_samples),
+                lr=lr,
+                decoupled_lr=decoupled_lr,
                 weight_decay=self.weight_decay.at(state.scheduled_train_samples),
                 num_microbatches=batch_size // self.runtime.samples_at_once,
                 check_finite=self.config.training.check_for_nan_in_loss_and_grad,
@@ -246,6 +244,11 @@ class Trainer:
             where = where_to_go_on(self.config.checkpoint.save)
             raise NotFiniteError(f"{error}. This was iteration {self.state.iteration + 1}; {where}") from error
 
+    def _rates(self) -> tuple[float, float | None]:
+        """The learning rate of the next step, and the decoupled one."""
+        at = self.state.scheduled_train_samples
+        return self.schedule.at(at), self.schedule.decoupled_at(at)
+
     def _empty_unused(self, level: int) -> None:
         if self.runtime.config.device.empty_unused_memory_level >= level:
             self.runtime.device.empty_unused()
@@ -253,11 +256,9 @@ class Trainer:
     def _scheduled(self, batch_size: int) -> int:
         """Samples by which a step advances the schedules. With --train-iters every iteration counts as the run's first did."""
         length = self.runtime.run_length
-        return (
-            batch_size * self.state.samples_per_iter // length.samples_per_iter
-            if length.unit == "iters"
-            else batch_size
-        )
+        if length.unit == "samples":
+            return batch_size
+        return batch_size * self.state.samples_per_iter // length.samples_per_iter
 
     def _report(self, result: StepResult, batch_size: int) -> None:
         """Log the last step. Time spent on measurements is left out of the logged time."""
@@ -266,16 +267,10 @@ class Trainer:
         with self.log.paused():
             self.memory.report(state.iteration)
             numbers, tensors = self.watch.measure()
-        step = StepNumbers(
-            state.iteration,
-            state.consumed_train_samples,
-            batch_size,
-            self.schedule.at(state.scheduled_train_samples),
-            self.schedule.decoupled_at(state.scheduled_train_samples),
-            result.loss_scale,
-            None if result.skipped else result.grad_norm,
-            **numbers,
-        )
+        norm, samples = None if result.skipped else result.grad_norm, state.consumed_train_samples
+        lr, decoupled_lr = self._rates()
+        scale = result.loss_scale
+        step = StepNumbers(state.iteration, samples, batch_size, lr, decoupled_lr, scale, norm, **numbers)
         interval = self.log.line_if_due(step)
         if note := self.contention.note_if_due():
             print_rank_0(note)
@@ -295,16 +290,10 @@ class Trainer:
         if dataset is None or eval_iters == 0:
             return
         with self.log.paused():
-            first_sample, num_batches = window(
-                self._validations_before(split), eval_iters, self.batch_size, len(dataset)
-            )
-            losses = evaluate(
-                self.pipeline,
-                lambda first: self._iterators(split, first),
-                num_batches=num_batches,
-                first_sample=first_sample,
-                global_batch_size=self.batch_size,
-            )
+            earlier, size = self._validations_before(split), self.batch_size
+            first, count = window(earlier, eval_iters, size, len(dataset))
+            iterators = partial(self._iterators, split)
+            losses = evaluate(self.pipeline, iterators, num_batches=count, first_sample=first, global_batch_size=size)
             on_set = f" on {'validation' if split == 'valid' else split} set" if at_end else ""
             where = f"iteration {self.state.iteration}{on_set}"
             print_rank_last(validation_line(where, losses))
@@ -312,7 +301,7 @@ class Trainer:
                 print_rank_last(warning)
             self.watch.report_validation(split, losses, at_end=at_end)
             if self.non_loss.process is not None:
-                self._show_non_loss_data(split, first_sample)
+                self._show_non_loss_data(split, first)
 
     def _validations_before(self, split: str) -> int:
         """Validations so far, from the iteration alone: a resumed run validates on the same samples."""

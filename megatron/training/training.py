@@ -132,16 +132,12 @@ def _run(
             stop_with(error)
         if parallel_state.launched_world_size() == 1:
             parallel_state.stop_distributed()
-            if farewell is not None:
-                print(farewell, file=sys.stderr, flush=True)
-                write_error_file(farewell)
-                sys.exit(interrupt.CODE)
-            if failures.explains_itself(error):
-                print(f"stopping, because {error}", file=sys.stderr, flush=True)
-                write_error_file(f"stopping, because {error}")
-                sys.exit(1)
-            write_error_file(failures.account_of(error))
-            raise
+            told = farewell or (f"stopping, because {error}" if failures.explains_itself(error) else None)
+            write_error_file(told or failures.account_of(error))
+            if told is None:
+                raise
+            print(told, file=sys.stderr, flush=True)
+            sys.exit(1 if farewell is None else interrupt.CODE)
         code = failures.report(error, farewell)
     finally:
         if listener is not None:

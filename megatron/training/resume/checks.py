@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
-from megatron.training.settings.config import Config
+from megatron.training.settings.config import Config, shown
 
 _POSITIONS = "embedding.position_embeddings.weight"
 
@@ -36,29 +36,16 @@ def check_same_parameters(
 
 # The entries of a checkpoint's state that a run reads, and their types. `*`: every entry of that object.
 _NEEDED: dict[str, tuple[type, ...]] = {
-    "config": (dict,),
-    "config/*": (dict,),
-    "config/optimizer": (dict,),
-    "config/checkpoint": (dict,),
-    "train": (dict,),
-    "train/iteration": (int,),
-    "train/consumed_train_samples": (int,),
+    **dict.fromkeys(("config", "config/*", "config/optimizer", "config/checkpoint", "train"), (dict,)),
+    **dict.fromkeys(("train/iteration", "train/consumed_train_samples", "optimizer_steps"), (int,)),
     "log": (dict, type(None)),
-    "optimizer_steps": (int,),
 }
+_COUNTS = ("scheduled_train_samples", "samples_per_iter", "requested_train_samples")  # of the train state
 _OPTIONAL: dict[str, tuple[type, ...]] = {
-    "train/scheduled_train_samples": (int,),
-    "train/samples_per_iter": (int,),
-    "train/requested_train_samples": (int,),
-    "train/schedules": (dict,),
-    "train/schedules/*": (dict,),
-    "log/sums": (dict,),
-    "log/steps": (int,),
-    "log/nan_steps": (int,),
-    "log/skipped_steps": (int,),
-    "grad_scaler": (dict,),
-    "global_batch_size": (int, type(None)),
-    **{f"config/transformer/{name}": (int, type(None)) for name in OF_WIDTHS},
+    **dict.fromkeys(("train/schedules", "train/schedules/*", "log/sums", "grad_scaler"), (dict,)),
+    **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
+    **dict.fromkeys(("log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
+    **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }
 
 
@@ -108,15 +95,15 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given:
             f"{given} holds another model; vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer "
             f"{runtime.vocab_size_if_any}"
         )
-    elif (
-        _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256) and not config.checkpoint.allow_tokenizer_change
+    elif not config.checkpoint.allow_tokenizer_change and _is_other(
+        saved, "tokenizer_sha256", runtime.tokenizer_sha256
     ):
         problems.append(
             f"{given} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
             "give that tokenizer, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
         )
     if goes_on and changes.precision and not config.checkpoint.allow_precision_change:
-        then, now = (precision_of(parts["transformer"]) for parts in (saved["config"], config.as_json()))
+        then, now = _precisions(saved, config)
         problems.append(
             f"{given} was trained in {then}, this run is in {now}; give the flags of that precision, or "
             "--allow-precision-change to go on in this one"
@@ -136,16 +123,17 @@ def _changes(runtime: Runtime, saved: dict[str, Any]) -> Changes:
     return compare(mine, config, defaults, by_content)
 
 
+def _precisions(saved: dict[str, Any], config: Config) -> Iterator[str]:
+    return (precision_of(parts["transformer"]) for parts in (saved["config"], config.as_json()))
+
+
 def _is_other(saved: dict[str, Any], name: str, mine: str | None) -> bool:
     return None not in (mine, theirs := saved.get(name)) and theirs != mine
 
 
 def _difference(change: Change) -> str:
-    now = (
-        "; this code has no such setting: use the code that wrote it"
-        if change.is_unknown
-        else f", this run has {change.now}"
-    )
+    unknown = "; this code has no such setting: use the code that wrote it"
+    now = unknown if change.is_unknown else f", this run has {change.now}"
     return f"{change.name}: the checkpoint has {change.before}{now}"
 
 
@@ -153,13 +141,9 @@ def _flags_then_and_now(runtime: Runtime, saved: dict[str, Any], part: str, name
     """The flags of tokenizer or data that differ, then and now; if none does, the files have changed."""
     now, before = runtime.config.as_json()[part], saved["config"].get(part, {})
     differ = [name for name in names if before.get(name) != now[name]]
-    texts = [f"{name} {_shown(before.get(name))} before, {_shown(now[name])} now" for name in differ]
-    given = ", ".join(_shown(now[name]) for name in names if now[name] is not None)
+    texts = [f"{name} {shown(before.get(name))} before, {shown(now[name])} now" for name in differ]
+    given = ", ".join(shown(now[name]) for name in names if now[name] is not None)
     return ", ".join(texts) or f"the files have changed since ({given})"
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def check_same_positions(
@@ -170,9 +154,8 @@ def check_same_positions(
         for name in (name for name in mine if name.endswith(_POSITIONS) and name in checkpoint.names):
             saved, rows = checkpoint.manifest.tensors[name].shape[0], mine[name].shape[0]
             if saved != rows and rows == config.positions:
-                raise ConfigError(
-                    f"{checkpoint.folder} has {saved} learned positions, {_other_positions(config, saved)}"
-                )
+                others = _other_positions(config, saved)
+                raise ConfigError(f"{checkpoint.folder} has {saved} learned positions, {others}")
 
 
 def _other_positions(config: Config, saved: int) -> str:
@@ -185,28 +168,23 @@ def _other_positions(config: Config, saved: int) -> str:
 
 def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint without optimizer state, or with other moments."""
-    if not saved["config"]["checkpoint"].get("save_optim", True):
-        raise ConfigError(
-            f"--load {runtime.config.checkpoint.load} holds no optimizer state (saved with --no-save-optim); --no-load-optim "
-            "loads the weights alone"
-        )
-    mine, theirs = runtime.config.as_json()["optimizer"], {"optimizer": "adam"} | saved["config"]["optimizer"]
+    if found := _optimizer_at_fault(runtime.config, saved["config"]):
+        load = runtime.config.checkpoint.load
+        raise ConfigError(f"--load {load} holds {found}; --no-load-optim loads the weights alone")
+
+
+def _optimizer_at_fault(config: Config, saved: dict[str, Any]) -> str | None:
+    """The optimizer state that the checkpoint lacks or has too much, in words; None if it fits."""
+    if not saved["checkpoint"].get("save_optim", True):
+        return "no optimizer state (saved with --no-save-optim)"
+    mine, theirs = config.as_json()["optimizer"], {"optimizer": "adam"} | saved["optimizer"]
     if mine["optimizer"] != theirs["optimizer"]:
-        raise ConfigError(
-            f"--load {runtime.config.checkpoint.load} holds the state of --optimizer {theirs['optimizer']}, this run has "
-            f"{mine['optimizer']}; --no-load-optim loads the weights alone"
-        )
+        return f"the state of --optimizer {theirs['optimizer']}, this run has {mine['optimizer']}"
     before = build(OptimizerConfig, theirs)
-    if lacking := [kind for kind in runtime.config.optimizer.moments if kind not in before.moments]:
-        was = ", ".join(
-            f"{flags_of(field)[0]} was {theirs[field.name]}"
-            for field in knobs(OptimizerConfig)
-            if theirs.get(field.name, mine[field.name]) != mine[field.name]
-        )
-        raise ConfigError(
-            f"--load {runtime.config.checkpoint.load} holds no {', '.join(lacking)} ({was}); "
-            "--no-load-optim loads the weights alone"
-        )
+    lacking = [kind for kind in config.optimizer.moments if kind not in before.moments]
+    differ = [field for field in knobs(OptimizerConfig) if theirs.get(field.name, mine[field.name]) != mine[field.name]]
+    was = ", ".join(f"{flags_of(field)[0]} was {theirs[field.name]}" for field in differ)
+    return f"no {', '.join(lacking)} ({was})" if lacking else None
 
 
 def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = True) -> None:
@@ -222,13 +200,13 @@ def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = Tru
     if runtime.config.own.flags and "own" not in saved["config"]:
         print_rank_0("the checkpoint holds no flags of its script: they are not compared")
     if goes_on and changes.precision:
-        then, now = (precision_of(parts["transformer"]) for parts in (saved["config"], runtime.config.as_json()))
+        then, now = _precisions(saved, runtime.config)
         print_rank_0(f"resumed with another precision: {then} before, {now} now")
     for change in changes.course:
         if not goes_on and change.name not in names_of_own:
             continue
-        now = "unknown now" if change.is_unknown else f"{_shown(change.now)} now"
-        print_rank_0(f"{what} with another {change.name}: {_shown(change.before)} before, {now}")
+        now = "unknown now" if change.is_unknown else f"{shown(change.now)} now"
+        print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {now}")
     if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):
         print_rank_0(f"{what} with another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}")
     if goes_on and _is_other(saved, "data_sha256", runtime.data_sha256):

@@ -227,8 +227,8 @@ class Config:
     @property
     def without_effect(self) -> dict[str, str]:
         """The given flags that other settings make ineffective, with the reason."""
-        found, parallel = self.data.without_effect | self.tokenizer.without_effect, self.data_parallel
-        offload = self.offload
+        found = self.data.without_effect | self.tokenizer.without_effect
+        parallel, offload = self.data_parallel, self.offload
         if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
             found["--ddp-bucket-size"] = (
                 "ZeRO stage 3 reduces and gathers layer by layer"
@@ -263,14 +263,15 @@ class Config:
         lines = []
         for title, pairs in groups.items():
             lines += [f"  {title}"] if pairs else []
-            lines += [f"    {name:<{width}}  {_shown(*pair)}" for name, pair in pairs.items()]
+            for name, (default, value) in pairs.items():
+                differs = f"  (default {default})" if default not in (None, value) else ""
+                lines.append(f"    {name:<{width}}  {shown(value)}{differs}")
         return lines
 
 
-def _shown(default: Any, value: Any) -> str:
-    """A value, and its default if that differs."""
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if default is None or default == value else f"{text}  (default {default})"
+def shown(value: Any) -> str:
+    """A setting's value as on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 COMPONENTS: dict[str, type] = {f.name: f.type for f in fields(Config) if f.name != "own"}  # type: ignore[misc]

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
-from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
+from megatron.core.pipeline_parallel.schedule import SCHEDULES
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.transformer.transformer_config import tensor_parallel_problems
 from megatron.training.settings.config import COMPONENTS, Config
@@ -16,8 +16,8 @@ from megatron.training.watch.watch_config import watch_problems
 
 def check(config: Config, world_size: int) -> None:
     """Raise ConfigError with all violated rules at once. Every rank calls it, before anything communicates."""
-    groups = (_missing, _data_problems, _model_problems, _batch_problems, _unit_problems, _schedule_problems)
-    rules = (*groups, _checkpoint_problems, _watch_problems)
+    rules = (_missing, _data_problems, _model_problems, _batch_problems, _unit_problems, _schedule_problems)
+    rules += (_checkpoint_problems, _watch_problems)
     if problems := [problem for rule in rules for problem in rule(config, world_size)]:
         raise ConfigError(problems)
 
@@ -72,9 +72,8 @@ def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[s
     A problem is dropped if it names a flag of a missing component, or of the problems `known`.
     """
     failed = [name for name in COMPONENTS if name not in parts]
-    doubtful = flags_in(known) | {
-        flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)
-    }
+    missing = {flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)}
+    doubtful = flags_in(known) | missing
     words = ("world size", "data-parallel size") if "parallel" in failed else ()
     return [problem for problem in found if not flags_in([problem]) & doubtful and not any(w in problem for w in words)]
 
@@ -97,14 +96,12 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
         yield "--main-grads-dtype bf16 needs --bf16; give both, or leave it out"
     if config.optimizer.reuse_fp32_param and not model.bf16:
-        given = (
-            "--fp16, whose weights are no half of a float32" if model.fp16 else "float32, whose weights are the masters"
-        )
+        fp16, fp32 = "--fp16, whose weights are no half of a float32", "float32, whose weights are the masters"
+        given = fp16 if model.fp16 else fp32
         yield f"--reuse-fp32-param needs --bf16, and this model is in {given}; leave it out"
     if model.distribute_saved_activations and (tensor == 1 or is_divided):
-        instead = (
-            "with --sequence-parallel, where they hold parts" if tensor > 1 else "or use --tensor-model-parallel-size"
-        )
+        parts, flag = "with --sequence-parallel, where they hold parts", "or use --tensor-model-parallel-size"
+        instead = parts if tensor > 1 else flag
         yield f"--distribute-saved-activations shards copies that tensor-parallel ranks hold; leave it out {instead}"
     yield from _layer_problems(config)
     limit = model.max_position_embeddings
@@ -124,12 +121,10 @@ def _layer_problems(config: Config) -> Iterator[str]:
         return
     model = config.transformer
     offloaded = model.cpu_offloading_num_layers
-    for name, layers in (
-        ("--recompute-num-layers", model.recompute_num_layers),
-        ("--cpu-offloading-num-layers", offloaded),
-    ):
-        if layers is not None and layers > largest:
-            yield f"{name} is {layers}; it must be at most {largest}, the layers of the largest stage"
+    for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
+        if (getattr(model, name) or 0) > largest:
+            most = f"it must be at most {largest}, the layers of the largest stage"
+            yield f"{flag_of(name)} is {getattr(model, name)}; {most}"
     recomputed = (model.recompute_num_layers or 1) if model.recompute_method == "block" else largest
     if model.contiguous_checkpointing and offloaded >= recomputed:
         yield (
@@ -173,28 +168,23 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             "--micro-batch-size or the number of data-parallel ranks"
         ]
     for size in sorted(set(sizes)):
-        make = (
-            make_schedule if size == min(sizes) else _made_unseen
-        )  # simulating one size is enough to show a wrong schedule
+        microbatches = size // config.samples_at_once(world_size)
         try:
-            make(config.schedule_name, stages, size // config.samples_at_once(world_size), chunks)
+            if size == min(sizes):  # simulating one size is enough to show a wrong schedule
+                make_schedule(config.schedule_name, stages, microbatches, chunks)
+            else:
+                SCHEDULES[config.schedule_name](stages, microbatches, chunks)
         except ValueError as error:
             where = f"steps of {size} samples: " if len(sizes) > 1 else ""
             return [where + problem for problem in str(error).split("\n")]
     return []
 
 
-def _made_unseen(name: str, p: int, m: int, v: int) -> Schedule:
-    return SCHEDULES[name](p, m, v)
-
-
 def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | None:
     """The problem with the batch sizes of all steps, found before the run reaches them."""
     training, at_once = config.training, config.samples_at_once(world_size)
-    product = (
-        f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size "
-        f"({config.data_parallel_size(world_size)})"
-    )
+    ranks = config.data_parallel_size(world_size)
+    product = f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size ({ranks})"
     if training.decrease_batch_size_if_needed:
         return None if all(sizes) else f"steps must have at least {product} samples; raise the smallest step size"
     uneven = [str(size) for size in sizes if size % at_once]
