@@ -33,7 +33,7 @@ from megatron.core.tiers.plan import cut_by_fraction, cut_in_slices
 from megatron.core.tiers.tier import FileTensor, FileTier, HostTier
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.offload import problems_of_needs
-from megatron.training.memory.tier_bytes import Element, bytes_by_tier, bytes_line, show_bytes
+from megatron.training.memory.tier_bytes import Element, amount, bytes_by_tier, bytes_line
 
 ROOT = Path(__file__).parents[2]
 BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")
@@ -355,9 +355,9 @@ def test_bytes_by_tier_are_the_published_sums():
     half = bytes_by_tier(n, Element.of(4, moments=1), tier="host", fraction=0.5)
     assert half == {"device": {"parameters": 4 * n, "gradients": 4 * n, "moments": 2 * n}, "host": {"moments": 2 * n}}
     kinds = re.findall(r"(device|host|parameters|gradients|moments) ([\d.]+) MiB", bytes_line(half))
-    expected = {"device": "10.0", "parameters": "4.0", "gradients": "4.0", "moments": "2.0", "host": "2.0"}
-    assert kinds == [*expected.items(), ("moments", "2.0")]
-    assert show_bytes(1023) == "1023 bytes" and show_bytes(3 << 39) == "1.5 TiB"
+    expected = {"device": "10.00", "parameters": "4.00", "gradients": "4.00", "moments": "2.00", "host": "2.00"}
+    assert kinds == [*expected.items(), ("moments", "2.00")]
+    assert amount(1023) == "1023 B" and amount(3 << 39) == "1.50 TiB"
 
 
 # ---------------------------------------------------------------- settings and room

@@ -1,79 +1,56 @@
-"""Whether a run's prediction fits what its device has, what takes most of it, and which flags make that less."""
+"""Whether a prediction fits the memory of a device or machine, which kind takes most, and the flags that reduce it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.training.memory.dry_run import Job
-from megatron.training.memory.report import amount
-from megatron.training.memory.timeline import DEVICE, IN_MEMORY, RankMemory, forecast, worst
+from megatron.training.memory.tier_bytes import amount
+from megatron.training.memory.timeline import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory, forecast, worst
 from megatron.training.settings.config import Config
-
-STATE, ACTIVATIONS = "parameters, gradients and optimizer state", "activations"
 
 
 def warning_of_room(
     config: Config, world_size: int, ranks: Sequence[RankMemory], room: int | None, *, shares: int = 0
 ) -> list[str]:
-    """A line where a rank is predicted to need more than the `room` bytes that its device has; None: it is not known.
-
-    shares: ranks that divide the memory of a machine, whose tiers it holds too; 0: the device has memory of its own.
-    """
+    """One line if a rank needs more than `room` bytes (None: unknown). shares: ranks that share the machine's memory, which
+    holds the host tier too; 0: the device has its own memory."""
     tiers = IN_MEMORY if shares else (DEVICE,)
-    most = max(ranks, key=lambda one: _needed(one, tiers))
-    if room is None or _needed(most, tiers) <= room:
+    needed, most = max(((one.on_tiers(*tiers), one) for one in ranks), key=lambda pair: pair[0])
+    if room is None or needed <= room:
         return []
-    has = (
-        f"this machine has {amount(room)} free for each of its {shares} rank(s)"
-        if shares
-        else f"this device has {amount(room)}"
-    )
-    what, size = _largest(most, tiers)
+    parts = most.parts_within(*tiers)
+    what = max(parts, key=parts.__getitem__)
+    has = f"this machine has {amount(room)} free for each of its {shares} rank(s)"
+    has = has if shares else f"this device has {amount(room)}"
     return [
-        f"WARNING: predicted {amount(_needed(most, tiers))} a rank, {has}: the run may end "
-        f"for lack of memory. {amount(size)} are {what}; "
-        f"less with {less_with(config, world_size, what, shares=shares)}"
+        f"WARNING: predicted {amount(needed)} a rank, {has}: the run may end for lack of memory. {amount(parts[what])} are "
+        f"{what}; less with {less_with(config, world_size, what, shares=shares)}"
     ]
 
 
 def hint_of_fused(job: Job, ranks: Sequence[RankMemory]) -> list[str]:
-    """A line where the dropout of attention weights alone keeps them from a fused kernel, and that halves the
-    activations or better."""
+    """One line if only the dropout of attention weights prevents a fused kernel that at least halves the activations."""
     config = job.runtime.config
     if not _is_unfused_by_dropout(config):
         return []
     fused = replace(config, transformer=replace(config.transformer, attention_dropout=0.0))
-    then = worst(forecast(job._replace(runtime=replace(job.runtime, config=fused)))).bytes["activations"]
-    now = worst(list(ranks)).bytes["activations"]
-    if now < 2 * then:
-        return []
-    return [f"--attention-dropout 0 uses the fused kernel: activations {amount(then)} instead of {amount(now)}"]
+    then = worst(forecast(job._replace(runtime=replace(job.runtime, config=fused)))).bytes[ACTIVATIONS]
+    now = worst(ranks).bytes[ACTIVATIONS]
+    hint = f"--attention-dropout 0 uses the fused kernel: activations {amount(then)} instead of {amount(now)}"
+    return [hint] if now >= 2 * then else []
 
 
 def _is_unfused_by_dropout(config: Config) -> bool:
-    """For nothing but the dropout of attention weights."""
     model = config.transformer
     return model.attention_dropout > 0 and model.attention_backend not in ("unfused", "local")
 
 
-def _needed(one: RankMemory, tiers: Sequence[str]) -> int:
-    return sum(one.tiers.get(tier, 0) for tier in tiers)
-
-
-def _largest(one: RankMemory, tiers: Sequence[str]) -> tuple[str, int]:
-    """(what takes most, its bytes)."""
-    held = one.within(*tiers)
-    parts = {STATE: one.state_within(*tiers), ACTIVATIONS: held["activations"], "communication": held["communication"]}
-    return max(parts.items(), key=lambda part: part[1])
-
-
 def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str:
-    """The flags that make this (`STATE`, `ACTIVATIONS`, else what travels) less and are not given yet; shares: as
-    `warning_of_room`."""
+    """The flags not given yet that reduce `what`: STATE, ACTIVATIONS, or communication. shares: as in `warning_of_room`."""
     model, parallel = config.transformer, config.parallel
-    sent = config.data_parallel
-    stage = (
-        3 if parallel.pipeline_model_parallel_size == 1 else 1
-    )  # with pipelines the higher ones send for every microbatch
+    sent, tiers = config.data_parallel, IN_MEMORY if shares else (DEVICE,)
+    # With a pipeline, the higher stages communicate for every microbatch.
+    stage = 3 if parallel.pipeline_model_parallel_size == 1 else 1
     shards = config.data_parallel_size(world_size) // sent.num_distributed_optimizer_instances
     tier, samples = config.offload.tier, config.training.micro_batch_size
     if what == ACTIVATIONS:
@@ -89,20 +66,19 @@ def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str
         flags = {
             f"--zero-stage {stage}": shards > 1 and sent.stage < stage,
             "--offload-dir DIR": tier == "device" or (shares > 0 and tier == "host"),
-            "--bf16": _half_has_less_state(config, shards, IN_MEMORY if shares else (DEVICE,)),
+            "--bf16": _half_has_less_state(config, shards, tiers),
             "a smaller --num-layers or --hidden-size": True,
         }
     else:
         flags = {"a smaller --ddp-bucket-size": sent.stage == 2}
-    found = [flag for flag, helps in flags.items() if helps]
     spread = "a higher --tensor-model-parallel-size or --pipeline-model-parallel-size on more ranks"
-    return ", ".join([*found, f"{spread} of more machines" if shares else spread])
+    found = [*(flag for flag, helps in flags.items() if helps), f"{spread} of more machines" if shares else spread]
+    return ", ".join(found)
 
 
 def _half_has_less_state(config: Config, shards: int, tiers: Sequence[str]) -> bool:
-    """Whether --bf16 makes the state less: a parameter is two bytes shorter, and its master of four is new. That is
-    less only where
-    masters are divided further than parameters, or lie elsewhere."""
+    """Whether --bf16 reduces the state: it saves 2 bytes of a parameter and adds a master of 4. The sum is less only if
+    masters are sharded further than parameters, or offloaded."""
     sent, offload = config.data_parallel, config.offload
     parameters_over = shards if sent.stage == 3 else 1
     replicas = sent.num_distributed_optimizer_instances if sent.divides_over_outer else 1

@@ -1,10 +1,10 @@
-"""The memory of every pipeline stage: what a step adds with each action, summed along the schedule.
+"""The memory of every pipeline rank: the bytes that each action adds, summed along the schedule.
 
     Forecast(job).ranks     a `RankMemory` for each pipeline rank, on every rank of a run
-    forecast(job)           the same in a process alone
+    forecast(job)           the same in one process
 
-Ranks of one pipeline stage hold equally much, but for a share of offloaded state, which is rounded up to other
-parameters on each.
+The ranks of a pipeline stage need equally much, except for a fraction of offloaded state: each rank rounds it up to whole
+parameters of its own.
 """
 
 import json
@@ -17,13 +17,15 @@ from megatron.core.pipeline_parallel.schedule import Op
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
-DEVICE = "device"  # the tier of what is computed with
-IN_MEMORY = (DEVICE, "host")  # the tiers that are one on a CPU
+STATE, ACTIVATIONS = "parameters, gradients and optimizer state", "activations"
+DEVICE = "device"  # the tier that computes
+IN_MEMORY = (DEVICE, "host")  # on a CPU, one memory
+_SMALL = 2**21  # elements; a smaller step runs faster with values than with shapes
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank of a pipeline stage needs, by tier and kind: what stays, and the peaks of what comes and goes."""
+    """Bytes that a rank of a pipeline stage needs, by tier and kind: resident state, and the peak of each other kind."""
 
     rank: int  # of the pipeline
     layers: int
@@ -32,43 +34,51 @@ class RankMemory:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """By kind, wherever it lives."""
+        """By kind, on all tiers."""
         return self.within(*self.on)
 
     @property
     def total(self) -> int:
-        """Of all kinds on the device. The peaks need not come at one moment, so it may be a little less."""
+        """On the device. The peaks of the kinds may not coincide, so the true peak may be a little lower."""
         return self.tiers[DEVICE]
 
     @property
     def state(self) -> int:
-        """What stays between the steps, wherever it lives: parameters, gradients, optimizer."""
+        """Parameters, gradients and optimizer state, on all tiers."""
         return self.state_within(*self.on)
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Bytes on each tier."""
+        """By tier."""
         return {tier: sum(kinds.values()) for tier, kinds in self.on.items()}
 
+    def on_tiers(self, *tiers: str) -> int:
+        """All kinds on these tiers."""
+        return sum(self.tiers.get(tier, 0) for tier in tiers)
+
     def within(self, *tiers: str) -> dict[str, int]:
-        """Bytes by kind, of what lives on these tiers."""
+        """By kind, on these tiers."""
         return {kind: sum(self.on.get(tier, {}).get(kind, 0) for tier in tiers) for kind in KINDS}
 
     def state_within(self, *tiers: str) -> int:
-        """What stays between the steps, of what lives on these tiers."""
+        """Parameters, gradients and optimizer state on these tiers."""
+        return sum(list(self.within(*tiers).values())[:3])
+
+    def parts_within(self, *tiers: str) -> dict[str, int]:
+        """State, activations and communication on these tiers, by the names that messages use."""
         held = self.within(*tiers)
-        return sum(held[kind] for kind in KINDS[:3])
+        return {STATE: self.state_within(*tiers)} | {kind: held[kind] for kind in (ACTIVATIONS, "communication")}
 
 
 def worst(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The one whose device needs most."""
+    """The rank whose device needs most."""
     return max(ranks, key=lambda one: one.total)
 
 
 class Forecast:
-    """The memory of a run's pipeline ranks, each of which the first rank of the run tries when it is first asked for.
+    """The memory of a run's pipeline ranks. The first rank of the run predicts it on first use and tells the others.
 
-    `problem`: why there is none; a script may do what cannot be done without values.
+    problem: why `ranks` is empty; a script may do something that cannot run without values.
     """
 
     def __init__(self, job: Job):
@@ -77,26 +87,23 @@ class Forecast:
 
     @property
     def ranks(self) -> list[RankMemory]:
-        """Every rank must call, alike."""
+        """Every rank must call."""
         if self._ranks is None:
-            self._ranks = self._told_to_all()
+            world, found = self.job.runtime.mesh["world"], {}
+            if world.is_first:
+                try:
+                    found = {"ranks": [asdict(one) for one in forecast(self.job)]}
+                except Exception as error:  # in the script; the run itself may succeed
+                    found = {"problem": f"{type(error).__name__}: {error}".splitlines()[0]}
+            text = comm.broadcast_text(json.dumps(found), world, self.job.runtime.device.torch_device)
+            found = json.loads(text)
+            self.problem = found.get("problem", "")
+            self._ranks = [RankMemory(**one) for one in found.get("ranks", [])]
         return self._ranks
-
-    def _told_to_all(self) -> list[RankMemory]:
-        world, found = self.job.runtime.mesh["world"], {}
-        if world.is_first:
-            try:
-                found = {"ranks": [asdict(one) for one in forecast(self.job)]}
-            except Exception as error:  # of the script, which may run all the same
-                found = {"problem": f"{type(error).__name__}: {error}".splitlines()[0]}
-        text = comm.broadcast_text(json.dumps(found), world, self.job.runtime.device.torch_device)
-        found = json.loads(text)
-        self.problem = found.get("problem", "")
-        return [RankMemory(**one) for one in found.get("ranks", [])]
 
 
 def forecast(job: Job) -> list[RankMemory]:
-    """One entry a pipeline rank. Stages of the same layers are tried once."""
+    """One entry for each pipeline rank. Stages with the same layers share a dry run."""
     config, tried = job.runtime.config, {}
     stages, ranks = config.stages, []
     for pp_rank, rank in enumerate(mesh_of(config, job.runtime.world_size, 0)["pp"].ranks):
@@ -109,11 +116,8 @@ def forecast(job: Job) -> list[RankMemory]:
 
 
 def predicted_of(profile: Profile, pp_rank: int) -> RankMemory:
-    """The memory of the pipeline rank that runs the profile's actions as `pp_rank` does."""
+    """The memory of pipeline rank `pp_rank` if its actions are those of the profile."""
     return RankMemory(pp_rank, profile.layers, along(profile, pp_rank), profile.parameters)
-
-
-_SMALL = 2**21  # elements, below which a step with values takes less time than one with shapes
 
 
 def _is_small(job: Job) -> bool:
@@ -125,7 +129,7 @@ def _is_small(job: Job) -> bool:
 
 
 def along(profile: Profile, rank: int) -> dict[str, dict[str, int]]:
-    """Bytes by tier and kind of a rank that runs its actions of the profile's schedule."""
+    """Bytes by tier and kind of pipeline rank `rank`, whose actions stand in the profile's schedule."""
     actions = profile.schedule[rank]
     chunk_of = {stage: n for n, stage in enumerate(sorted({action.stage for action in actions}))}
     tried = sorted({microbatch for _, _, microbatch in profile.changes if microbatch is not None})
@@ -133,18 +137,18 @@ def along(profile: Profile, rank: int) -> dict[str, dict[str, int]]:
     ends = {(action.stage, action.microbatch): action.op for action in actions if action.op in COMPUTES}
     live, peak = Counter(profile.start), Counter(profile.start)
     owed: Counter[tuple[int, int]] = Counter()
-    away, most_away = Counter(), Counter()  # by stage, each of which has rooms of its own
+    away, most_away = Counter(), Counter()  # by stage: each has its own slots in the tier
     for action in actions:
-        op = action.op
         stage, microbatch = action.stage, action.microbatch
-        change = profile.changes[op, chunk_of[stage], _stand_in(op, microbatch, tried)]
+        change = profile.changes[action.op, chunk_of[stage], _stand_in(action.op, microbatch, tried)]
         for kind in PASSING:
             peak[kind] = max(peak[kind], live[kind] + change.peak[kind])
             live[kind] += change.left[kind]
-        if repeats and microbatch is not None:  # nothing stays of a microbatch, whichever stood in for it
-            owed[stage, microbatch] += change.left["activations"]
-            if ends[stage, microbatch] is op:
-                live["activations"] -= owed.pop((stage, microbatch))
+        # A microbatch leaves nothing behind. Its stand-ins may differ by a few bytes, which would add up.
+        if repeats and microbatch is not None:
+            owed[stage, microbatch] += change.left[ACTIVATIONS]
+            if ends[stage, microbatch] is action.op:
+                live[ACTIVATIONS] -= owed.pop((stage, microbatch))
         away[stage] += change.away
         most_away[stage] = max(most_away[stage], away[stage])
     for kind in PASSING:
@@ -153,21 +157,19 @@ def along(profile: Profile, rank: int) -> dict[str, dict[str, int]]:
 
 
 def _stand_in(op: Op, microbatch: int | None, tried: Sequence[int]) -> int | None:
-    """The microbatch that was run in its stead: forward the last, since the first finds what the step before has
-    left; backward the
-    first, since the last begins the sums."""
+    """The microbatch whose dry run counts for this one: the last for a forward, since the first finds buffers of the step
+    before; the first for a backward, since the last begins the reduction of gradients."""
     if microbatch is None or microbatch in tried:
         return microbatch
     return tried[-1] if op is Op.F else tried[0]
 
 
 def _placed(profile: Profile, peak: Counter[str], away: int) -> dict[str, dict[str, int]]:
+    """Resident state and peaks, by tier."""
     on = {tier: dict(kinds) for tier, kinds in profile.state.items()}
-    device, tier = on.setdefault(DEVICE, {}), profile.tier
-    for kind in PASSING[:-1]:
-        device[kind] = peak[kind]
+    on.setdefault(DEVICE, {}).update({kind: peak[kind] for kind in PASSING[:-1]})
     if away:
-        on.setdefault(tier, {})["activations"] = away
+        on.setdefault(profile.tier, {})[ACTIVATIONS] = away
     if slices := max(peak["slices"], profile.slices):
         on.setdefault("host", {})["slices"] = slices
     return on
