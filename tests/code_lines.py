@@ -34,6 +34,8 @@ def formatted(text: str) -> str:
     """As ruff lays it out by itself."""
     text = re.sub(r" *# fmt[:] (on|off|skip)$", "", text, flags=re.MULTILINE)
     ruff = [str(Path(sys.executable).parent / "ruff"), *_FORMAT.split()]
+    if not Path(ruff[0]).is_file():
+        sys.exit("code_lines: ruff is not installed; pip install -c constraints.txt ruff")
     return subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
 
 

@@ -78,7 +78,7 @@ def test_every_package_that_the_code_imports_is_reported():
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
             imported |= set(re.findall(r"^ *(?:import|from(?= [\w.]+ import)) (\w+)", text, re.M))
-            imported |= set(re.findall(r"""(?:import_module|find_spec)\(["'](\w+)""", text))
+            imported |= set(re.findall(r"""(?:import_module|find_spec|optional_package)\(["'](\w+)""", text))
     outside = imported - own - {"megatron", "tools", "tests"} - set(sys.stdlib_module_names)
     assert {"torch", "sentencepiece", "wandb", "yaml"} <= outside
     assert {DISTRIBUTIONS.get(name, name) for name in outside} <= set(report.PACKAGES)

@@ -100,12 +100,10 @@ class ParamAndGradBuffer:
         2       whole      transient  shard of params   memory of its own
         3       transient  transient  memory of its own memory of its own
 
-    A transient buffer is one `Transient` per bucket: `params_of`, `grads_of`. axes: the ranks that sum gradients; each
-    rank of `axes.shard` owns its shard of every bucket. With an `axes.outer` (stage 3) a rank holds a shard of
-    parameters
-    and gradients (`held_params`, `held_sums`) and updates a part of it, the part that it owns. Otherwise a rank owns
-    all
-    that it holds. tier: storage of the held parameters of stage 3; None: the device's memory.
+    A transient buffer is one `Transient` per bucket: `params_of`, `grads_of`. axes: the ranks that sum gradients;
+    each rank of `axes.shard` owns its shard of every bucket. With an `axes.outer` (stage 3) a rank holds a shard of
+    parameters and gradients (`held_params`, `held_sums`) and updates a part of it, the part that it owns. Otherwise a
+    rank owns all that it holds. tier: storage of the held parameters of stage 3; None: the device's memory.
     """
 
     def __init__(

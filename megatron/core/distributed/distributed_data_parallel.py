@@ -164,9 +164,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self, num_microbatches: int | None = None) -> None:
         """Forget the gradients of the last step, which may have ended in an error.
 
-        num_microbatches: of the next step. If the number changes, or is unknown after an error, overlap learns anew how
-        many
-        gradients each parameter gets.
+        num_microbatches: of the next step. If the number changes, or is unknown after an error, overlap learns anew
+        how many gradients each parameter gets.
         """
         self._check_parameters()
         self._params.begin_step()
@@ -234,9 +233,8 @@ class DistributedDataParallel(nn.Module):
         """All-gather the shards that the other ranks have updated.
 
         With `overlap_param_gather` the all-gathers only start, in the order of the next forward, where each module
-        waits for
-        its own. Call `finish_param_gather` before any other use of the parameters. In stage 3 each forward gathers for
-        itself.
+        waits for its own. Call `finish_param_gather` before any other use of the parameters. In stage 3 each forward
+        gathers for itself.
         """
         self._params.updated()
 
@@ -286,8 +284,7 @@ class DistributedDataParallel(nn.Module):
         """Add a gradient that autograd left in `.grad`. Linear layers write into the buffer themselves and leave none.
 
         While weight gradients are deferred, the gradients of other layers are deferred too; otherwise their buckets
-        would stay
-        resident until the linear layers' gradients come.
+        would stay resident until the linear layers' gradients come.
         """
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and self.config.zero.passes_grads and self._weight_grads.is_collecting:

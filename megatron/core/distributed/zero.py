@@ -156,9 +156,8 @@ class ReduceEachMicrobatch(GradReduce):
     def _sum(self, bucket: Bucket) -> None:
         """Reduce a microbatch's gradients.
 
-        A bucket with fewer gradients than expected is reduced with the next microbatch, or at the end of the step; one
-        with
-        more is reduced twice.
+        A bucket with fewer gradients than expected is reduced with the next microbatch, or at the end of the step;
+        one with more is reduced twice.
         """
         if self._travelling is not None:  # one bucket in flight bounds the memory of whole gradients
             self._travelling.finish_reduce()

@@ -20,10 +20,9 @@ class TransformerLanguageModel(nn.Module):
     """One pipeline stage of a language model.
 
     forward(tokens [b, s], position_ids [b, s], mask, token_types, cache) -> hidden states [s, b, h], or [s/t, b, h]
-    under
-    sequence parallelism. Without `pre_process` it starts from the hidden states of the previous stage, set by
-    `set_input_tensor`. With `post_process`, `scores` turns hidden states into scores. `make_layer(config, i, context)`
-    builds layer i.
+    under sequence parallelism. Without `pre_process` it starts from the hidden states of the previous stage, set by
+    `set_input_tensor`. With `post_process`, `scores` turns hidden states into scores. `make_layer(config, i,
+    context)` builds layer i.
     """
 
     def __init__(

@@ -154,14 +154,11 @@ class FlatOptimizer:
         """The L2 norm of the whole model's gradient; each parameter counts once. Every rank must call.
 
         Communication, for each kind of parameter: one all-reduce of a number over the ranks that hold shards of the
-        gradient,
-        and one over the ranks of a model copy. In fixed order, where every rank has whole sums: an all-reduce of a
-        count and
-        an all-gather of all parameters' sums of squares over mp.
+        gradient, and one over the ranks of a model copy. In fixed order, where every rank has whole sums: an
+        all-reduce of a count and an all-gather of all parameters' sums of squares over mp.
 
         The norm is not finite if any gradient on any rank is not finite, counted or not. Otherwise a copy that
-        overflows alone
-        (kernels may sum in varying order) would diverge from the other copies.
+        overflows alone (kernels may sum in varying order) would diverge from the other copies.
         """
         if self.fixed_order:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
@@ -333,11 +330,9 @@ _WIDENED_AT_ONCE = 2**24  # elements on an accelerator: 128 MB
 def _sum_of_squares(x: Tensor) -> Tensor:
     """The sum of squares in float64, equal in every layout to the last digits.
 
-    Widened piece by piece: a float64 copy of all gradients would take twice their memory. On the CPU, torch's norm with
-    a
-    wider dtype is not vectorized, so pieces are copied into a buffer that stays in the cache: 21 ms instead of 115 ms
-    for
-    33 million float32 (one thread). A piece is as large as the least work that torch gives to each thread.
+    Widened piece by piece: a float64 copy of all gradients would take twice their memory. On the CPU, torch's norm
+    with a wider dtype is not vectorized, so pieces are copied into a buffer that stays in the cache: 21 ms instead of
+    115 ms for 33 million float32 (one thread). A piece is as large as the least work that torch gives to each thread.
     """
     if x.device.type != "cpu":
         norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in x.split(_WIDENED_AT_ONCE)]

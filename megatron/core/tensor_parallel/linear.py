@@ -80,12 +80,10 @@ def _accumulate_for(
     product.
 
     Found by trying, once per process. torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch
-    pull
-    request 150812), and since 2.12 addmm(out_dtype=, out=), which needs no memory for the product. Otherwise the
-    factors
-    are widened: exact, but with float32 copies of both while the product is computed. Adding the rounded product is
-    never used: it is less exact everywhere, and faster only on CPUs with half-precision matrix units. torch 2.13, one
-    thread of a Xeon with AMX, [3072, 1024] x [1024, 768], error relative to the largest element:
+    pull request 150812), and since 2.12 addmm(out_dtype=, out=), which needs no memory for the product. Otherwise the
+    factors are widened: exact, but with float32 copies of both while the product is computed. Adding the rounded
+    product is never used: it is less exact everywhere, and faster only on CPUs with half-precision matrix units.
+    torch 2.13, one thread of a Xeon with AMX, [3072, 1024] x [1024, 768], error relative to the largest element:
 
                       bfloat16            float16             the same CPU with AMX switched off (AVX512, AVX2)
         rounded       7 ms   3e-3         7 ms   4e-4         126, 380 ms; float16 1200 ms

@@ -89,8 +89,7 @@ class ColumnParallelLinear(nn.Module):
     """Y = X A + b with A split by columns: each rank computes `output_size / t` of the features.
 
     forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With
-    `gather_output`
-    y is [s, b, out]. With `skip_bias_add` the bias is returned instead of added: (y, bias).
+    `gather_output` y is [s, b, out]. With `skip_bias_add` the bias is returned instead of added: (y, bias).
     blocks: sizes of fused parts of the output (gate|up); each is sharded by itself. rows: this rank's features, if they
     are not an equal share.
     """

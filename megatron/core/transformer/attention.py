@@ -55,9 +55,8 @@ class ParallelAttention(nn.Module):
         rank 0: q0 k0 v0 | rank 1: q1 k0 v0 | rank 2: q2 k1 v1 | rank 3: q3 k1 v1          2 groups on 4 ranks
 
     Shared heads need no communication of activations. A rank's gradient of a shared head comes from its own queries;
-    the
-    parts are summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized over its
-    width.
+    the parts are summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized
+    over its width.
 
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], cache) -> the
     shape of x.

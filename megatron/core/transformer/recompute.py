@@ -23,8 +23,7 @@ def recomputed(
     """run(*inputs), saving only the inputs for the backward.
 
     parts_over: ranks with equal copies of the first input; each saves a shard, and the backward gathers them. keep:
-    stores
-    the first input, or the shard.
+    stores the first input, or the shard.
 
     Dropout masks follow from their keys, so no generator state is saved: recomputation uses the sample numbers of the
     forward. It stops once the backward has what it needs, which skips the last reduction of the last layer.

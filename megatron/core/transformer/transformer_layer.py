@@ -18,12 +18,11 @@ class ParallelTransformerLayer(nn.Module):
     """x -> x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
 
     The sums have the dtype of x, the blocks that of their weights: with `--fp32-residual-connection` x is float32.
-    `layer` counts from 0 over the whole model. `make_attention` and `make_mlp` build the two blocks; a model passes its
-    own
-    with `make_layer=partial(ParallelTransformerLayer, make_mlp=OwnMLP)`.
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x.
-    Per forward: two all-reduces of [s, b, h] over tp; under sequence parallelism two all-gathers and two reduce-
-    scatters.
+    `layer` counts from 0 over the whole model. `make_attention` and `make_mlp` build the two blocks; a model passes
+    its own with `make_layer=partial(ParallelTransformerLayer, make_mlp=OwnMLP)`.
+
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. Per forward:
+    two all-reduces of [s, b, h] over tp; under sequence parallelism two all-gathers and two reduce-scatters.
     """
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
