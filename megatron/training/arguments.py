@@ -218,8 +218,7 @@ def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
         if other.is_harmless(given[flag]):
             no_effect[flag] = "the value asks for the only behaviour there is"
         elif flag in REFUSED:
-            colon = "" if other.reason.startswith(("is ", "was ")) else ":"
-            problems.append(f"{flag}{colon} {other.reason}")
+            problems.append(f"{flag}: {other.reason}")
         elif flag in WARNED:
             warned[flag if other.values == "0" else f"{flag} {given[flag]}"] = other.reason
         elif flag in NO_EFFECT:
