@@ -9,6 +9,7 @@ Costs may be in any unit of time, such as measured milliseconds. --write-docs do
 """
 
 import importlib.util
+import inspect
 import json
 import math
 import sys
@@ -187,16 +188,13 @@ def schedules_page() -> str:
     lines = [_PAGE_HEAD]
     for name, make in SCHEDULES.items():
         v = 2 if name == "interleaved" else 1
-        lines += [f"## {name}\n", f"{_SAID_OF[name]}\n", f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "") + ":\n"]
+        said = inspect.getdoc(make).split("\n\n")[0]
+        lines += [f"## {name}\n", f"{said}\n", f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "") + ":\n"]
         lines += ["```", plot_text(make(p, m, v)), "```\n"]
     lines += [_TABLE_HEAD, *_table_rows(), ""]
     lowered = add_reduce(add_transfers(SCHEDULES["zb-h1"](2, 2, 1)))
-    lines += [
-        _LOWERED_HEAD,
-        "```",
-        *(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(lowered)),
-        "```",
-    ]
+    rows = [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(lowered)]
+    lines += [_LOWERED_HEAD, "```", *rows, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -232,15 +230,6 @@ the weights (W), {DEFAULT_COST[Op.I]} each, and a
 transfer none. The number is the microbatch, -- goes on with what stands to its left, blank is idle, and lower case is
 a chunk of a rank after its first.
 """
-_SAID_OF = {
-    "gpipe": "All forwards, then all backwards (arXiv:1811.06965). Every rank holds every microbatch.",
-    "1f1b": "One forward, one backward, after a warm-up (arXiv:2104.04473): the bubble of GPipe, but rank r holds only p - r\n"
-    "microbatches. The default.",
-    "interleaved": "1F1B over v chunks per rank (the same paper): 1/v of the bubble for v times the transfers. m must be a\n"
-    "multiple of p.",
-    "zb-h1": "1F1B whose backward is split; what waits for nothing fills the bubble (arXiv:2401.10241). Every rank holds what\n"
-    "rank 0 of 1F1B holds.",
-}
 _TABLE_HEAD = """\
 ## Bubble and memory
 

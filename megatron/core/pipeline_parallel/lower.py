@@ -25,19 +25,16 @@ from megatron.core.pipeline_parallel.schedule import COMPUTE, Action, Op, Schedu
 from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, locate, run_in_order, simulate
 from megatron.core.stage_map import StageMap
 
-DIRECTION_OF = {  # the communicator of an op's result, or of a transfer
-    **dict.fromkeys((Op.F, Op.SEND_F, Op.SENT_F, Op.POST_F, Op.RECV_F), "forward"),
-    **dict.fromkeys((Op.B, Op.I, Op.SEND_B, Op.SENT_B, Op.POST_B, Op.RECV_B), "backward"),
-}
-_OPS_OF = {
+_OPS_OF = {  # start and end of a transfer where it is sent, and where it is received
     "forward": (Op.SEND_F, Op.SENT_F, Op.POST_F, Op.RECV_F),
     "backward": (Op.SEND_B, Op.SENT_B, Op.POST_B, Op.RECV_B),
 }
+DIRECTION_OF = {Op.F: "forward", Op.B: "backward", Op.I: "backward"}  # the communicator of a result, or of a transfer
+DIRECTION_OF |= {op: direction for direction, ops in _OPS_OF.items() for op in ops}
 _STEP_OF = {"forward": +1, "backward": -1}  # from the stage that sends to the stage that receives
-_SENDING = frozenset({Op.SEND_F, Op.SENT_F, Op.SEND_B, Op.SENT_B})
-_PARTNER_OF = {Op.SEND_F: Op.POST_F, Op.SENT_F: Op.RECV_F, Op.SEND_B: Op.POST_B, Op.SENT_B: Op.RECV_B}
-_PARTNER_OF |= {receiving: sending for sending, receiving in _PARTNER_OF.items()}
-BEGIN_OF = {Op.SENT_F: Op.SEND_F, Op.RECV_F: Op.POST_F, Op.SENT_B: Op.SEND_B, Op.RECV_B: Op.POST_B}
+_SENDING = frozenset(op for ops in _OPS_OF.values() for op in ops[:2])
+_PARTNER_OF = {op: partner for ops in _OPS_OF.values() for op, partner in zip(ops, ops[2:] + ops[:2])}
+BEGIN_OF = {end: begin for ops in _OPS_OF.values() for begin, end in (ops[:2], ops[2:])}
 _WAIT_OF = {begin: wait for wait, begin in BEGIN_OF.items()}
 
 

@@ -66,13 +66,15 @@ def gpipe(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
-    """PipeDream-Flush: the bubble of GPipe, min(p - rank, m) microbatches in flight (arXiv:2104.04473, section 2.2.1)."""
+    """One forward, one backward, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1): the bubble of GPipe, but
+    min(p - rank, m) microbatches in flight. The default."""
     _check_sizes("1f1b", p, m, v, one_chunk=True)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """1F1B over v chunks per rank: 1/v of the bubble for v times the transfers (arXiv:2104.04473, section 2.2.2).
+    m must be a multiple of p.
 
     The first backward reaches `rank` after microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the last
     rank and back, 2 * (p - rank - 1) steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more
