@@ -76,9 +76,8 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
     if len(names) > 1 and importlib.util.find_spec("transformers") is None:
         missing = dict.fromkeys(names[1:], "transformers is not installed (pip install transformers)")
         names = names[:1]
-    results, failed = contest(
-        names, work, config.device, rounds=config.rounds, warmup=config.warmup, profile=config.profile
-    )
+    options = {"rounds": config.rounds, "warmup": config.warmup, "profile": config.profile}
+    results, failed = contest(names, work, config.device, **options)
     if "ours" in failed:
         raise Stopped(f"our own step failed: {failed['ours']}")
     return {

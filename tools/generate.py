@@ -254,8 +254,8 @@ class Writer:
             pieces.append(piece)
         self._print("\n")
         if self.genfile is not None:
-            record = {"prompt": prompt, "text": prompt + "".join(pieces)}
-            record |= {"length": len(new), "finished": len(new) < limit}
+            text, length = prompt + "".join(pieces), len(new)
+            record = {"prompt": prompt, "text": text, "length": length, "finished": length < limit}
             self.genfile.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.genfile.flush()
         return len(new)
@@ -336,7 +336,6 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         problem = error
     try:
-        device = settings.device if settings else Device("cpu")
         timeout = settings.generation.distributed_timeout_minutes if settings else 10
         if parallel_state.launched_world_size() > 1:
             device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())

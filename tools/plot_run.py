@@ -146,12 +146,11 @@ def in_runs(texts: dict[str, str]) -> list[list[str]]:
     saved = {path: {_checkpoint(*found) for found in _SAVED.findall(text)} for path, text in texts.items()}
     after: dict[str, str] = {}
     for path, text in texts.items():
-        loaded = _LOADED.search(text)
-        sources = [
-            p for p in texts if p != path and p not in after and loaded and _checkpoint(*loaded.groups()) in saved[p]
-        ]
-        if sources and not _leads_to(after, path, sources[0]):
-            after[sources[0]] = path
+        if (loaded := _LOADED.search(text)) is not None:
+            others = (other for other in texts if other != path and other not in after)
+            source = next((other for other in others if _checkpoint(*loaded.groups()) in saved[other]), None)
+            if source is not None and not _leads_to(after, path, source):
+                after[source] = path
     runs = []
     for path in texts:
         if path not in after.values():

@@ -6,6 +6,7 @@ A contender is built once; step() takes one training step and returns {phase: se
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain_gpt
+from megatron.core.config import flag_of
 from megatron.core.device import Device
 from megatron.training.initialize import initialize_megatron
 from megatron.training.train_step import train_step
@@ -65,29 +67,24 @@ class Ours:
     """This project's trainer, built from a command line like any run."""
 
     def __init__(self, work: Work, device_name: str):
-        settings = {
-            "num-layers": work.num_layers,
-            "hidden-size": work.hidden_size,
-            "num-attention-heads": work.num_attention_heads,
-            "seq-length": work.seq_length,
-            "micro-batch-size": work.micro_batch_size,
-            "global-batch-size": work.global_batch_size,
-            "hidden-dropout": 0.0,
-            "attention-dropout": 0.0,
-            "train-iters": 1_000_000,
-            "eval-iters": 0,
+        settings = asdict(work) | {  # the fields of `Work` are named as flags of training
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "train_iters": 1_000_000,
+            "eval_iters": 0,
             "lr": LR,
-            "weight-decay": WEIGHT_DECAY,
-            "clip-grad": CLIP,
-            "lr-decay-style": "constant",
-            "tokenizer-type": "NullTokenizer",
-            "vocab-size": work.vocab_size - 1,
+            "weight_decay": WEIGHT_DECAY,
+            "clip_grad": CLIP,
+            "lr_decay_style": "constant",
+            "tokenizer_type": "NullTokenizer",
+            "vocab_size": work.vocab_size - 1,
+            "mock_data": True,
             "device": device_name,
-            "cpu-half-products": work.cpu_half_products,
         }
-        argv = [text for name, value in settings.items() for text in (f"--{name}", str(value))] + ["--mock-data"]
+        given = {flag_of(name): value for name, value in settings.items() if value is not False}
+        argv = [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
         with contextlib.redirect_stdout(None):
-            runtime = initialize_megatron(argv=argv + ["--bf16"] * work.bf16 + ["--fp16"] * work.fp16)
+            runtime = initialize_megatron(argv=argv)
             self.trainer = Trainer(
                 runtime,
                 lambda sizes: (range(sizes[0]), None, None),  # has a length, is never read
@@ -128,9 +125,7 @@ class Transformers:
             n_head=work.num_attention_heads,
             vocab_size=work.padded_vocab_size,
             n_positions=work.seq_length,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             use_cache=False,
             attn_implementation="sdpa",
         )

@@ -63,11 +63,8 @@ def _contenders(measured: dict[str, Any]) -> str:
 
 def _phases(results: dict[str, Any]) -> str:
     names = ("forward", "backward", "clipping", "optimizer", "other")
-    rows = [
-        [who, *(f"{result['phases'].get(name, 0.0) / result['seconds']:.0%}" for name in names)]
-        for who, result in results.items()
-    ]
-    return table(["share of the step", *names], rows)
+    shares = {who: [of["phases"].get(name, 0.0) / of["seconds"] for name in names] for who, of in results.items()}
+    return table(["share of the step", *names], [[who, *map("{:.0%}".format, row)] for who, row in shares.items()])
 
 
 def _operators(listed: list[dict[str, Any]]) -> str:
