@@ -40,20 +40,18 @@ def find(root: Path, iteration: int | None = None) -> Found:
     named, newest = latest_iteration(root), newest_iteration(root)
     if named is None and newest is None:
         raise CheckpointError(root, f"holds no {format.LATEST}, so no checkpoint was finished in it", _which(root))
+    chosen, warning = newest if named is None else named, ""
     if named is None:
-        return Found(
-            newest,
-            _folder_of(root, newest),
+        warning = (
             f"{root} holds no {format.LATEST}, as when a run is killed while it saves its first checkpoint: iteration {newest} "
-            "is loaded, the newest that is complete",
+            "is loaded, the newest that is complete"
         )
-    warning = ""
-    if newest is not None and newest > named:
+    elif newest is not None and newest > named:
         warning = (
             f"{root / format.LATEST} names iteration {named}, and iteration {newest} is there too: {named} is loaded. To go on "
             f"from {newest}, write its number into that file before a run saves over it"
         )
-    return Found(named, _folder_of(root, named), warning)
+    return Found(chosen, _folder_of(root, chosen), warning)
 
 
 def saved_iterations(root: Path) -> list[int]:
@@ -103,8 +101,7 @@ def read_manifest(folder: Path) -> str:
     path = folder / format.MANIFEST
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > _MOST_MANIFEST:
+            if (size := os.fstat(file.fileno()).st_size) > _MOST_MANIFEST:
                 wrong = f"has {size} bytes, and a manifest has at most {_MOST_MANIFEST}"
                 raise CheckpointError(path, wrong, format.DAMAGED)
             return file.read(size).decode()
@@ -182,12 +179,8 @@ def clear_leftovers(root: Path) -> list[str]:
 
     Only one process may save below `root`.
     """
-    problems = []
-    for path in [
-        root / (format.LATEST + format.PARTIAL),
-        *_named(root, format.PARTIAL),
-        *_named(root, format.REPLACED),
-    ]:
+    problems, folders = [], _named(root, format.PARTIAL) + _named(root, format.REPLACED)
+    for path in [root / (format.LATEST + format.PARTIAL), *folders]:
         try:
             if not _bring_back(path):
                 _remove(path)

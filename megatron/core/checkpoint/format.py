@@ -117,19 +117,12 @@ _SEAL_LENGTH = len(_sealed(""))
 
 def to_json(manifest: Manifest) -> str:
     """The text of a manifest, one line per tensor."""
-    fields = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "byte_order": sys.byteorder,
-        "iteration": manifest.iteration,
-        "state": manifest.state,
-        "files": manifest.files,
-    }
+    fields = {"format": FORMAT, "version": FORMAT_VERSION, "byte_order": sys.byteorder}
+    fields |= {name: value for name, value in vars(manifest).items() if name != "tensors"}
     head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in fields.items())
-    records = {
-        name: vars(rec) | {"pieces": [vars(piece) for piece in rec.pieces]} for name, rec in manifest.tensors.items()
-    }
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(record)}" for name, record in records.items())
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(record, default=vars)}" for name, record in manifest.tensors.items()
+    )
     return _sealed(f'{{{head},\n"tensors": {{\n{lines}\n}}')
 
 
@@ -284,14 +277,12 @@ def _problem_of_cover(name: str, record: TensorRecord) -> str:
     if pair := _first_overlap(record.pieces):
         boxes = " and ".join(f"{show_box(piece.box)} in {piece.file}" for piece in pair)
         return f"tensor {name!r} has pieces that overlap: {boxes}"
-    total = math.prod(record.shape)
+    total, at = math.prod(record.shape), f"tensor {name!r} of shape {record.shape}"
     held = sum(math.prod(size_of(piece.box)) for piece in record.pieces)
     if held >= total:
-        return (
-            f"tensor {name!r} of shape {record.shape} has pieces that overlap: they hold {held} elements, not {total}"
-        )
+        return f"{at} has pieces that overlap: they hold {held} elements, not {total}"
     boxes = ", ".join(show_box(piece.box) for piece in record.pieces[:4]) or "none"
-    return f"tensor {name!r} of shape {record.shape} has gaps: its boxes ({boxes}) hold {held} of {total} elements"
+    return f"{at} has gaps: its boxes ({boxes}) hold {held} of {total} elements"
 
 
 def _first_overlap(pieces: tuple[Piece, ...]) -> tuple[Piece, Piece] | None:

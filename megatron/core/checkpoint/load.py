@@ -161,9 +161,8 @@ def open_checkpoint(
             try:
                 choice = folder.find(Path(root), iteration)
             except OSError as error:
-                raise CheckpointError(
-                    root, f"cannot be read ({error})", "check the path and who may read it"
-                ) from error
+                advice = "check the path and who may read it"
+                raise CheckpointError(root, f"cannot be read ({error})", advice) from error
             found = f"{json.dumps([choice.folder.name, choice.warning])}\n{folder.read_manifest(choice.folder)}"
     head, text = comm.broadcast_text(found, world, device).split("\n", 1)
     name, warning = json.loads(head)

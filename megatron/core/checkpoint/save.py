@@ -182,16 +182,13 @@ def _chunks(x: Stored) -> Iterator[Tensor]:
     """The elements of `x` in row-major order, as tensors of at most `_CHUNK` bytes: views, or made one by one."""
     if isinstance(x, StoredTensor):
         yield from (part.start_reading().wait() for part in x.parts(_CHUNK))
-        return
-    if x.nbytes <= _CHUNK:
+    elif x.nbytes <= _CHUNK:
         yield x
-        return
-    rows = _CHUNK * len(x) // x.nbytes
-    if rows == 0:  # even one row is too much
+    elif rows := _CHUNK * len(x) // x.nbytes:
+        yield from x.split(rows)
+    else:  # even one row is too much
         for row in x:
             yield from _chunks(row)
-    else:
-        yield from x.split(rows)
 
 
 # ---------------------------------------------------------------- rank 0: the manifest
@@ -230,9 +227,8 @@ def _add(merged: dict[str, TensorRecord], part: dict[str, TensorRecord], file: P
     for name, record in part.items():
         known = merged.get(name, TensorRecord(record.dtype, record.shape, ()))
         if (known.dtype, known.shape) != (record.dtype, record.shape):
-            wrong = (
-                f"has tensor {name!r} as {record.dtype} {record.shape}, an earlier rank as {known.dtype} {known.shape}"
-            )
+            earlier = f"an earlier rank as {known.dtype} {known.shape}"
+            wrong = f"has tensor {name!r} as {record.dtype} {record.shape}, {earlier}"
             raise CheckpointError(file, wrong, "two different tensors share a name, or ranks disagree")
         merged[name] = TensorRecord(known.dtype, known.shape, known.pieces + record.pieces)
 
