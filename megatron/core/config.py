@@ -305,7 +305,7 @@ class FlagParser(argparse.ArgumentParser):
         self._action_groups[:] = [first, self._positionals, self._optionals, *added, *others]
 
     def known_flags(self) -> list[str]:
-        return [flag for action in self._actions for flag in action.option_strings]
+        return list(self.actions_by_flag())
 
     def actions_by_flag(self) -> dict[str, argparse.Action]:
         return {flag: action for action in self._actions for flag in action.option_strings}

@@ -90,9 +90,8 @@ class Device:
 
     def _property(self, name: str) -> Any:
         """One of torch's device properties; None if the device does not have it."""
-        return (
-            None if self.module is None else getattr(self.module.get_device_properties(self.torch_device), name, None)
-        )
+        properties = self.module and self.module.get_device_properties(self.torch_device)
+        return getattr(properties, name, None)
 
     def prepare(self, *, bf16: bool, empty_level: int = 0) -> None:
         """Changes settings of the whole process for a training run.

@@ -105,10 +105,8 @@ def settle(
     if asked in WAYS:
         return Products.all(asked), f"products in {name} are {asked}, as --cpu-half-products asks"
     if asked == "auto" and (before := from_json(kept, dtype)) is not None:
-        return (
-            before,
-            f"products in {name} as before: {_listed(asdict(before))} (--cpu-half-products measure chooses anew)",
-        )
+        ways = f"{_listed(asdict(before))} (--cpu-half-products measure chooses anew)"
+        return before, f"products in {name} as before: {ways}"
     mine = measure(dtype)
     slowest = torch.tensor([[mine[kind][way] for way in WAYS] for kind in _KINDS], dtype=torch.float64)
     comm.all_reduce(slowest, world, "max")
@@ -183,9 +181,8 @@ def _best_of(run: Callable[[Way], None]) -> dict[Way, float]:
 
 def choose(seconds: Mapping[str, Mapping[Way, float]]) -> Products:
     """Widened if that is clearly faster. If both take about as long, noise must not make runs differ: native."""
-    return Products(
-        **{kind: "widened" if of["native"] > _CLEARLY * of["widened"] else "native" for kind, of in seconds.items()}
-    )
+    wins = {kind: of["native"] > _CLEARLY * of["widened"] for kind, of in seconds.items()}
+    return Products(**{kind: "widened" if clearly else "native" for kind, clearly in wins.items()})
 
 
 _CLEARLY = 1.5

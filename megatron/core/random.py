@@ -127,9 +127,7 @@ class DropoutKeys:
             self.samples = before
 
     def of(self, sample_row: int, site: str, layer: int, *more: int) -> int:
-        assert sample_row < len(self.samples), (
-            f"dropout for row {sample_row} of a microbatch of {len(self.samples)} samples"
-        )
+        assert sample_row < len(self.samples), f"no row {sample_row} in a microbatch of {len(self.samples)} samples"
         return seed_of(self.seed, site, layer, self.samples[sample_row], *more)
 
 
@@ -159,10 +157,8 @@ class HiddenDropout(nn.Module):
         axis = self.sequence_axis or ALONE
         shape = (x.shape[0] * axis.size, x.shape[2])
         mine = comm.my_part(shape[0], axis)
-        keep = [
-            keep_mask(shape, self.probability, self.keys.of(row, self.site, self.layer), x.device)[mine]
-            for row in range(x.shape[1])
-        ]
+        keys = [self.keys.of(row, self.site, self.layer) for row in range(x.shape[1])]
+        keep = [keep_mask(shape, self.probability, key, x.device)[mine] for key in keys]
         return x * torch.stack(keep, dim=1) / (1 - self.probability)  # [s, b, h]
 
 
@@ -178,9 +174,7 @@ class AttentionDropout(nn.Module):
         if not self.training or self.probability == 0:
             return probabilities
         rows, shape = probabilities.shape[:2], probabilities.shape[2:]
-        keys = [
-            self.keys.of(row, "attention", self.layer, self.first_head + head)
-            for row, head in product(*map(range, rows))
-        ]
+        heads = ((row, self.first_head + head) for row, head in product(*map(range, rows)))
+        keys = [self.keys.of(row, "attention", self.layer, head) for row, head in heads]
         keep = [keep_mask(shape, self.probability, key, probabilities.device) for key in keys]
         return probabilities * torch.stack(keep).view_as(probabilities) / (1 - self.probability)

@@ -119,9 +119,5 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
 
 def _is_divisible(x: Any, mesh: Mesh) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and mesh["tp"].size > 1
-        and not current().sequence_parallel
-        and x.numel() % mesh["tp"].size == 0
-    )
+    ranks = 1 if current().sequence_parallel else mesh["tp"].size
+    return ranks > 1 and isinstance(x, Tensor) and x.numel() % ranks == 0

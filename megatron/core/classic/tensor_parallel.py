@@ -132,11 +132,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
 
 def _region(move: mappings.Move) -> Callable[[Tensor], Tensor]:
     """A region of `mappings` over the tensor-parallel axis of the current mesh."""
-
-    def region(x: Tensor) -> Tensor:
-        return move(x, get_mesh()["tp"])
-
-    return region
+    return lambda x: move(x, get_mesh()["tp"])
 
 
 copy_to_tensor_model_parallel_region = _region(mappings.copy)

@@ -63,11 +63,8 @@ def generate_batch(
     token costs a forward over the whole text. Raises ValueError before the first step; if a rank fails later, it raises its
     own error and the others `comm.PeerError`.
     """
-    problems = [
-        f"{name} is {value}; it must be at least 1"
-        for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length))
-        if value < 1
-    ]
+    limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
+    problems = [f"{name} is {value}; it must be at least 1" for name, value in limits.items() if value < 1]
     if not prompts:
         problems.append("there is no prompt")
     for number, ids in enumerate(prompts, 1):
@@ -75,8 +72,8 @@ def generate_batch(
         problems += [f"{which} {problem}" for problem in _prompt_problems(ids, model.vocab_size, max_length)]
     if problems:
         raise ValueError("; ".join(problems))
-    stage = _Stage(model, mesh or lone_mesh())
-    return _continue(stage, prompts, max_new_tokens, max_length, stop_id, choose, use_cache)
+    stage = _Stage(model, mesh or lone_mesh(), choose)
+    return _continue(stage, prompts, **limits, stop_id=stop_id, use_cache=use_cache)
 
 
 def _prompt_problems(ids: Sequence[int], vocab_size: int, max_length: int) -> list[str]:
@@ -96,7 +93,6 @@ def _continue(
     max_new_tokens: int,
     max_length: int,
     stop_id: int | None,
-    choose: Sequence[Choose],
     use_cache: bool,
 ) -> Iterator[list[int | None]]:
     texts, going = [list(ids) for ids in prompts], [True] * len(prompts)
@@ -105,13 +101,12 @@ def _continue(
         if cache is None or not use_cache or max(map(len, texts)) > max_length:
             windows = [ids[-max_length:] for ids in texts]
             columns = max(map(len, windows))
-            cache = KeyValueCache(
-                [columns - len(ids) for ids in windows], min(max_length, columns + max_new_tokens), stage.device
-            )
-            new = [[0] * (columns - len(ids)) + ids for ids in windows]
+            padding = [columns - len(ids) for ids in windows]
+            cache = KeyValueCache(padding, min(max_length, columns + max_new_tokens), stage.device)
+            new = [[0] * before + ids for before, ids in zip(padding, windows)]
         else:
             new = [ids[-1:] for ids in texts]
-        chosen = stage.choose_next(torch.tensor(new, device=stage.device), cache, choose, going)
+        chosen = stage.choose_next(torch.tensor(new, device=stage.device), cache, going)
         going = [was and id != stop_id for was, id in zip(going, chosen)]
         if not any(going):
             return
@@ -123,15 +118,15 @@ def _continue(
 def next_scores(model: nn.Module, ids: Sequence[int]) -> Tensor:
     """Logits [v] of the token after `ids`, without vocabulary padding, from a whole model in evaluation mode."""
     stage = _Stage(model, lone_mesh())
-    scores = stage.scores(torch.tensor([ids], device=stage.device), KeyValueCache([0], len(ids), stage.device))
-    return scores[0]
+    return stage.scores(torch.tensor([ids], device=stage.device), KeyValueCache([0], len(ids), stage.device))[0]
 
 
 class _Stage:
-    """This rank's stage of the model, and its transfers to the neighbouring stages."""
+    """This rank's stage of the model, its transfers to the neighbouring stages, and the sampling functions of the texts."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh):
+    def __init__(self, model: nn.Module, mesh: Mesh, choose: Sequence[Choose] = ()):
         self.model, self.mesh = model, mesh
+        self.choose = choose
         (self.stage,) = mesh.stages.of_rank(mesh["pp"].rank)
         self.device = next(model.parameters()).device
 
@@ -153,16 +148,14 @@ class _Stage:
             return None
         return comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
 
-    def choose_next(
-        self, tokens: Tensor, cache: KeyValueCache, choose: Sequence[Choose], going: Sequence[bool]
-    ) -> list[int]:
+    def choose_next(self, tokens: Tensor, cache: KeyValueCache, going: Sequence[bool]) -> list[int]:
         """The next id of each text, on every rank; 0 for a finished text. All ranks of the last stage draw the same ids."""
         model_ranks, error = self.mesh["mp"], None
         scores = self.scores(tokens, cache)
         chosen = [0] * len(going)
         if scores is not None:
             try:
-                chosen = [draw(row) if goes else 0 for draw, row, goes in zip(choose, scores, going)]
+                chosen = [draw(row) if goes else 0 for draw, row, goes in zip(self.choose, scores, going)]
             except Exception as caught:
                 error, chosen = caught, [_FAILED] * len(going)
         ids = torch.tensor(chosen, device=self.device)

@@ -41,9 +41,9 @@ def load_gpt(
     # Measured anew: the checkpoint may come from another CPU.
     asked = config.cpu_half_products
     products, _ = settle(config.params_dtype, device, mesh["world"], asked="measure" if asked == "auto" else asked)
-    parts = {"vocab_size": vocab_size, "positions": positions, "products": products}
-    model = _stage(config, mesh, device, **parts)
-    _check_same_parameters(checkpoint, _stage(config, lone_mesh(), "meta", **parts))
+    sizes = {"vocab_size": vocab_size, "positions": positions}
+    model = _stage(config, mesh, device, products, **sizes)
+    _check_same_parameters(checkpoint, _stage(config, lone_mesh(), "meta", products, **sizes))
     wanted = {}
     for name, parameter in model.named_parameters():
         parameter.data.zero_()  # checkpoints hold no padding
@@ -58,21 +58,13 @@ def layout_problems(config: TransformerConfig, tensor: int, pipeline: int) -> li
     """Why the model does not fit these tensor and pipeline parallel sizes."""
     problems = tensor_parallel_problems(config, tensor)
     if pipeline > config.num_layers:
-        problems.append(
-            f"--pipeline-model-parallel-size is {pipeline}, but the model has {config.num_layers} layers; "
-            "each stage needs one"
-        )
+        has = f"the model has {config.num_layers} layers; each stage needs one"
+        problems.append(f"--pipeline-model-parallel-size is {pipeline}, but {has}")
     return problems
 
 
 def _stage(
-    config: TransformerConfig,
-    mesh: Mesh,
-    device: torch.device | str,
-    *,
-    vocab_size: int,
-    positions: int,
-    products: Products,
+    config: TransformerConfig, mesh: Mesh, device: torch.device | str, products: Products, **sizes: int
 ) -> GPTModel:
     """This rank's stage, with layers split as evenly as possible, whatever the split in training."""
     stages, n = mesh.stages, config.num_layers
@@ -80,8 +72,7 @@ def _stage(
     size = stages.last + 1
     return GPTModel(
         config,
-        vocab_size=vocab_size,
-        positions=positions,
+        **sizes,
         layers=range(stage * n // size, (stage + 1) * n // size),
         context=LayerContext.on(mesh, config.params_dtype, device=device, products=products, fills=False),
         pre_process=stage == 0,
@@ -103,9 +94,7 @@ def _check_same_parameters(checkpoint: Checkpoint, whole: GPTModel) -> None:
     wanted = {_PARAMETERS + name for name, _ in whole.named_parameters()}
     saved = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
     if differing := sorted(saved ^ wanted):
-        shown = [
-            f"{name} ({'not in the checkpoint' if name in wanted else 'not in the model'})" for name in differing[:4]
-        ]
+        shown = [f"{name} (not in the {'checkpoint' if name in wanted else 'model'})" for name in differing[:4]]
         more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         raise ConfigError(
             f"{checkpoint.folder} does not hold a GPT of its own settings; parameters that only one of the two has: "

@@ -62,8 +62,7 @@ def discover(environment: Mapping[str, str]) -> Launch:
             return _read(environment, names)
     if "SLURM_PROCID" in environment and _step(environment):
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-        names = _Variables("SLURM", "SLURM_PROCID", size, "SLURM_LOCALID", "", "srun")
-        return _read(environment, names)
+        return _read(environment, _Variables("SLURM", "SLURM_PROCID", size, "SLURM_LOCALID", "", "srun"))
     if (tasks := environment.get("SLURM_NTASKS", "1")) != "1" and "SLURM_JOB_ID" in environment:
         raise ConfigError(
             f"this is a SLURM job of {tasks} tasks (SLURM_NTASKS), but this process was not started by srun and would train "
@@ -142,10 +141,8 @@ def _address(
 
 def _port_of_job(environment: Mapping[str, str], launcher: str) -> int:
     """A port that is equal on all ranks of a job, and most likely differs between jobs on a node."""
-    if launcher == "torchrun":
-        return DEFAULT_PORT
     number = environment.get("SLURM_JOB_ID") or environment.get("PMIX_NAMESPACE")
-    if number is None:
+    if launcher == "torchrun" or number is None:
         return DEFAULT_PORT
     return 20000 + zlib.crc32(f"{number} {_step(environment)}".encode()) % 10000
 

@@ -55,14 +55,9 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     if not _has_others_to_meet(launch):
         return
     try:
-        store = _meet(launch, timeout_minutes)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=datetime.timedelta(minutes=timeout_minutes),
-        )
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        place = {"store": _meet(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
+        dist.init_process_group(backend, **place, timeout=timeout)
     except (RuntimeError, OSError) as error:
         if lost := lost_rank(seconds=0.0 if isinstance(error, OSError) else 1.0):  # the call may fail before the news
             raise LostPeerError(lost) from error
@@ -77,11 +72,11 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     _joined = True
 
 
-def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
+def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
     """Waits for all ranks; returns the job's store."""
     global _store
     began = time.monotonic()
-    deadline = began + 60 * timeout_minutes
+    deadline = began + timeout.total_seconds()
     keeps_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def wait_for_first_rank(is_there: Callable[[], bool]) -> None:
@@ -102,7 +97,7 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
         launch.port,
         launch.world_size,
         is_master=keeps_store,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         wait_for_workers=False,  # the lines wait instead, and report the missing ranks
         multi_tenant=keeps_store,
         use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as in torch's own rendezvous
@@ -205,13 +200,8 @@ def _leave_what_the_caller_joined() -> None:
 
 def available_backends() -> list[str]:
     """The backends of this torch build."""
-    if not dist.is_available():
-        return []
-    return [
-        name
-        for name in dist.Backend.backend_list
-        if name not in ("undefined", "fake") and dist.is_backend_available(name)
-    ]
+    names = dist.Backend.backend_list if dist.is_available() else ()
+    return [name for name in names if name not in ("undefined", "fake") and dist.is_backend_available(name)]
 
 
 def has_joined() -> bool:

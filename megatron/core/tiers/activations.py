@@ -67,9 +67,8 @@ class StageActivations:
         resident anyway, such as parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # asks a released parameter of ZeRO stage 3 for its storage only
             stays = {other.untyped_storage()._cdata for other in beside if other is not None}
-        packer = _Packer(
-            self._next(first=layer == 0), self.room(x.device), stays, self.smallest, x.untyped_storage().device
-        )
+        memory, room = x.untyped_storage().device, self.room(x.device)
+        packer = _Packer(self._next(first=layer == 0), room, stays, self.smallest, memory)
         with self.hooks(packer.pack, _unpack):
             yield
 
@@ -155,9 +154,8 @@ class Away:
         memory = self._seen[0]() if self._seen is not None else None
         if memory is None:
             return None
-        return torch.empty(0, dtype=self._slot.dtype, device=memory.device).set_(
-            memory, self._seen[1], (self._slot.numel(),), (1,)
-        )
+        values = torch.empty(0, dtype=self._slot.dtype, device=memory.device)
+        return values.set_(memory, self._seen[1], (self._slot.numel(),), (1,))
 
     def settle(self) -> None:
         """Waits until it is offloaded, and frees the source. RuntimeError if the source was changed in place meanwhile."""

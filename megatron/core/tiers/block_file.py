@@ -57,9 +57,8 @@ class BlockFile:
         for i in range(len(out) // self.block):
             if zlib.crc32(out[i * self.block : (i + 1) * self.block]) != self._sums[first + i]:
                 at = (first + i) * self.block
-                raise OffloadError(
-                    f"{self.path}: bytes {at} .. {at + self.block} differ from those written; {_DAMAGED}"
-                )
+                where = f"bytes {at} .. {at + self.block}"
+                raise OffloadError(f"{self.path}: {where} differ from those written; {_DAMAGED}")
 
     def write(self, start: int, data: memoryview) -> None:
         """Writes `data` at byte `start`, which need not begin a block. Raises OffloadError."""
@@ -90,9 +89,8 @@ class BlockFile:
             while done < len(out) and (count := os.preadv(self._handle, [out[done:]], start + done)):
                 done += count
         except OSError as error:
-            raise OffloadError(
-                f"{self.path}: unreadable at byte {start + done} ({error.strerror}); {_DAMAGED}"
-            ) from error
+            at = f"at byte {start + done} ({error.strerror})"
+            raise OffloadError(f"{self.path}: unreadable {at}; {_DAMAGED}") from error
         if done < len(out):
             raise OffloadError(f"{self.path}: ends at byte {start + done}, but {self.nbytes} were written; {_DAMAGED}")
 

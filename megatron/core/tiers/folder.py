@@ -33,9 +33,8 @@ def folder_problems(root: Path | str, rank: int) -> list[str]:
         return [f"--offload-dir {root}: {folder} is a file; choose another folder"]
     try:
         if strange := sorted({path.name for path in folder.iterdir()} - {LOCK_FILE, STATE_FILE}):
-            return [
-                f"--offload-dir {root}: {folder} has other files: {', '.join(strange[:5])}; move them or choose another folder"
-            ]
+            others = ", ".join(strange[:5])
+            return [f"--offload-dir {root}: {folder} has other files: {others}; move them or choose another folder"]
         lock = folder / LOCK_FILE
         if not lock.exists():
             return []

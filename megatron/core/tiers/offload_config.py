@@ -36,9 +36,8 @@ class OffloadConfig(FlagConfig):
         if self.offload_params and self.tier == "device":
             yield "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload"
         elif self.offload_params and 0 <= fraction < 1:
-            yield (
-                f"--offload-params offloads all parameters, but --optimizer-offload-fraction is {fraction}; omit one of them"
-            )
+            share = f"--optimizer-offload-fraction is {fraction}"
+            yield f"--offload-params offloads all parameters, but {share}; omit one of them"
 
     @property
     def tier(self) -> str:
