@@ -286,7 +286,7 @@ BUDGETS = {
     "megatron/core/transformer": 690,
     "megatron/training": 1_740,
     "megatron/training/ending": 240,
-    "megatron/training/memory": 1_145,
+    "megatron/training/memory": 1_130,
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_000,
     "megatron/training/watch": 990,
