@@ -26,9 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; 0 is success, 2 a mistake in the flags."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(words):
-        parser = argparse.ArgumentParser(
-            usage="%(prog)s [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        as_written = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(usage="%(prog)s [flags]", description=__doc__, formatter_class=as_written)
         add_own_flags(parser)
         parser.parse_args(["--help"])
     return import_module("tools.estimating.estimate").run(words)  # imports torch, which --help need not wait for

@@ -117,13 +117,8 @@ def read_settings(arguments: list[str] | None) -> Settings:
 def make_parser() -> FlagParser:
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, GenerateConfig)
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="text to continue; may be given again; an empty one begins a new document",
-    )
+    said = "text to continue; may be given again; an empty one begins a new document"
+    parser.add_argument("--prompt", action="append", default=argparse.SUPPRESS, metavar="TEXT", help=said)
     add_flags(parser, SamplingConfig)
     add_flags(parser, TokenizerConfig)
     return parser

@@ -155,8 +155,8 @@ def in_runs(texts: dict[str, str]) -> list[list[str]]:
     for path in texts:
         if path not in after.values():
             runs.append([path])
-            while runs[-1][-1] in after:
-                runs[-1].append(after[runs[-1][-1]])
+            while (following := after.get(runs[-1][-1])) is not None:
+                runs[-1].append(following)
     return runs
 
 
@@ -191,9 +191,8 @@ def draw(runs: dict[str, Curves], output: str) -> None:
 
     panels = [panel for panel in PANELS if any(run.of[name] for run in runs.values() for name in panel[2])]
     rows, columns = -(-len(panels) // 2), min(2, len(panels))
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(7 * columns, 4 * rows), layout="constrained", squeeze=False, sharex=True
-    )
+    options = {"figsize": (7 * columns, 4 * rows), "layout": "constrained", "squeeze": False, "sharex": True}
+    figure, grid = pyplot.subplots(rows, columns, **options)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (title, unit, names) in zip(grid.flat, panels):

@@ -166,12 +166,11 @@ def report(config: PlotConfig, name: str) -> Iterator[str]:
 
 
 def _write_files(config: PlotConfig, name: str, schedule: Schedule) -> Iterator[str]:
-    title = (
-        f"{name}: p = {config.pipeline_model_parallel_size}, m = {config.microbatches}, v = {config.chunks_for(name)}"
-    )
+    p, v = config.pipeline_model_parallel_size, config.chunks_for(name)
+    title, costs = f"{name}: p = {p}, m = {config.microbatches}, v = {v}", (config.cost, config.transfer_cost)
     texts = {
-        config.svg: lambda: plot_svg(schedule, config.cost, config.transfer_cost, title),
-        config.trace: lambda: json.dumps(chrome_trace(schedule, config.cost, config.transfer_cost)) + "\n",
+        config.svg: lambda: plot_svg(schedule, *costs, title),
+        config.trace: lambda: json.dumps(chrome_trace(schedule, *costs)) + "\n",
     }
     for path, make_text in texts.items():
         if path is not None:

@@ -280,10 +280,8 @@ def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     before = f", {kept} of {every['pieces']} pieces from an earlier run" if kept else ""
     print(f"done: {progress.line()}, {every['skipped']} lines skipped{before}", file=sys.stderr)
     if not (config.append_eod or config.split_sentences):
-        print(
-            "no end-of-document tokens: a GPT sees no border between documents; give --append-eod to add them",
-            file=sys.stderr,
-        )
+        note = "no end-of-document tokens: a GPT sees no border between documents; give --append-eod to add them"
+        print(note, file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:

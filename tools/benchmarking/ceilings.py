@@ -16,10 +16,8 @@ COPY_BYTES = 2**28  # far beyond every cache but the largest
 def measure_ceilings(device: Device) -> dict[str, float]:
     """bf16_tflops, fp32_tflops: best of several shapes, best run of each. copy_gb_per_s: bytes read plus written."""
     shapes = SHAPES if device.name == "cpu" else SHAPES + LARGE_SHAPES
-    ceilings = {
-        f"{name}_tflops": max(_tflops(shape, dtype, device) for shape in shapes)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
-    }
+    dtypes = {"bf16_tflops": torch.bfloat16, "fp32_tflops": torch.float32}
+    ceilings = {name: max(_tflops(shape, dtype, device) for shape in shapes) for name, dtype in dtypes.items()}
     source = torch.ones(COPY_BYTES // 4, device=device.torch_device)
     target = torch.empty_like(source)
     return ceilings | {"copy_gb_per_s": 2 * COPY_BYTES / _best_seconds(lambda: target.copy_(source), device) / 1e9}

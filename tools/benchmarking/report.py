@@ -32,11 +32,8 @@ def _heading(measured: dict[str, Any]) -> str:
 def _ceilings(ceilings: dict[str, float]) -> str:
     if not ceilings:
         return ""
-    rows = [
-        ["bf16 GEMM", f"{ceilings['bf16_tflops']:.3f} TFLOP/s"],
-        ["fp32 GEMM", f"{ceilings['fp32_tflops']:.3f} TFLOP/s"],
-        ["copy, read and written", f"{ceilings['copy_gb_per_s']:.1f} GB/s"],
-    ]
+    rows = [[f"{name} GEMM", f"{ceilings[f'{name}_tflops']:.3f} TFLOP/s"] for name in ("bf16", "fp32")]
+    rows.append(["copy, read and written", f"{ceilings['copy_gb_per_s']:.1f} GB/s"])
     return table(["ceiling of the device", "best"], rows)
 
 
@@ -50,10 +47,8 @@ def _contenders(measured: dict[str, Any]) -> str:
         tflops = measured["flops_per_token"] * tokens / result["seconds"] / 1e12
         half = work["bf16"] if name == "ours" else "bf16" in name
         share = f"{tflops / ceilings['bf16_tflops' if half else 'fp32_tflops']:.0%}" if ceilings else ""
-        versus = [
-            "" if name == "ours" else "{:.2f} ({:.2f}-{:.2f})".format(*ratio(results["ours"][kind], result[kind]))
-            for kind in ("all_seconds", "all_cpu_seconds")
-        ]
+        ratios = [ratio(results["ours"][kind], result[kind]) for kind in ("all_seconds", "all_cpu_seconds")]
+        versus = ["" if name == "ours" else "{:.2f} ({:.2f}-{:.2f})".format(*found) for found in ratios]
         shown = f"ours {'bf16' if work['bf16'] else 'fp32'}" if name == "ours" else name
         numbers = [f"{result['seconds']:.3f}", f"{tokens / result['seconds']:,.0f}", f"{tflops:.3f}", share]
         rows.append([shown, *numbers, f"{result['peak_bytes'] / 2**30:.2f}", *versus])

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
+from megatron.core.config import flag_of
 from megatron.training.watch.flops import ModelShape
 
 
@@ -44,19 +45,14 @@ class Work:
         """Invalid sizes, by flag."""
         sizes = [name for name, value in asdict(self).items() if type(value) is int and value < 1]
         if sizes:
-            return [f"--{name.replace('_', '-')} must be at least 1" for name in sizes]
+            return [f"{flag_of(name)} must be at least 1" for name in sizes]
         problems = []
         if self.vocab_size < 2:
             problems.append("--vocab-size must be at least 2: a word and the end of a document")
-        if self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"--hidden-size ({self.hidden_size}) must be a multiple of --num-attention-heads ({self.num_attention_heads})"
-            )
-        if self.global_batch_size % self.micro_batch_size:
-            problems.append(
-                f"--global-batch-size ({self.global_batch_size}) must be a multiple of --micro-batch-size "
-                f"({self.micro_batch_size})"
-            )
+        for whole, part in (("hidden_size", "num_attention_heads"), ("global_batch_size", "micro_batch_size")):
+            if getattr(self, whole) % getattr(self, part):
+                given = [f"{flag_of(name)} ({getattr(self, name)})" for name in (whole, part)]
+                problems.append(" must be a multiple of ".join(given))
         return problems
 
 
