@@ -79,9 +79,8 @@ def ramp(start: int, increment: int, samples: int, size: int) -> BatchSizes:
     if start >= size:
         raise ConfigError(f"{given}: START must be below --global-batch-size ({size}); omit the flag for no ramp")
     if (size - start) % increment:
-        raise ConfigError(
-            f"{given}: --global-batch-size ({size}) - START ({size - start}) must be a multiple of INCREMENT"
-        )
+        span = f"--global-batch-size ({size}) - START ({size - start})"
+        raise ConfigError(f"{given}: {span} must be a multiple of INCREMENT")
     stages = (size - start) // increment
     rows = [(_first_of_stage(k, samples / stages), start + k * increment) for k in range(stages)]
     return BatchSizes((*rows, (min(_first_of_stage(stages, samples / stages), samples + 1), size)))

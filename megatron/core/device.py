@@ -157,9 +157,8 @@ class Device:
         """Records every allocation from now on. ConfigError if the device's allocator cannot."""
         record = getattr(getattr(self.module, "memory", None), "_record_memory_history", None)
         if record is None:
-            raise ConfigError(
-                f"--record-memory-history needs an accelerator's allocator; {self.name} has none; omit the flag"
-            )
+            lacks = f"{self.name} has none; omit the flag"
+            raise ConfigError(f"--record-memory-history needs an accelerator's allocator; {lacks}")
         record()
 
     def save_memory_history(self, path: str) -> None:

@@ -160,10 +160,8 @@ def build_mesh(
     ranks_per_kv_head: that many neighbours on "tp" form an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
     """
     if sizes.tp % ranks_per_kv_head:
-        raise ConfigError(
-            f"{ranks_per_kv_head} ranks per key/value head do not divide {sizes.tp} tensor-parallel ranks; "
-            "give tensor-parallel size / query groups"
-        )
+        problem = f"{ranks_per_kv_head} ranks per key/value head do not divide {sizes.tp} tensor-parallel ranks"
+        raise ConfigError(f"{problem}; give tensor-parallel size / query groups")
     ledger, axes = Ledger(), {}
 
     def add(name: str, ranks: tuple[int, ...]) -> None:

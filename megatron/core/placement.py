@@ -84,23 +84,20 @@ def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str
         part, parts = _part_of([mesh[name] for name, divided in placement.shard.items() if divided == dim])
         blocks = placement.blocks if dim == fused else ()
         pairs = [pair for old in pairs for pair in _divide(old, dim, part, parts, blocks)]
-    clipped = [(intersect(box, whole(placement.shape)), box, local) for box, local in pairs]
-    return [
-        (kept, tuple((a + start, a + stop) for (a, _), (start, stop) in zip(local, relative_to(kept, box))))
-        for kept, box, local in clipped
-        if kept is not None
-    ]
+    clipped = []
+    for box, local in pairs:
+        if (kept := intersect(box, whole(placement.shape))) is not None:
+            inside = zip(local, relative_to(kept, box))
+            clipped.append((kept, tuple((a + start, a + stop) for (a, _), (start, stop) in inside)))
+    return clipped
 
 
 def owned_pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
     """The `pieces` that this rank owns: over one replica of the model, each element has one owner."""
     if not is_counted(placement, mesh):
         return []
-    elsewhere = {
-        local
-        for rows, local in _listed(placement, local_shape)
-        if rows.shared_over is not None and not mesh[rows.shared_over].is_first
-    }
+    shared = [(mesh[rows.shared_over], box) for rows, box in _listed(placement, local_shape) if rows.shared_over]
+    elsewhere = {box for axis, box in shared if not axis.is_first}
     return [pair for pair in pieces(placement, local_shape, mesh) if pair[1] not in elsewhere]
 
 

@@ -112,11 +112,9 @@ def settle(
     comm.all_reduce(slowest, world, "max")
     found = {kind: dict(zip(WAYS, row)) for kind, row in zip(_KINDS, slowest.tolist())}
     chosen = choose(found)
-    times = {
-        kind: f"{getattr(chosen, kind)} (" + ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in of.items()) + ")"
-        for kind, of in found.items()
-    }
-    return chosen, f"products in {name} as timed on this CPU (processor time): {_listed(times)}"
+    times = {kind: ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in of.items()) for kind, of in found.items()}
+    said = _listed({kind: f"{way} ({times[kind]})" for kind, way in asdict(chosen).items()})
+    return chosen, f"products in {name} as timed on this CPU (processor time): {said}"
 
 
 def ways_as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:

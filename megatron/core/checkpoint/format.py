@@ -120,9 +120,8 @@ def to_json(manifest: Manifest) -> str:
     fields = {"format": FORMAT, "version": FORMAT_VERSION, "byte_order": sys.byteorder}
     fields |= {name: value for name, value in vars(manifest).items() if name != "tensors"}
     head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in fields.items())
-    lines = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(record, default=vars)}" for name, record in manifest.tensors.items()
-    )
+    records = manifest.tensors.items()
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(record, default=vars)}" for name, record in records)
     return _sealed(f'{{{head},\n"tensors": {{\n{lines}\n}}')
 
 
@@ -216,10 +215,8 @@ def _problems_of_places(manifest: Manifest) -> list[str]:
     problems = []
     for name, record in manifest.tensors.items():
         if record.dtype not in ITEM_BYTES or len(record.shape) > _MOST_DIMS:
-            problems.append(
-                f"tensor {name!r} has dtype {record.dtype!r} and {len(record.shape)} dimensions; allowed are "
-                f"{', '.join(ITEM_BYTES)}, and {_MOST_DIMS}"
-            )
+            has = f"dtype {record.dtype!r} and {len(record.shape)} dimensions"
+            problems.append(f"tensor {name!r} has {has}; allowed are {', '.join(ITEM_BYTES)}, and {_MOST_DIMS}")
             continue
         for piece in record.pieces:
             at = f"tensor {name!r}, box {show_box(piece.box)}"

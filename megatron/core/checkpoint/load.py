@@ -133,12 +133,11 @@ class Checkpoint:
 
 def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Stored, Box]]:
     """The overlap of `local` with a saved piece: (box in the piece, target region, box in the region)."""
-    shared = ((intersect(saved, piece[0]), piece) for piece in (*local.pieces, *local.copies))
-    return [
-        (relative_to(box, saved), local.region(piece), relative_to(box, piece[0]))
-        for box, piece in shared
-        if box is not None
-    ]
+    parts = []
+    for piece in (*local.pieces, *local.copies):
+        if (box := intersect(saved, piece[0])) is not None:
+            parts.append((relative_to(box, saved), local.region(piece), relative_to(box, piece[0])))
+    return parts
 
 
 def _are_floating(*dtypes: str) -> bool:

@@ -62,10 +62,8 @@ def forward_backward(
     if strange:
         raise TypeError(f"get_forward_backward_func: {sorted(strange)} are not built; omit them")
     if decoder_seq_length not in (None, seq_length):
-        raise ValueError(
-            f"decoder_seq_length ({decoder_seq_length}) differs from seq_length ({seq_length}); encoder-decoder models are "
-            "not built yet"
-        )
+        lengths = f"decoder_seq_length ({decoder_seq_length}) differs from seq_length ({seq_length})"
+        raise ValueError(f"{lengths}; encoder-decoder models are not built yet")
     chunks = list(model) if isinstance(model, Sequence) else [model]
     iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
     if len(chunks) != len(iterators):

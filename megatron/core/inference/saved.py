@@ -35,7 +35,7 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
         raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
     if own := _listed(saved.get("own_model", {})):
         raise ConfigError(
-            f"{source} is of a model with its script's own settings: {own}; generate with that script's model"
+            f"{source} is of a script's own model, with settings {own}; generate with that script's model"
         )
     return SavedSettings(state["vocab_size"], **{name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()})
 

@@ -109,34 +109,34 @@ def _read(environment: Mapping[str, str], names: _Variables) -> Launch:
     if not read.found and rank >= world_size:
         read.found.append(f"{names.rank} is {rank}, but {names.size} is {world_size}; ranks are 0 to {world_size - 1}")
     port = read.number("MASTER_PORT", 0, low=1, high=65535) or _port_of_job(environment, names.launcher)
-    address, problem = _address(environment, names, world_size, local_size)
-    if read.found or problem:
-        raise ConfigError(read.found + ([problem] if problem else []))
+    address = _address(read, names, world_size, local_size)
+    if read.found:
+        raise ConfigError(read.found)
     return Launch(names.launcher, rank, world_size, local_rank, max(local_size, 1), address, port)
 
 
-def _address(
-    environment: Mapping[str, str], names: _Variables, world_size: int, local_size: int
-) -> tuple[str | None, str | None]:
-    """(the rendezvous address, the problem if there is none)."""
+def _address(read: _Problems, names: _Variables, world_size: int, local_size: int) -> str | None:
+    """The rendezvous address; None for a job without rendezvous, and with a problem in `read`."""
+    environment = read.environment
     if names.launcher == "torchrun":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if not missing:
-            return environment["MASTER_ADDR"], None
-        if world_size == 1:
-            return None, None
-        they = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not"
-        return None, f"{names.size} is set but {they}; {names.remedy(names.size)}"
+            return environment["MASTER_ADDR"]
+        if world_size > 1:
+            they = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not"
+            read.found.append(f"{names.size} is set but {they}; {names.remedy(names.size)}")
+        return None
     if environment.get("MASTER_ADDR"):
-        return environment["MASTER_ADDR"], None
+        return environment["MASTER_ADDR"]
     if local_size == world_size:
-        return "127.0.0.1", None
+        return "127.0.0.1"
     if nodes := environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST"):
-        return first_node(nodes), None
-    return None, (
+        return first_node(nodes)
+    read.found.append(
         f"{names.launcher} started {world_size} processes on several machines; set MASTER_ADDR on all of them to the name of "
         "the first machine (mpirun -x MASTER_ADDR=..., mpiexec -genv MASTER_ADDR ...)"
     )
+    return None
 
 
 def _port_of_job(environment: Mapping[str, str], launcher: str) -> int:

@@ -58,9 +58,8 @@ class RankFolder:
                 os.close(self._lock)
                 raise ConfigError(_living(root, self.path, self.path / LOCK_FILE))
         except OSError as error:
-            raise ConfigError(
-                f"--offload-dir {root} is not writable: {error.strerror}; choose another folder"
-            ) from error
+            why = f"is not writable: {error.strerror}"
+            raise ConfigError(f"--offload-dir {root} {why}; choose another folder") from error
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         with contextlib.suppress(FileNotFoundError):
