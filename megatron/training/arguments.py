@@ -89,8 +89,11 @@ def make_parser(
         shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
     add_help_flags(parser, {_flag_of(name): reason for name, reason in unread.items()})
     if extra_args_provider is not None:
-        with parser.flags_of_script():
-            _add_own_flags(parser, extra_args_provider)
+        try:
+            with parser.flags_of_script():
+                extra_args_provider(parser)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
     known = set(parser.known_flags())  # a script may have its own --temperature or --num-classes
     for other in OTHERS.values():
         if other.flag not in known:
@@ -100,25 +103,10 @@ def make_parser(
     return parser
 
 
-def _add_own_flags(parser: FlagParser, extra_args_provider: ExtraArgs) -> None:
-    try:
-        extra_args_provider(parser)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
-
-
 @cache
 def _plain_parser(defaults: tuple[tuple[str, str], ...], unread: tuple[tuple[str, str], ...]) -> FlagParser:
     """The parser without a script's own flags, cached: creating it takes longer than parsing."""
     return make_parser(None, dict(defaults), dict(unread))
-
-
-def _parser_for(
-    extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, Any], unread: Mapping[str, str]
-) -> FlagParser:
-    if extra_args_provider is not None:
-        return make_parser(extra_args_provider, args_defaults, unread)
-    return _plain_parser(tuple((name, str(value)) for name, value in args_defaults.items()), tuple(unread.items()))
 
 
 @dataclass
@@ -151,15 +139,19 @@ def parse_args(
 
     args_defaults: defaults of the script, by setting. unread: fields that this script does not read, with the reason.
     """
-    parser = _parser_for(extra_args_provider, args_defaults or {}, unread or {})
+    defaults, unread = args_defaults or {}, unread or {}
+    if extra_args_provider is not None:
+        parser = make_parser(extra_args_provider, defaults, unread)
+    else:
+        parser = _plain_parser(tuple((name, str(value)) for name, value in defaults.items()), tuple(unread.items()))
     words = sys.argv[1:] if argv is None else list(argv)
     sources = _given_in_file(parser, words) + [_given(parser, words)]
     settings = {name: value for source in sources for name, value in source.settings.items()}
-    in_vain = {_flag_of(name): reason for name, reason in (unread or {}).items() if name in settings}
+    in_vain = {_flag_of(name): reason for name, reason in unread.items() if name in settings}
     problems = [problem for source in sources for problem in source.problems]
     if any(source.hides_positions for source in sources):
         settings.setdefault("position_embedding_type", "none")
-    _add_defaults(settings, args_defaults or {})
+    _add_defaults(settings, defaults)
     parts, more = _build_all(settings, {name for source in sources for name in source.unreadable})
     if problems + more:
         raise ArgumentsError(problems + more, parts)
@@ -167,19 +159,10 @@ def parse_args(
     flat = {name: value for part in config.component_values().values() for name, value in part.items()}
     flat["log_interval"] = config.log.steps_between_lines  # scripts use it as a number, as in Megatron
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
-    no_effect |= in_vain | _without_effect(config)
+    no_effect |= in_vain | config.without_effect
     warned = {given: reason for source in sources for given, reason in source.warned.items()}
     notes = repeated_flags(parser, words) + _lines("no effect here", no_effect) + _lines("WARNING", warned)
     return ParsedArgs(config, Arguments({**settings, **flat}), notes)
-
-
-def _without_effect(config: Config) -> dict[str, str]:
-    """The given flags that other settings make ineffective, with the reason."""
-    parallel = config.parallel
-    undivided = parallel.sequence_parallel and not parallel.sequence_parallel_on
-    reason = "it needs --tensor-model-parallel-size above 1"
-    more = {"--sequence-parallel": reason} if undivided else {}
-    return more | config.without_effect | config.checkpoint.without_effect
 
 
 def _names_of_settings() -> set[str]:
@@ -283,21 +266,11 @@ class _CoreSettings(TransformerConfig):
     expert_model_parallel_size: int = 1
     sequence_parallel: bool = False
 
-    @property
-    def init_method(self) -> Normal:
-        return Normal(self.init_method_std)
-
-    @property
-    def output_layer_init_method(self) -> Normal:
-        return Normal(self.output_init_std)
-
-    @property
-    def layernorm_epsilon(self) -> float:
-        return self.norm_epsilon
-
-    @property
-    def pipeline_dtype(self) -> torch.dtype:
-        return self.residual_dtype
+    # Megatron's names.
+    init_method = property(lambda config: Normal(config.init_method_std))
+    output_layer_init_method = property(lambda config: Normal(config.output_init_std))
+    layernorm_epsilon = property(lambda config: config.norm_epsilon)
+    pipeline_dtype = property(lambda config: config.residual_dtype)
 
 
 class CoreTransformerConfig(_CoreSettings):
@@ -311,6 +284,5 @@ class CoreTransformerConfig(_CoreSettings):
 def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
     """The model's settings as one config. config_class: a fork's own dataclass; default: CoreTransformerConfig."""
     config_class = config_class or CoreTransformerConfig
-    return build(
-        config_class, {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}
-    )
+    names = [field.name for field in dataclasses.fields(config_class) if hasattr(args, field.name)]
+    return build(config_class, {name: getattr(args, name) for name in names})

@@ -34,10 +34,12 @@ from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.settings.config import CheckpointConfig
 
+Chunks = Sequence[DistributedDataParallel]
+
 _MASTER = "optimizer/master/"
 
 
-def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
+def model_tensors(chunks: Chunks, mesh: Mesh) -> dict[str, LocalTensor]:
     """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name."""
     return {
         f"model/{name}": _local(parameter, parameter.data, mesh)
@@ -63,14 +65,10 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
     }
 
 
-def count_parameters(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> int:
+def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> int:
     """Parameters of the whole model, each counted once. One all-reduce of a scalar; every rank must call."""
-    mine = sum(
-        math.prod(size_of(box))
-        for tensor in model_tensors(chunks, mesh).values()
-        if tensor.is_writer
-        for box, _ in tensor.pieces
-    )
+    written = (tensor for tensor in model_tensors(chunks, mesh).values() if tensor.is_writer)
+    mine = sum(math.prod(size_of(box)) for tensor in written for box, _ in tensor.pieces)
     return int(comm.all_reduce(torch.tensor([mine], dtype=torch.int64, device=device), mesh["world"]).item())
 
 
@@ -90,11 +88,7 @@ def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: M
 
 
 def save(
-    runtime: Runtime,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: FlatOptimizer,
-    state: TrainState,
-    log_state: dict[str, Any],
+    runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, state: TrainState, log_state: dict[str, Any]
 ) -> None:
     """Write a checkpoint of this step. Every rank must call. log_state: only the logging rank's is saved."""
     mesh, device = runtime.mesh, runtime.device.torch_device
@@ -155,9 +149,7 @@ def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) ->
     return None if chosen is None else Start(*chosen)
 
 
-def load(
-    runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer
-) -> tuple[TrainState, dict[str, Any] | None]:
+def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[TrainState, dict[str, Any] | None]:
     """Fill parameters and optimizer from --load; returns (train state, log state). Every rank must call.
 
     The checkpoint may come from any layout. Without a checkpoint in --load the run starts from --pretrained-checkpoint, or from
@@ -185,7 +177,7 @@ def load(
     goes_on = config.load_optim and not finetune
     if goes_on:
         checks.check_same_optimizer(runtime, checkpoint.state)
-    _read_tensors(checkpoint, wanted, optimizer, mesh, device, goes_on=goes_on)
+    _read_tensors(runtime, checkpoint, wanted, optimizer, goes_on=goes_on)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:
             chunk.gather_params()
@@ -202,16 +194,10 @@ def load(
 
 
 def _read_tensors(
-    checkpoint: Checkpoint,
-    model: dict[str, LocalTensor],
-    optimizer: FlatOptimizer,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    goes_on: bool,
+    runtime: Runtime, checkpoint: Checkpoint, model: dict[str, LocalTensor], optimizer: FlatOptimizer, *, goes_on: bool
 ) -> None:
     """Fill the parameters and, if `goes_on`, the optimizer state. Masters not in the checkpoint are filled from the weights."""
-    state = optimizer_tensors(optimizer, mesh)
+    state = optimizer_tensors(optimizer, runtime.mesh)
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
     saves_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
     if goes_on and saves_masters and not masters:  # resumed in full precision: the masters become the weights
@@ -224,4 +210,4 @@ def _read_tensors(
     if not (goes_on and saves_masters):  # from the saved weights, which may be wider than this run's parameters
         wanted.append({name.replace(_MASTER, "model/", 1): tensor for name, tensor in masters.items()})
     for tensors in wanted:
-        checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
+        checkpoint.read_into(tensors, runtime.mesh["world"], convert=True, device=runtime.device.torch_device)

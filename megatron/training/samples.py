@@ -14,14 +14,9 @@ def samples_to_request(training: TrainingConfig, train_iters: int, batch_size: i
 
     A resumed run requests at least as many training samples as before, as a data set's order may depend on the number requested.
     """
-    counts = requested_samples(
-        train_iters,
-        training.eval_interval,
-        training.eval_iters,
-        batch_size,
-        iteration=state.iteration,
-        consumed=state.consumed_train_samples,
-    )
+    interval, iters = training.eval_interval, training.eval_iters
+    done = {"iteration": state.iteration, "consumed": state.consumed_train_samples}
+    counts = requested_samples(train_iters, interval, iters, batch_size, **done)
     return [max(training.train_samples or counts[0], state.requested_train_samples), *counts[1:]]
 
 
@@ -54,9 +49,7 @@ def notes_of_no_validation(training: TrainingConfig, data: DataConfig, datasets:
         return []
     nothing = "nothing is validated" if datasets["test"] is not None else "nothing is validated or tested"
     is_zero = not data.has_own_splits and parse_split(data.split_shares)[1] == 0
-    advice = (
-        f"; --split {data.split_shares} leaves it no share; give a second share above 0"
-        if is_zero
-        else "; give --valid-data-path, or data with more documents: splits are divided between documents"
-    )
+    advice = "; give --valid-data-path, or data with more documents: splits are divided between documents"
+    if is_zero:
+        advice = f"; --split {data.split_shares} leaves it no share; give a second share above 0"
     return [f"no validation set: {nothing}, whatever --eval-iters ({training.eval_iters}){advice}"]

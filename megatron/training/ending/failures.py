@@ -52,8 +52,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     at_first_hand = farewell is not None or not isinstance(error, PeerError)
     told = farewell or f"rank {rank} failed:{account_of(error)}"
     if at_first_hand and _claims(store):
-        _say(told)
-        write_error_file(told)
+        _tell(told)
         with contextlib.suppress(Exception):
             how = _FAILS if farewell is None else _INTERRUPTED
             store.set(_SAID, told[:_LONGEST_SAID])
@@ -61,17 +60,13 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     elif farewell is not None:
         pass  # another rank has reported the interrupt
     elif failed := _rank_that_failed(store):
-        _say(f"rank {rank}: stopping, because {failed}")
-        write_error_file(f"rank {rank}: stopping, because {failed}{_what_it_said(store)}", follows=True)
+        _tell(f"rank {rank}: stopping, because {failed}", follows=True, more=lambda: _what_it_said(store))
         code = interrupt.CODE if failed.endswith(_INTERRUPTED) else code
     elif at_first_hand:
-        told = f"rank {rank} failed as well:{account_of(error)}"
-        _say(told)
-        write_error_file(told)
+        _tell(f"rank {rank} failed as well:{account_of(error)}")
     else:
-        told = f"rank {rank}: stopping, because another rank has ended without a message ({error})"
-        _say(told)
-        write_error_file(told, follows=True)
+        why = f"another rank has ended without a message ({error})"
+        _tell(f"rank {rank}: stopping, because {why}", follows=True)
     _let_go(error)
     return code
 
@@ -135,8 +130,7 @@ class Listener:
                 return
             is_other = failed is not None and not failed.startswith(f"rank {self._rank} ")
             if is_other and not self._stopped.wait(self._every):
-                _say(f"rank {self._rank}: stopping, because {failed}")
-                write_error_file(f"rank {self._rank}: stopping, because {failed}", follows=True)
+                _tell(f"rank {self._rank}: stopping, because {failed}", follows=True)
                 self._end(interrupt.CODE if failed.endswith(_INTERRUPTED) else 1)
                 return
 
@@ -186,8 +180,10 @@ def _keeper_lives() -> bool:
         return True
 
 
-def _say(text: str) -> None:
+def _tell(text: str, *, follows: bool = False, more: Callable[[], str] = str) -> None:
+    """Print `text`, then write it to torchrun's error file, with `more()` at its end. follows: another rank failed first."""
     print(text.rstrip(), file=sys.stderr, flush=True)
+    write_error_file(text + more(), follows=follows)
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -16,9 +16,8 @@ class TrainState:
     # the schedules keep their position. 0: not known yet, or the run has --train-samples.
     samples_per_iter: int = 0
     requested_train_samples: int = 0  # from the data set; its order may depend on this number
-    schedules: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # parameters of learning rate and weight decay schedules
+    # Parameters of the schedules of learning rate and weight decay.
+    schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -227,8 +227,11 @@ class Config:
     @property
     def without_effect(self) -> dict[str, str]:
         """The given flags that other settings make ineffective, with the reason."""
-        found = self.data.without_effect | self.tokenizer.without_effect
-        parallel, offload = self.data_parallel, self.offload
+        found, parallel = {}, self.data_parallel
+        offload = self.offload
+        if self.parallel.sequence_parallel and not self.parallel.sequence_parallel_on:
+            found["--sequence-parallel"] = "it needs --tensor-model-parallel-size above 1"
+        found |= self.data.without_effect | self.tokenizer.without_effect
         if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
             found["--ddp-bucket-size"] = (
                 "ZeRO stage 3 reduces and gathers layer by layer"
@@ -240,7 +243,7 @@ class Config:
             found[f"--{'offload-dir' if offload.tier == 'file' else 'optimizer-cpu-offload'}"] = (
                 "--optimizer-offload-fraction 0 offloads no masters or moments, and --cpu-offloading-num-layers is not given"
             )
-        return found
+        return found | self.checkpoint.without_effect
 
     def component_values(self) -> dict[str, dict[str, Any]]:
         """Every knob's value by component."""

@@ -103,17 +103,16 @@ class _Reader:
         for key, value in group.value:
             line = key.start_mark.line + 1
             if key.id != "scalar":
-                self.problems.append(
-                    f"{self.path}:{line}: a list or a group cannot be the name of a setting; give a name"
-                )
+                self._refuse(line, "a list or a group cannot be the name of a setting; give a name")
             elif value.id == "mapping" and id(value) in self.groups:
-                self.problems.append(
-                    f"{self.path}:{line}: {key.value} repeats a group that was read already; write it once"
-                )
+                self._refuse(line, f"{key.value} repeats a group that was read already; write it once")
             elif value.id == "mapping" and self._flag(key.value) is None:
                 self.read_group(value)
             else:
                 self._read_setting(str(key.value), value)
+
+    def _refuse(self, line: int, problem: str) -> None:
+        self.problems.append(f"{self.path}:{line}: {problem}")
 
     def _flag(self, key: str) -> str | None:
         """The flag that a key names, in any spelling: `num_layers` is --num-layers; or None."""
@@ -142,18 +141,16 @@ class _Reader:
         if flag is None and off is None:
             near = _HINTS.get(field) or nearest_flag(f"--{key}", list(self.actions), self.refused)
             hint = f"; did you mean {near.lstrip('-')}?" if near else "; pretraining with --help lists the known ones"
-            self.problems.append(f"{self.path}:{line}: unknown setting {key}{hint}")
+            self._refuse(line, f"unknown setting {key}{hint}")
             return
         action = self.actions[flag or off]
         if action.dest in self.lines:
             earlier = self.lines[action.dest]
-            self.problems.append(f"{self.path}:{line}: {key} was given in line {earlier} already; leave one out")
+            self._refuse(line, f"{key} was given in line {earlier} already; leave one out")
             return
         self.lines[action.dest] = line
         if value.id == "mapping" or any(item.id != "scalar" for item in value.value if value.id == "sequence"):
-            self.problems.append(
-                f"{self.path}:{line}: {key} takes a value or a list of values, not a group of settings"
-            )
+            self._refuse(line, f"{key} takes a value or a list of values, not a group of settings")
         elif action.nargs == 0:
             self._read_switch(key, value, action, when=flag is not None)
         else:
@@ -166,7 +163,6 @@ class _Reader:
         """Give the switch's flag if the value equals `when` (False for a switch that turns its field off)."""
         switch = _SWITCH.get(str(value.value).lower())
         if switch is None:
-            line = value.start_mark.line + 1
-            self.problems.append(f"{self.path}:{line}: {key} is {value.value!r}; it must be true or false")
+            self._refuse(value.start_mark.line + 1, f"{key} is {value.value!r}; it must be true or false")
         elif switch is when:
             self.words.append(action.option_strings[0])

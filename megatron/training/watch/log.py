@@ -56,6 +56,7 @@ class Interval:
 # Seconds between progress lines: few while a user waits to see that the run works, more after `_SETTLED` seconds.
 _PROGRESS, _LATER_PROGRESS = 5.0, 60.0
 _SETTLED = 600.0
+_COUNTS = ("steps", "nan_steps", "skipped_steps")  # of an interval, also their names in checkpoints
 
 
 class TrainingLog:
@@ -76,26 +77,21 @@ class TrainingLog:
         self.train_iters, self.log_interval = train_iters, log_interval
         self.device_flops_per_sample, self.progress_in_tokens = device_flops_per_sample, progress_in_tokens
         self._made = self._said = time.monotonic()
-        self.sums: dict[str, float] = {}
-        self.steps = self.nan_steps = 0
-        self.skipped_steps = 0
-        self._restart_clock()
+        self._begin()
 
-    def _restart_clock(self) -> None:
+    def _begin(self) -> None:
+        """Begin an interval."""
+        self.load_state({})
         self._began, self._timed_steps = time.perf_counter(), 0
 
     def state(self) -> dict[str, Any]:
         """The sums and counts as JSON. A NaN or infinite sum is text, as JSON has no such numbers; `float` reads it back."""
-        return {
-            "sums": {name: total if math.isfinite(total) else str(total) for name, total in self.sums.items()},
-            "steps": self.steps,
-            "nan_steps": self.nan_steps,
-            "skipped_steps": self.skipped_steps,
-        }
+        sums = {name: total if math.isfinite(total) else str(total) for name, total in self.sums.items()}
+        return {"sums": sums, **{name: getattr(self, name) for name in _COUNTS}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.sums = {name: float(total) for name, total in state.get("sums", {}).items()}
-        for name in ("steps", "nan_steps", "skipped_steps"):
+        for name in _COUNTS:
             setattr(self, name, state.get(name, 0))
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
@@ -137,10 +133,7 @@ class TrainingLog:
             print_rank_last(line_between(interval, self.progress_in_tokens))
             return None
         print_rank_last(training_line(interval))
-        self.sums = {}
-        self.steps = self.nan_steps = 0
-        self.skipped_steps = 0
-        self._restart_clock()
+        self._begin()
         return interval
 
 

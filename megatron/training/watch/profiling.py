@@ -19,10 +19,9 @@ class StepProfiler:
     """
 
     def __init__(self, config: ProfileConfig, folder: str | None, mesh: Mesh):
-        rank = mesh["world"].rank
         self.config, self._mesh = config, mesh
-        self._rank = rank
-        self.wanted = config.profile and rank in config.profile_ranks
+        self._rank = mesh["world"].rank
+        self.wanted = config.profile and self._rank in config.profile_ranks
         self._folder = Path(folder or ".") / "profile"
         self._profile: torch.profiler.profile | None = None
         self._first = self._last = 0

@@ -156,20 +156,16 @@ class Watch:
             sink.write(record)
 
     def _curve_values(self, step: StepNumbers, losses: Mapping[str, float]) -> dict[str, float]:
-        curves, values = self.config.tensorboard, {}
-        if curves.log_learning_rate_to_tensorboard:
-            values |= step.rates()
-        if curves.log_batch_size_to_tensorboard:
-            values["batch-size"] = step.global_batch_size
-        if step.grad_norm is not None:
-            values |= losses
-        if curves.log_loss_scale_to_tensorboard:
-            values["loss-scale"] = step.loss_scale
-        if curves.log_world_size_to_tensorboard:
-            values["world-size"] = self.runtime.world_size
-        if curves.log_memory_to_tensorboard:
-            values |= self.runtime.device.memory_numbers()
-        return values | step.curves("grad_norm", "num_zeros", "params_norm")
+        curves = self.config.tensorboard
+        return {
+            **(step.rates() if curves.log_learning_rate_to_tensorboard else {}),
+            **({"batch-size": step.global_batch_size} if curves.log_batch_size_to_tensorboard else {}),
+            **({} if step.grad_norm is None else losses),
+            **({"loss-scale": step.loss_scale} if curves.log_loss_scale_to_tensorboard else {}),
+            **({"world-size": self.runtime.world_size} if curves.log_world_size_to_tensorboard else {}),
+            **(self.runtime.device.memory_numbers() if curves.log_memory_to_tensorboard else {}),
+            **step.curves("grad_norm", "num_zeros", "params_norm"),
+        }
 
     def _interval_values(self, interval: Interval) -> dict[str, float]:
         mfu = self._mfu(interval)
@@ -208,7 +204,6 @@ def make_sinks(runtime: Runtime, iteration: int) -> list[Sink]:
     if writes_tensorboard(curves):
         sinks.append(TensorBoardSink(curves.tensorboard_dir, curves.tensorboard_queue_size))
     if curves.wandb_project is not None:
-        settings = config.as_json()
         names = (curves.wandb_project, curves.wandb_exp_name, curves.wandb_entity, curves.wandb_save_dir)
-        sinks.append(WandbSink(*names, settings))
+        sinks.append(WandbSink(*names, config.as_json()))
     return sinks
