@@ -180,7 +180,7 @@ class ShapesTier:
     def start_read(self, start: int, nbytes: int) -> Done:
         """Whole blocks, as a file is read."""
         first, last = start // BLOCK * BLOCK, -(-(start + nbytes) // BLOCK) * BLOCK
-        return Done(torch.empty(last - first, dtype=torch.uint8)[start - first : start - first + nbytes])
+        return Done(torch.empty(last - first, dtype=torch.uint8)[start - first :][:nbytes])
 
     def start_write(self, start: int, values: Pending[Tensor]) -> Done:
         values.wait()
@@ -312,10 +312,9 @@ def _step(
     profile.start = tracker.now()
     parts.pipeline.around = around
     data = batches_of(runtime) if parts.pipeline.mesh["tp"].is_first else None
-    iterators: Mapping[int, Any] = dict.fromkeys(parts.chunks, data)
     # What an update takes in passing is not counted, but for slices of files.
     optimizer = parts.optimizer if runtime.config.offload.tier == "file" else _NoUpdate()
-    train_step(parts.pipeline, optimizer, iterators, first_sample=0, lr=0.0, check_finite=False)
+    train_step(parts.pipeline, optimizer, dict.fromkeys(parts.chunks, data), first_sample=0, lr=0.0, check_finite=False)
     profile.end = Effect(Counter(), _less(tracker.peak, last["now"]))
 
 
