@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -227,10 +226,8 @@ def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> lis
 
 def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
     """One line a reason: `no effect here: --a --b: reason`."""
-    flags_of_reason = defaultdict(list)
-    for flag, reason in reasons.items():
-        flags_of_reason[reason].append(flag)
-    return [f"{kind}: {' '.join(flags)}: {reason}" for reason, flags in flags_of_reason.items()]
+    flags = {reason: [flag for flag in reasons if reasons[flag] == reason] for reason in reasons.values()}
+    return [f"{kind}: {' '.join(same)}: {reason}" for reason, same in flags.items()]
 
 
 def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from megatron.core.placement import Constant, Placement
 from megatron.training.runtime import Runtime
 
 ModelProvider = Callable[..., nn.Module]
+ChunksByStage = dict[int, DistributedDataParallel]
 
 
 def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn.Module]:
@@ -72,18 +73,14 @@ def refuse_shared_tables(names: list[str], config: DataParallelConfig) -> None:
         )
 
 
-def in_buffers(
-    made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group
-) -> dict[int, DistributedDataParallel]:
+def in_buffers(made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group) -> ChunksByStage:
     """Lay the chunks' parameters out in contiguous buffers."""
-    mesh, config = runtime.mesh, runtime.config
-    chunks: dict[int, DistributedDataParallel] = {}
-    params_tier = runtime.tier if config.offload.offload_params else None
+    config, chunks = runtime.config, {}
+    tier = runtime.tier if config.offload.offload_params else None
+    common = runtime.mesh, config.data_parallel, runtime.weight_grads
     for stage, chunk in made.items():
         whole = config.optimizer.whole_among({name: p.placement for name, p in chunk.named_parameters()}, group_of)
-        chunks[stage] = DistributedDataParallel(
-            chunk, mesh, config.data_parallel, runtime.weight_grads, tier=params_tier, whole=whole
-        )
+        chunks[stage] = DistributedDataParallel(chunk, *common, tier=tier, whole=whole)
     return chunks
 
 
@@ -113,9 +110,8 @@ def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bo
 def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
     """The reasons why a model_provider's result cannot be trained."""
     if not isinstance(chunk, nn.Module):
-        return [
-            f"model_provider returned {type(chunk).__name__}, not a torch.nn.Module; return the model of this stage"
-        ]
+        kind = type(chunk).__name__
+        return [f"model_provider returned {kind}, not a torch.nn.Module; return the model of this stage"]
     problems = []
     if lost := [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]:
         problems.append(
@@ -132,9 +128,7 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
     return problems
 
 
-def build_optimizer(
-    chunks: dict[int, DistributedDataParallel], runtime: Runtime, group_of: GroupRule = default_group
-) -> FlatOptimizer:
+def build_optimizer(chunks: ChunksByStage, runtime: Runtime, group_of: GroupRule = default_group) -> FlatOptimizer:
     return FlatOptimizer(
         [buffer for chunk in chunks.values() for buffer in chunk.buffers],
         runtime.config.optimizer,
@@ -148,7 +142,7 @@ def build_optimizer(
     )
 
 
-def build_pipeline(chunks: dict[int, DistributedDataParallel], runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
+def build_pipeline(chunks: ChunksByStage, runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
     """The pipeline that runs this rank's chunks and exchanges tensors with the neighbouring stages."""
     config, tp = runtime.config, runtime.mesh["tp"]
     batch = BatchShape(config.training.micro_batch_size, runtime.num_microbatches, config.data.seq_length)

@@ -87,25 +87,16 @@ def pretrain(
         args_defaults, process_non_loss_data_func = process_non_loss_data_func or args_defaults, None
         extra_args_provider, forward_step = forward_step or extra_args_provider, model_type
         if isinstance(forward_step, ModelType) or not callable(forward_step):
-            raise TypeError(
-                "pretrain() needs forward_step(data_iterator, model) -> (output, loss_func), after the model type"
-            )
+            expected = "forward_step(data_iterator, model) -> (output, loss_func)"
+            raise TypeError(f"pretrain() needs {expected}, after the model type")
     began = time.monotonic()
     non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
-    initialize = partial(
-        initialize_megatron,
-        extra_args_provider,
-        args_defaults,
-        argv,
-        rules=rules,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
-    )
+    ranks = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
+    initialize = partial(initialize_megatron, extra_args_provider, args_defaults, argv, rules=rules, **ranks)
+    script = train_valid_test_datasets_provider, model_provider, forward_step, group_of
 
     def make_trainer(runtime: Runtime) -> Trainer:
-        return Trainer(
-            runtime, train_valid_test_datasets_provider, model_provider, forward_step, group_of, began, non_loss
-        )
+        return Trainer(runtime, *script, began, non_loss)
 
     with interrupt.Interrupt(parallel_state.launched_rank()) as ctrl_c:
         _run(initialize, make_trainer, ctrl_c)

@@ -241,7 +241,7 @@ def test_what_cannot_be_watched_is_said(monkeypatch, log, curves, profile, says:
 def test_a_run_without_the_package_tensorboard_goes_on_and_says_so_once(monkeypatch):
     made = LogConfig(), TensorBoardConfig(tensorboard_dir="x"), ProfileConfig()
     monkeypatch.setattr(watch_config, "_is_installed", lambda package: False)
-    assert watch_problems(*made, save=None, world_size=2) == []
+    assert not list(watch_problems(*made, save=None, world_size=2))
     (note,) = watch_notes(made[1], made[2], 5)
     assert tells(note, "warning --tensorboard-dir pip install tensorboard")
     assert watch_notes(TensorBoardConfig(), made[2], 5) == []
@@ -259,7 +259,7 @@ def test_a_run_that_ends_before_its_profile_says_so():
 def test_what_can_be_watched_has_no_problem(monkeypatch):
     monkeypatch.setattr(watch_config, "_is_installed", lambda package: True)
     made = LogConfig(log_progress=True, inspect=1), TensorBoardConfig(tensorboard_dir="x"), ProfileConfig(profile=True)
-    assert watch_problems(*made, save="y", world_size=1) == []
+    assert not list(watch_problems(*made, save="y", world_size=1))
 
 
 MAKERS_AND_SAID = [

@@ -37,20 +37,17 @@ def _choose(config: CheckpointConfig) -> Start | None:
     if root is None:
         return None
     if not (Path(root) / LATEST).is_file():
-        raise ConfigError(
-            f"--pretrained-checkpoint {root} "
-            + (mistake_in(Path(root)) or f"holds no checkpoint ({_content(Path(root))})")
-        )
+        mistake = mistake_in(Path(root)) or f"holds no checkpoint ({_content(Path(root))})"
+        raise ConfigError(f"--pretrained-checkpoint {root} {mistake}")
     return Start("--pretrained-checkpoint", root, True)
 
 
 def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     root, alone = Path(config.load), config.pretrained_checkpoint is None
     is_save = loads_what_it_saves(config)
-    if (root / LATEST).is_file():
+    # A run may be killed between completing its first checkpoint and writing the pointer file.
+    if (root / LATEST).is_file() or (is_save and saved_iterations(root)):
         return True
-    if is_save and saved_iterations(root):
-        return True  # killed between completing the first checkpoint and writing the pointer file
     if problem := mistake_in(root):
         raise ConfigError(f"--load {config.load} {problem}")
     reasons = {

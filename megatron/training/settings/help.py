@@ -1,7 +1,6 @@
 """--help: first the flags that every run needs, then all that work, by component; --help-all adds the other flags of Megatron."""
 
 import argparse
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import Field
 from typing import Any, NamedTuple
@@ -52,9 +51,8 @@ def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> None:
         "with a WARNING, or refused with an alternative."
     )
     group = parser.add_argument_group("Help")
-    group.add_argument(
-        "-h", "--help", action="help", default=argparse.SUPPRESS, help="show the flags that have an effect"
-    )
+    text = "show the flags that have an effect"
+    group.add_argument("-h", "--help", action="help", default=argparse.SUPPRESS, help=text)
     group.add_argument("--help-all", action=_HelpAll, unread=unread, help="show all flags, and why some have no effect")
 
 
@@ -87,13 +85,10 @@ def _text_of_others(unread: Mapping[str, str]) -> str:
 
 def by_reason(others: Mapping[str, OtherFlag]) -> dict[str, list[OtherFlag]]:
     """The flags of each reason, in the order of the table."""
-    grouped = defaultdict(list)
-    for other in others.values():
-        grouped[other.reason].append(other)
-    return dict(grouped)
+    reasons = dict.fromkeys(other.reason for other in others.values())
+    return {reason: [other for other in others.values() if other.reason == reason] for reason in reasons}
 
 
 def meaning_of_shorthand(flag: str) -> str:
-    fields = SHORTHAND[flag].items()
-    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
+    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SHORTHAND[flag].items())
     return said or "--position-embedding-type none, unless another is given"

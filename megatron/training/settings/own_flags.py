@@ -35,10 +35,8 @@ class OwnFlags:
         }
 
     def by_title(self) -> dict[str, list[OwnFlag]]:
-        groups: dict[str, list[OwnFlag]] = {}
-        for flag in self.flags:
-            groups.setdefault(flag.title, []).append(flag)
-        return groups
+        titles = dict.fromkeys(flag.title for flag in self.flags)
+        return {title: [flag for flag in self.flags if flag.title == title] for title in titles}
 
 
 def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:

@@ -42,8 +42,8 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         )
 
 
-def _watch_problems(config: Config, world_size: int) -> list[str]:
-    parts = (config.log, config.tensorboard, config.profile)
+def _watch_problems(config: Config, world_size: int) -> Iterator[str]:
+    parts = config.log, config.tensorboard, config.profile
     return watch_problems(*parts, save=config.checkpoint.save, world_size=world_size)
 
 
@@ -147,9 +147,8 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return []  # reported by `_layer_problems`
     if chunks > 1 and stages == 1:
         return ["several chunks per rank need a pipeline: raise --pipeline-model-parallel-size to 2 or more"]
-    if training.micro_batch_size is None:
-        return []
-    if training.step_batch_size_schedule is not None and config.data.seq_length is None:
+    tokens_unknown = training.step_batch_size_schedule is not None and config.data.seq_length is None
+    if training.micro_batch_size is None or tokens_unknown:
         return []
     try:
         sizes = config.batch_sizes(world_size).sizes
@@ -224,11 +223,10 @@ def _unit_problems(config: Config, _: int) -> Iterator[str]:
 def _schedule_problems(config: Config, _: int) -> list[str]:
     """An impossible learning rate schedule, whatever the batch size."""
     training = config.training
-    if config.learning_rate.lr is None or not (training.train_iters or training.train_samples):
-        return []
-    unit = "iters" if training.train_iters else "samples"
+    length, unit = training.train_iters or training.train_samples, "iters" if training.train_iters else "samples"
     try:
-        learning_rate_schedule(config.learning_rate, RunLength(training.train_iters or training.train_samples, unit))
+        if length and config.learning_rate.lr is not None:
+            learning_rate_schedule(config.learning_rate, RunLength(length, unit))
     except ConfigError as error:
         return error.problems
     return []

@@ -117,26 +117,22 @@ class ProfileConfig(FlagConfig):
 
 def watch_problems(
     log: LogConfig, curves: TensorBoardConfig, profile: ProfileConfig, *, save: str | None, world_size: int
-) -> list[str]:
+) -> Iterator[str]:
     """Problems across these settings, and a missing wandb package. (A missing tensorboard is only a note.)"""
-    problems = []
     if curves.wandb_project is not None and not _is_installed("wandb"):
-        problems.append("--wandb-project needs the package wandb: pip install wandb; --metrics-file needs no package")
+        yield "--wandb-project needs the package wandb: pip install wandb; --metrics-file needs no package"
     if log.log_progress and save is None:
-        problems.append("--log-progress needs --save, the folder of progress.txt")
+        yield "--log-progress needs --save, the folder of progress.txt"
     writes_curves = writes_tensorboard(curves) or curves.wandb_project is not None
     if log.inspect is not None and log.metrics_file is None and not writes_curves:
-        problems.append(
-            "--inspect needs an output: give --metrics-file FILE (or --tensorboard-dir DIR, with the package tensorboard)"
-        )
+        yield "--inspect needs an output: give --metrics-file FILE (or --tensorboard-dir DIR, with the package tensorboard)"
     if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
-        problems.append("--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2")
+        yield "--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2"
     if profile.profile and curves.tensorboard_dir is None and save is None:
-        problems.append("--profile needs a folder for its trace: give --tensorboard-dir or --save")
+        yield "--profile needs a folder for its trace: give --tensorboard-dir or --save"
     if wrong := [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]:
         ranks = f"0 to {world_size - 1}" if world_size > 1 else "0 only"
-        problems.append(f"--profile-ranks {', '.join(map(str, wrong))}: this run has ranks {ranks}")
-    return problems
+        yield f"--profile-ranks {', '.join(map(str, wrong))}: this run has ranks {ranks}"
 
 
 def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: int | None) -> list[str]:
