@@ -35,8 +35,14 @@ def get_model(
     forecast: Forecast | None = None,
 ) -> dict[int, DistributedDataParallel]:
     """This rank's model chunks by stage: initialized, in contiguous buffers. Every rank must call."""
-    room = Room.now(runtime)
-    made = make_chunks(model_provider, runtime)
+    room, problem = Room.now(runtime), None
+    try:
+        made = make_chunks(model_provider, runtime)
+    except ConfigError as error:
+        problem = error
+    with comm.together(runtime.mesh["world"], runtime.device.torch_device):  # one stage's refusal ends all ranks alike
+        if problem is not None:
+            raise problem
     if problems := name_problems(made, runtime.mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
     check_room(runtime, made.values(), room, forecast)

@@ -1,15 +1,20 @@
 """The job that a command line describes: the flags of the script, and those of tools/estimate_memory.py."""
 
 import argparse
+import contextlib
+import inspect
 import runpy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from megatron import training
 from megatron.core.config import ConfigError
 from megatron.core.device import Device
 from megatron.core.models.rules import BERT_RULES, GPT_RULES, NO_RULES, text_problems
+from megatron.core.optimizer.param_groups import default_group
 from megatron.core.products import NATIVE, WAYS, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
@@ -51,38 +56,65 @@ class Read(NamedTuple):
 
 def read(words: Sequence[str]) -> Read:
     """The job that `words` describe. Raises ConfigError with all problems at once."""
+    script = _script_of(_own_flags_in(words).model)
+
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        add_own_flags(parser)
+        if script.extra_args_provider is not None:
+            script.extra_args_provider(parser)
+
     try:
-        config, args = parse_args(words, add_own_flags, _defaults_for(words))[:2]
+        config, args = parse_args(words, add_flags, {**(script.args_defaults or {}), **_defaults_for(words)})[:2]
     except ArgumentsError as error:
         config = filled_in(error.parts)
-        found = _problems_of(config, _world_size_in(words)) + text_problems(config)
+        found = _problems_of(config, max(1, _own_flags_in(words).world_size)) + text_problems(config)
         raise _refused(error.problems + apart_from(error.problems, error.parts, found)) from None
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
     if not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank is {args.rank}; there are ranks 0 to {args.world_size - 1}")
     problems = _problems_of(config, args.world_size)
-    if problems := problems + _RULES.get(args.model, NO_RULES).problems(config, None):
+    if problems := problems + script.rules.problems(config, None):
         raise _refused(problems)
     try:
-        tokenizer = build_tokenizer(config.tokenizer)
+        tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-    way, script = config.transformer.cpu_half_products, _script_of(args.model)
+    way = config.transformer.cpu_half_products
     products = Products.all(way) if way in WAYS else NATIVE  # by the flags, not by a trial on this CPU
     mesh, keys = mesh_of(config, args.world_size, 0), DropoutKeys(1)
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), products=products)
     # A laptop plans for the accelerators that will train, unless the flags choose a CPU.
     accelerator = config.device.device != "cpu" and not args.measure
-    return Read(Job(runtime, script.model_provider, script.forward_step, accelerator), args)
+    return Read(Job(runtime, script.model_provider, script.forward_step, accelerator, script.group_of), args)
+
+
+class _Given(Exception):
+    """Ends a script where it calls `pretrain`."""
 
 
 def _script_of(model: str) -> SimpleNamespace:
-    """The functions of a script, by name."""
+    """The arguments that the script gives `pretrain`, by name. The script runs up to that call, as it would in a job."""
     path = ROOT / f"pretrain_{model}.py" if model in _RULES else Path(model)
     if not path.is_file():
         raise ConfigError(f"--model is {model}; it must be gpt, bert, or the path of a script such as pretrain_gpt.py")
-    return SimpleNamespace(**runpy.run_path(str(path), run_name="script"))
+    signature = inspect.signature(training.pretrain)
+    given = {"extra_args_provider": None, "args_defaults": None, "rules": NO_RULES, "group_of": default_group}
+
+    def taken(*arguments: Any, **options: Any) -> None:
+        given.update(signature.bind(*arguments, **options).arguments)
+        raise _Given
+
+    before = training.pretrain, sys.argv, list(sys.path)
+    training.pretrain, sys.argv = taken, [str(path)]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        with contextlib.suppress(_Given):
+            given |= runpy.run_path(str(path), run_name="__main__")
+    finally:
+        training.pretrain, sys.argv = before[:2]
+        sys.path[:] = before[2]
+    return SimpleNamespace(**given)
 
 
 def _problems_of(config: Config, world_size: int) -> list[str]:
@@ -98,8 +130,8 @@ def _refused(problems: Sequence[str]) -> ConfigError:
     return ConfigError([_ENOUGH if problem == NO_TOKENIZER else problem for problem in problems])
 
 
-def _world_size_in(words: Sequence[str]) -> int:
-    """--world-size of a command line that is invalid elsewhere."""
+def _own_flags_in(words: Sequence[str]) -> argparse.Namespace:
+    """The tool's own flags on a command line that may be invalid elsewhere."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_own_flags(parser)
-    return max(1, parser.parse_known_args(words)[0].world_size)
+    return parser.parse_known_args(words)[0]

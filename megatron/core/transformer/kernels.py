@@ -128,11 +128,11 @@ KERNELS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "unfused": _PLAIN, 
 
 def kernel_for(name: str, case: AttentionCase) -> Kernel:
     """The kernel that computes the case under this value of --attention-backend. Raises ConfigError if none can."""
-    kernel = KERNELS[name]
+    kernel, asked = KERNELS[name], [name]
     while (why := kernel.refuses(case)) is not None:
-        if kernel.instead is None:
-            raise ConfigError(
-                f"--attention-backend {name} {why}, and this run needs it; give another of {', '.join(KERNELS)}"
-            )
+        if kernel.instead in asked or kernel.instead not in KERNELS:  # None, a circle, or no entry
+            others = ", ".join(other for other in KERNELS if other not in asked)
+            raise ConfigError(f"--attention-backend {name} {why}, and this run needs it; give another of {others}")
+        asked.append(kernel.instead)
         kernel = KERNELS[kernel.instead]
     return kernel
