@@ -80,7 +80,7 @@ def test_an_error_on_one_rank_is_said_once_and_ends_all(layout, rank, how, messa
     outcome = run([FAILING, *flags], layout.ranks, timeout=60)
     assert set(outcome.codes) == {1}, outcome
     assert outcome.everything.count(message) == 1, outcome
-    begins = {"nan": " the gradient", "memory": " out of memory"}.get(
+    begins = {"nan": " the sum of the step's losses", "memory": " out of memory"}.get(
         how, "\nTraceback"
     )  # the one tells all, of the other the calls must be seen
     (failed,) = [i for i, said in enumerate(outcome.stderr) if said.startswith(f"rank {i} failed:{begins}")]

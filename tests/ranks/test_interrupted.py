@@ -19,6 +19,7 @@ from said import tells
 import pretrain_gpt
 from megatron.core.checkpoint import save
 from megatron.core.datasets import IndexedDatasetWriter, index_cache
+from megatron.core.optimizer.optimizer import FlatOptimizer
 
 TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --tokenizer-type NullTokenizer --vocab-size 31 "
@@ -63,19 +64,20 @@ def uninterrupted() -> dict[str, str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["_write_part", "_publish", None])
+@pytest.mark.parametrize("name", ["_write_part", "publish", None])
 def test_a_run_interrupted_in_a_step_or_a_save_goes_on_from_the_checkpoint_before(
     name, foreground, tmp_path, monkeypatch, capsys
 ):
     flags = f"--mock-data --save {tmp_path} --save-interval 2 --load {tmp_path}"
     with monkeypatch.context() as patch:
-        place, name = (pretrain_gpt, "get_batch") if name is None else (save, name)
-        first = {"get_batch": 4}.get(name, 2)  # of the second save, or of its step
+        places = {"_write_part": save, "publish": save.folder}
+        place, name = (FlatOptimizer, "clip_factor") if name is None else (places[name], name)
+        first = {"clip_factor": 4}.get(name, 2)  # of the second save, or of its step
         press_at(patch, place, name, first)
         with pytest.raises(SystemExit) as stop:
             run(flags)
     said = capsys.readouterr()
-    iteration = 3 if name == "get_batch" else 4
+    iteration = 3 if name == "clip_factor" else 4
     assert stop.value.code == 130
     assert tells(said.err, f"{iteration} 2 --load {tmp_path}")
     run(flags)
