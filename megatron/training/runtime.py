@@ -130,12 +130,14 @@ def acting_as(runtime: Runtime) -> Iterator[None]:
     """Inside, in this thread, the run is another one, on its own mesh: for a rank of it that is not this process'."""
     before = getattr(_override, "runtime", None)
     set_runtime(runtime, this_thread_only=True)
+    _override.silent = True  # what the script prints while it builds the model is printed by the run itself
     try:
         with acting_on(runtime.mesh) as here:
             here.device, here.products = runtime.device.torch_device, runtime.products
             here.sequence_parallel = runtime.config.parallel.sequence_parallel_on
             yield
     finally:
+        _override.silent = False
         set_runtime(before, this_thread_only=True)
 
 
@@ -175,7 +177,7 @@ def is_last_rank() -> bool:
 
 def print_rank_0(message: str) -> None:
     """Print once per run, from the first rank."""
-    if parallel_state.launched_rank() == 0:
+    if parallel_state.launched_rank() == 0 and not getattr(_override, "silent", False):
         print(message, flush=True)
 
 

@@ -57,7 +57,7 @@ def test_runs_under_torchrun(saved):
 CODES_AND_SAID = [
     (2, ["--prompt", "x", "--top-k", "0"], "--top-k is 0"),
     pytest.param(1, ["--prompt-file", "absent.txt"], "absent.txt", marks=pytest.mark.full),
-    (1, ["--prompt", "x " * 100], "tokens, and the model sees 64 at once"),
+    (1, ["--prompt", "x " * 100], "has 101 tokens, above the model's --seq-length 64"),
 ]
 
 
