@@ -128,17 +128,22 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
 @contextlib.contextmanager
 def acting_as(runtime: Runtime) -> Iterator[None]:
     """Inside, in this thread, the run is another one, on its own mesh: for a rank of it that is not this process'."""
-    before = getattr(_override, "runtime", None)
+    before, acted = getattr(_override, "runtime", None), is_dry_run()
     set_runtime(runtime, this_thread_only=True)
-    _override.silent = True  # what the script prints while it builds the model is printed by the run itself
+    _override.acts = True
     try:
         with acting_on(runtime.mesh) as here:
             here.device, here.products = runtime.device.torch_device, runtime.products
             here.sequence_parallel = runtime.config.parallel.sequence_parallel_on
             yield
     finally:
-        _override.silent = False
+        _override.acts = acted
         set_runtime(before, this_thread_only=True)
+
+
+def is_dry_run() -> bool:
+    """Whether a script is called for the memory prediction alone: `print_rank_0` and `print_rank_last` print nothing then."""
+    return getattr(_override, "acts", False)
 
 
 def get_runtime() -> Runtime:
@@ -177,11 +182,11 @@ def is_last_rank() -> bool:
 
 def print_rank_0(message: str) -> None:
     """Print once per run, from the first rank."""
-    if parallel_state.launched_rank() == 0 and not getattr(_override, "silent", False):
+    if parallel_state.launched_rank() == 0 and not is_dry_run():
         print(message, flush=True)
 
 
 def print_rank_last(message: str) -> None:
     """Print once per run, from the rank that logs (`is_last_rank`)."""
-    if is_last_rank():
+    if is_last_rank() and not is_dry_run():
         print(message, flush=True)
