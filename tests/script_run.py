@@ -1,22 +1,44 @@
 """A whole run of a top-level script inside `run_ranks`: its trainer, from flags, as `pretrain` would build it."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from shlex import split
 from types import ModuleType, SimpleNamespace
 
 from megatron.core.current_mesh import current
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
+from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.random import DropoutKeys
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import TOKENIZERS, build_tokenizer
+from megatron.core.transformer.kernels import KERNELS
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training.arguments import Arguments, parse_args
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check
 from megatron.training.trainer import Trainer
+
+TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS, TOKENIZERS]  # those that a script may add to
+
+
+@contextmanager
+def leaving_nothing_of(folder: Path) -> Iterator[None]:
+    """After the block the tables are as before, and the modules in the folder are not imported."""
+    before = [dict(table) for table in TABLES]
+    try:
+        yield
+    finally:
+        for table, entries in zip(TABLES, before, strict=True):
+            table.clear()
+            table.update(entries)
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(folder)):
+                del sys.modules[name]
 
 
 def settings_of(script: ModuleType | SimpleNamespace, flags: str) -> tuple[Config, Arguments]:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -47,6 +47,21 @@ __all__ = [
     "setup_model_and_optimizer",
     "train_step",
 ]
+
+
+class Script(NamedTuple):
+    """What a top-level script gives `pretrain`, under the same names and in one order."""
+
+    train_valid_test_datasets_provider: DatasetsProvider
+    model_provider: ModelProvider
+    forward_step: ForwardStep
+    extra_args_provider: ExtraArgs | None
+    args_defaults: Mapping[str, Any] | None
+    ranks_of: Mapping[str, Callable[..., Sequence[int]] | None]  # get_embedding_ranks, get_position_embedding_ranks
+    non_loss: NonLossData
+    rules: ModelRules
+    group_of: GroupRule
+    argv: Sequence[str] | None
 
 
 def pretrain(
@@ -89,14 +104,31 @@ def pretrain(
         if isinstance(forward_step, ModelType) or not callable(forward_step):
             expected = "forward_step(data_iterator, model) -> (output, loss_func)"
             raise TypeError(f"pretrain() needs {expected}, after the model type")
+    run_script(
+        Script(
+            train_valid_test_datasets_provider,
+            model_provider,
+            forward_step,
+            extra_args_provider,
+            args_defaults,
+            {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks},
+            NonLossData(process_non_loss_data_func, non_loss_data_func),
+            rules,
+            group_of,
+            argv,
+        )
+    )
+
+
+def run_script(script: Script) -> None:
+    """Train as the script says, to the end. `pretrain` calls it by this name, which tools replace to read a script alone."""
     began = time.monotonic()
-    non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
-    ranks = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
-    initialize = partial(initialize_megatron, extra_args_provider, args_defaults, argv, rules=rules, **ranks)
-    script = train_valid_test_datasets_provider, model_provider, forward_step, group_of
+    settings = script.extra_args_provider, script.args_defaults, script.argv
+    initialize = partial(initialize_megatron, *settings, rules=script.rules, **script.ranks_of)
+    parts = script.train_valid_test_datasets_provider, script.model_provider, script.forward_step, script.group_of
 
     def make_trainer(runtime: Runtime) -> Trainer:
-        return Trainer(runtime, *script, began, non_loss)
+        return Trainer(runtime, *parts, began, script.non_loss)
 
     with interrupt.Interrupt(parallel_state.launched_rank()) as ctrl_c:
         _run(initialize, make_trainer, ctrl_c)

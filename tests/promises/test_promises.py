@@ -9,29 +9,21 @@ norms and weights of the two are equal, and the memory of a step is the predicte
 what it puts in a table of megatron is taken out again. A promise must take less than 1.5 seconds.
 """
 
-import inspect
-import runpy
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from local_ranks import run_ranks
-from script_run import settings_of, trainer_of
+from script_run import leaving_nothing_of, settings_of, trainer_of
 from tiny_run import Outcome, assert_equal, pieces_of_chunks, put_together
 
-from megatron import training
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer import OPTIMIZERS
-from megatron.core.pipeline_parallel import SCHEDULES
-from megatron.core.tokenizers import TOKENIZERS
-from megatron.core.transformer.kernels import KERNELS
+from tools.script import script_at
 
 HERE = Path(__file__).parent
 PROMISES = sorted(path.parent.name for path in HERE.glob("*/pretrain.py"))
-TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS, TOKENIZERS]  # those that a fork may add to
 SIZES = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --make-vocab-size-divisible-by 8 --fp64 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --clip-grad 0.5 --eval-iters 0 --num-workers 0 --device cpu "
@@ -45,19 +37,10 @@ def fork(request, tmp_path, monkeypatch) -> SimpleNamespace:
     """What the script of a promise's folder, copied away, gives `pretrain`, by name; and `flags`, the two lines of its file."""
     folder = tmp_path / request.param
     shutil.copytree(HERE / request.param, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    before, given = [dict(table) for table in TABLES], {}
-    signature = inspect.signature(training.pretrain)
-    monkeypatch.setattr(training, "pretrain", lambda *a, **k: given.update(signature.bind(*a, **k).arguments))
-    monkeypatch.syspath_prepend(folder)
-    runpy.run_path(str(folder / "pretrain.py"), run_name="__main__")
     flags = (folder / "flags").read_text().splitlines() if (folder / "flags").exists() else ["", ""]
-    yield SimpleNamespace(**given, flags=flags)
-    for table, entries in zip(TABLES, before, strict=True):
-        table.clear()
-        table.update(entries)
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(folder)):
-            del sys.modules[name]
+    with leaving_nothing_of(folder):
+        monkeypatch.syspath_prepend(folder)
+        yield SimpleNamespace(**script_at(str(folder / "pretrain.py"))._asdict(), flags=flags)
 
 
 def train_rank(mesh: Mesh, fork: SimpleNamespace, flags: str) -> SimpleNamespace:

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from documents import ROOT, commands_of
 from said import tells
+from script_run import leaving_nothing_of
 
 from megatron.core.config import ConfigError
 from megatron.training.memory.dry_run import Job, dry_run, mesh_of
@@ -17,6 +18,7 @@ from megatron.training.memory.room import STATE, hint_of_fused, less_with, warni
 from megatron.training.memory.timeline import DEVICE, IN_MEMORY, KINDS, RankMemory, along, forecast, worst
 from tools import estimate_memory
 from tools.estimating.job import read
+from tools.script import script_at
 
 GPT3 = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 --vocab-size 51199 --bf16 "
@@ -153,6 +155,9 @@ def test_json_says_what_the_table_says(capsys):
 WORDS_AND_PROBLEMS = [
     ("--hiden-size 3", "unknown flag --hiden-size; did you mean --hidden-size?"),
     ("--world-size 0", "--world-size is 0; it must be at least 1"),
+    ("--world-size x", "--world-size: invalid int value"),
+    ("--rank 0", "--rank 0 is the rank that --measure trains"),
+    ("--measure --rank 2", "--world-size 1 has rank 0 alone"),
     ("--world-size 10 --tensor-model-parallel-size 4", "--world-size 10"),
     ("--model bert --mask-prob 0.3 --reset-attention-mask", "--reset-attention-mask has no meaning for BERT"),
     ("--zero-stage 3 --fixed-order-grad-reduce", "leave out --zero-stage 3"),
@@ -167,6 +172,49 @@ def test_bad_input_is_refused_in_the_usual_words(words: str, problem: str, capsy
     assert (
         message.startswith("cannot estimate, 1 problem(s):") and problem.split(" is")[0] in message
     ) or "10 is not" in message
+
+
+FORKS = {  # script -> flags that only it takes
+    "examples/minimal_fork/pretrain.py": "--pipeline-schedule rounds --branch-scale 0.7 --phrase-length 8",
+    "tests/promises/v_schedule/pretrain.py": "--pipeline-schedule v --num-virtual-stages-per-pipeline-rank 2",
+}
+
+
+@pytest.mark.parametrize("script", FORKS)
+def test_the_model_of_a_script_is_estimated_with_its_flags_and_tables(script: str, capsys):
+    words = f"{LAYERS} --num-layers 4 --world-size 2 --pipeline-model-parallel-size 2 {FORKS[script]}"
+    with leaving_nothing_of((ROOT / script).parent):
+        assert estimate_memory.main(["--model", str(ROOT / script), *words.split()]) == 0
+    assert "2 rank(s)" in capsys.readouterr().out
+
+
+SCRIPT = """
+from megatron.core.enums import ModelType
+from megatron.training.training import pretrain
+from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets_provider
+"""
+
+
+def test_the_order_of_arguments_of_an_old_script_is_known(tmp_path, capsys):
+    words = f"{LAYERS} --num-layers 2".replace("--seq-length 32 ", "").split()
+    said = []
+    for call in (
+        "forward_step, None, {'seq_length': 64}",
+        "ModelType.encoder_or_decoder, forward_step, args_defaults={'seq_length': 64}",
+    ):
+        path = tmp_path / "pretrain.py"
+        path.write_text(f"{SCRIPT}pretrain(train_valid_test_datasets_provider, model_provider, {call})")
+        assert estimate_memory.main(["--model", str(path), *words]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    path.write_text(SCRIPT)
+    assert estimate_memory.main(["--model", str(path)]) == 2
+    assert tells(capsys.readouterr().err, f"{path} pretrain()")
+    path.write_text(
+        f"{SCRIPT}pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder)"
+    )
+    with pytest.raises(TypeError, match="forward_step"):
+        script_at(str(path))
 
 
 def test_help_needs_no_torch():

@@ -8,17 +8,17 @@ from megatron.core.config import ConfigError
 from megatron.training.memory.report import as_json, full_report
 from megatron.training.memory.room import hint_of_fused
 from megatron.training.memory.timeline import forecast
-from tools.estimating.job import read
+from tools.estimating.job import own_flags_in, read
 from tools.estimating.measure import measure, measured_report
 
 
 def run(words: Sequence[str]) -> int:
     """Print the prediction of a command line; 0 is success, 2 a mistake in the flags."""
     try:
-        job, args = read(words)
-        if args.measure:
+        if own_flags_in(words).measure:
             lines = measured_report(measure(words))
         else:
+            job, args = read(words)
             ranks = forecast(job)
             lines = [json.dumps(as_json(job, ranks), indent=1)] if args.json else full_report(job, ranks)
             lines += [] if args.json else hint_of_fused(job, ranks)

@@ -11,4 +11,4 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
     measured = "train one rank here with real tensors, and count them; other ranks are silent"
     group.add_argument("--measure", action="store_true", help=measured)
-    group.add_argument("--rank", type=int, default=0, metavar="N", help="the rank that --measure trains (default: 0)")
+    group.add_argument("--rank", type=int, metavar="N", help="the rank that --measure trains (default: 0)")

@@ -1,20 +1,12 @@
 """The job that a command line describes: the flags of the script, and those of tools/estimate_memory.py."""
 
 import argparse
-import contextlib
-import inspect
-import runpy
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from megatron import training
-from megatron.core.config import ConfigError
+from megatron.core.config import ConfigError, FlagParser
 from megatron.core.device import Device
-from megatron.core.models.rules import BERT_RULES, GPT_RULES, NO_RULES, text_problems
-from megatron.core.optimizer.param_groups import default_group
+from megatron.core.models.rules import text_problems
 from megatron.core.products import NATIVE, WAYS, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
@@ -27,9 +19,8 @@ from megatron.training.runtime import Runtime
 from megatron.training.settings.config import Config
 from megatron.training.settings.rules import apart_from, check, filled_in
 from tools.estimating.flags import add_own_flags
+from tools.script import script_at
 
-ROOT = Path(__file__).resolve().parents[2]
-_RULES = {"gpt": GPT_RULES, "bert": BERT_RULES}
 _ENOUGH = (
     "--vocab-size N is required: the number of words is enough, and so are the tokenizer's own flags "
     "(--tokenizer-type ...)"
@@ -56,7 +47,8 @@ class Read(NamedTuple):
 
 def read(words: Sequence[str]) -> Read:
     """The job that `words` describe. Raises ConfigError with all problems at once."""
-    script = _script_of(_own_flags_in(words).model)
+    own = own_flags_in(words)
+    script = script_at(own.model)
 
     def add_flags(parser: argparse.ArgumentParser) -> None:
         add_own_flags(parser)
@@ -67,12 +59,15 @@ def read(words: Sequence[str]) -> Read:
         config, args = parse_args(words, add_flags, {**(script.args_defaults or {}), **_defaults_for(words)})[:2]
     except ArgumentsError as error:
         config = filled_in(error.parts)
-        found = _problems_of(config, max(1, _own_flags_in(words).world_size)) + text_problems(config)
+        found = _problems_of(config, max(1, own.world_size)) + text_problems(config)
         raise _refused(error.problems + apart_from(error.problems, error.parts, found)) from None
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
-    if not 0 <= args.rank < args.world_size:
-        raise ConfigError(f"--rank is {args.rank}; there are ranks 0 to {args.world_size - 1}")
+    if args.rank is not None and not args.measure:
+        raise ConfigError(f"--rank {args.rank} is the rank that --measure trains; add --measure, or leave it out")
+    if not 0 <= (args.rank or 0) < args.world_size:
+        ranks = f"ranks 0 to {args.world_size - 1}" if args.world_size > 1 else "rank 0 alone"
+        raise ConfigError(f"--rank is {args.rank}, and a job of --world-size {args.world_size} has {ranks}; change one")
     problems = _problems_of(config, args.world_size)
     if problems := problems + script.rules.problems(config, None):
         raise _refused(problems)
@@ -89,34 +84,6 @@ def read(words: Sequence[str]) -> Read:
     return Read(Job(runtime, script.model_provider, script.forward_step, accelerator, script.group_of), args)
 
 
-class _Given(Exception):
-    """Ends a script where it calls `pretrain`."""
-
-
-def _script_of(model: str) -> SimpleNamespace:
-    """The arguments that the script gives `pretrain`, by name. The script runs up to that call, as it would in a job."""
-    path = ROOT / f"pretrain_{model}.py" if model in _RULES else Path(model)
-    if not path.is_file():
-        raise ConfigError(f"--model is {model}; it must be gpt, bert, or the path of a script such as pretrain_gpt.py")
-    signature = inspect.signature(training.pretrain)
-    given = {"extra_args_provider": None, "args_defaults": None, "rules": NO_RULES, "group_of": default_group}
-
-    def taken(*arguments: Any, **options: Any) -> None:
-        given.update(signature.bind(*arguments, **options).arguments)
-        raise _Given
-
-    before = training.pretrain, sys.argv, list(sys.path)
-    training.pretrain, sys.argv = taken, [str(path)]
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        with contextlib.suppress(_Given):
-            given |= runpy.run_path(str(path), run_name="__main__")
-    finally:
-        training.pretrain, sys.argv = before[:2]
-        sys.path[:] = before[2]
-    return SimpleNamespace(**given)
-
-
 def _problems_of(config: Config, world_size: int) -> list[str]:
     """Why `world_size` ranks cannot train with these settings."""
     found: list[str] = []
@@ -130,8 +97,8 @@ def _refused(problems: Sequence[str]) -> ConfigError:
     return ConfigError([_ENOUGH if problem == NO_TOKENIZER else problem for problem in problems])
 
 
-def _own_flags_in(words: Sequence[str]) -> argparse.Namespace:
-    """The tool's own flags on a command line that may be invalid elsewhere."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+def own_flags_in(words: Sequence[str]) -> argparse.Namespace:
+    """The tool's own flags on a command line that may be invalid elsewhere. Raises ConfigError."""
+    parser = FlagParser(add_help=False)
     add_own_flags(parser)
     return parser.parse_known_args(words)[0]

@@ -41,8 +41,9 @@ def _batches_of(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
 def measure(words: Sequence[str], steps: int = 2) -> Measured:
     """Train --rank of --world-size for some steps on the CPU, and count the last step. Raises ConfigError."""
     job, args = read([*words, "--measure", "--device", "cpu"])
-    mesh, profile = mesh_of(job.runtime.config, args.world_size, args.rank), dry_run(job, args.rank)
-    tier = make_tier(job.runtime.config.offload, args.rank, torch.device("cpu"))
+    rank = args.rank or 0
+    mesh, profile = mesh_of(job.runtime.config, args.world_size, rank), dry_run(job, rank)
+    tier = make_tier(job.runtime.config.offload, rank, torch.device("cpu"))
     try:
         with alone(job.runtime, mesh, tier=tier) as runtime, MemoryTracker() as tracker:
             parts = parts_of(runtime, job)

@@ -52,7 +52,7 @@ class ShapesOnly(TorchFunctionMode):
             return _distinct(min(args[0].numel(), self.most_ids), *args, **kwargs)
         if func in _ANSWERS and args[0].is_meta:
             return _ANSWERS[func](*args, **kwargs)
-        if func is torch.tensor and _is_count(args[0]):
+        if func is torch.tensor and _is_count(*args, **kwargs):
             return func(*args, **kwargs | {"device": "cpu"})
         if kwargs.get("device") is not None:
             kwargs["device"] = META
@@ -67,9 +67,10 @@ def _is_device(x: Any) -> bool:
     return isinstance(x, torch.device | str)
 
 
-def _is_count(data: Any) -> bool:
+def _is_count(data: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
     """Whether a tensor is made of a few integers, by which ranks agree: these keep their values."""
-    return len(str(data)) < 100 and _integers(data)
+    is_real = dtype is not None and dtype.is_floating_point  # a number to compute with, such as a count of tokens
+    return not is_real and len(str(data)) < 100 and _integers(data)
 
 
 def _integers(data: Any) -> bool:
