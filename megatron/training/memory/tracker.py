@@ -55,7 +55,6 @@ class _Memory:
     storage: weakref.ref[torch.UntypedStorage]
     kind: str
     bytes: int
-    shrinks: bool = False  # without an operator
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -70,6 +69,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._held: dict[int, _Memory] = {}  # by the storage's id
+        self._shrinking: dict[int, _Memory] = {}  # of them, those that shrink and grow without an operator
         self._passing: dict[int, torch.UntypedStorage] = {}  # resized by their owners, who keep them alive
 
     @classmethod
@@ -78,17 +78,19 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        known = given | self._held.keys() | self._passing.keys()
-        made = [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]
-        made = [one for one in made if (one.device.type == "meta") is self._is_meta and id(one) not in known]
+        made = [x.untyped_storage() for x in _tensors_in(result)]
+        made = [one for one in made if (one.device.type == "meta") is self._is_meta and not self._is_known(one)]
+        if made:
+            given = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
+            made = [one for one in made if id(one) not in given]
         changes = func in (torch.ops.aten.view.dtype, torch.ops.aten.detach.default)
         frame = _own_frame(sys._getframe(1)) if made or changes else None
         for storage in made:
             self._count_new(storage, frame)
         if changes and frame is not None:
             self._change_kind(func, args[0].untyped_storage(), frame)
-        self._note_peak()
+        if made or changes or self._passing or self._shrinking:  # nothing else makes more live
+            self._note_peak()
         return result
 
     def assign(self, kind: str, tensors: Iterable[Stored]) -> None:
@@ -121,11 +123,13 @@ class MemoryTracker(TorchDispatchMode):
 
     def now(self) -> Counter[str]:
         """Live bytes by kind."""
-        for one in self._held.values():
-            if one.shrinks and (storage := one.storage()) is not None:
+        for one in self._shrinking.values():
+            if (storage := one.storage()) is not None:
                 self.live[one.kind] += storage.nbytes() - one.bytes
                 one.bytes = storage.nbytes()
-        return self.live + Counter({"communication": sum(storage.nbytes() for storage in self._passing.values())})
+        now = Counter({kind: size for kind, size in self.live.items() if size > 0})
+        now["communication"] += sum(map(torch.UntypedStorage.nbytes, self._passing.values()))
+        return now
 
     def restart(self) -> None:
         """Peaks count from here on."""
@@ -140,7 +144,11 @@ class MemoryTracker(TorchDispatchMode):
             self._watch(storage)
         elif name != "strides_like":  # its tensor gives a shape, and is dropped
             self._add(storage, "slices" if name == "start_read" else _kind_from(frame))
-            self._held[id(storage)].shrinks = frame is not None and frame.f_code.co_filename.endswith(_GIVES_UP)
+            if frame is not None and frame.f_code.co_filename.endswith(_GIVES_UP):
+                self._shrinking[id(storage)] = self._held[id(storage)]
+
+    def _is_known(self, storage: torch.UntypedStorage) -> bool:
+        return id(storage) in self._held or id(storage) in self._passing
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         """Its owner resizes it without an operator, so its size is read each time."""
@@ -160,6 +168,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live[kind] += self._held[key].bytes
 
     def _forget(self, key: int) -> None:
+        self._shrinking.pop(key, None)
         if (one := self._held.pop(key, None)) is not None:
             self.live[one.kind] -= one.bytes
 
@@ -181,8 +190,14 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         now = self.now()
-        now["total"] = sum(now[kind] for kind in _COUNTED)
-        self.peak |= now
+        now["total"] = sum(size for kind, size in now.items() if kind in _COUNTED)
+        for kind, size in now.items():
+            self.peak[kind] = max(self.peak[kind], size)
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments or results, which are mostly one."""
+    return [values] if isinstance(values, Tensor) else [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _own_frame(frame: FrameType | None) -> FrameType | None:
