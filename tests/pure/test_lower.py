@@ -108,11 +108,12 @@ def test_no_schedule_deadlocks_whatever_the_cost(cost):
 @pytest.mark.full
 @pytest.mark.parametrize("p", RANKS)
 def test_no_schedule_deadlocks_over_the_whole_product(p):
-    """Every size, under three cost models; lists that two of them make alike are walked once."""
+    """Every size, under three cost models; lists that two of them make alike are walked once. Past 2 p microbatches a list repeats
+    its steady state, so there the models take turns."""
     for m, v in itertools.product(range(1, 33), CHUNKS):
         for schedule in schedules_of(p, m, v):
             walked = []
-            for cost in COSTS[:3]:
+            for cost in COSTS[:3] if m <= 2 * max(RANKS) else [COSTS[m % 3]]:
                 lowered = add_reduce(add_transfers(schedule, cost))
                 if lowered not in walked:
                     check_rendezvous(lowered)
