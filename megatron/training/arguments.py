@@ -23,6 +23,7 @@ from megatron.core.config import (
 from megatron.core.placement import Normal
 from megatron.core.tokenizers.tokenizers import TOKENIZERS
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.settings.classic_args import Arguments, flags_without_a_setting, other_names_of
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.settings.help import add_help_flags, flag_groups, meaning_of_shorthand
 from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
@@ -39,33 +40,6 @@ class ArgumentsError(ConfigError):
 
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
-
-
-class Arguments:
-    """All settings by field name, read-only: the result of `get_args()`."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        object.__setattr__(self, "_values", dict(values))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_values":  # `copy` asks for these before `_values` exists
-            raise AttributeError(name)
-        try:
-            return self._values[name]
-        except KeyError:
-            raise AttributeError(f"there is no setting {name!r}") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"settings are read-only: {name} cannot be changed to {value!r}; give it on the command line"
-        )
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def and_also(self, more: Mapping[str, Any]) -> "Arguments":
-        """A copy in which `more` fills the settings that are missing or None."""
-        return Arguments({**self._values, **{n: v for n, v in more.items() if self._values.get(n) is None}})
 
 
 def make_parser(
@@ -116,6 +90,7 @@ class GivenFlags:
     problems: list[str]
     no_effect: dict[str, str]  # flag -> why
     warned: dict[str, str]  # flag and value -> what happens instead
+    others: dict[str, Any]  # flags that are no settings
     hides_positions: bool  # --no-position-embedding; counts only without --position-embedding-type
     unreadable: list[str]  # settings with an invalid value
 
@@ -161,7 +136,9 @@ def parse_args(
     no_effect |= in_vain | config.without_effect
     warned = {given: reason for source in sources for given, reason in source.warned.items()}
     notes = repeated_flags(parser, words) + _lines("no effect here", no_effect) + _lines("WARNING", warned)
-    return ParsedArgs(config, Arguments({**settings, **flat}), notes)
+    others = {flag: value for source in sources for flag, value in source.others.items()}
+    values = flags_without_a_setting(others) | settings | flat | other_names_of(config)
+    return ParsedArgs(config, Arguments(values, fixed=flat), notes)
 
 
 def _names_of_settings() -> set[str]:
@@ -207,7 +184,10 @@ def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
             no_effect[flag] = other.reason
     settings = {name: value for name, value in given.items() if not name.startswith("--")}
     problems += _expand_shorthand(given, settings)
-    return GivenFlags(settings, problems, no_effect, warned, "--no-position-embedding" in given, list(read.unreadable))
+    others = {flag: value for flag, value in given.items() if flag in OTHERS}
+    return GivenFlags(
+        settings, problems, no_effect, warned, others, "--no-position-embedding" in given, list(read.unreadable)
+    )
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:

@@ -155,7 +155,7 @@ def get_runtime() -> Runtime:
 
 
 def get_args() -> Arguments:
-    """Every setting by name, read-only."""
+    """Every setting and every other flag of Megatron, by its name in Megatron's `args`."""
     return get_runtime().args
 
 

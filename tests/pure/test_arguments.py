@@ -447,19 +447,25 @@ def test_derived_sizes_follow_the_model():
 # ---------------------------------------------------------------- the view for scripts
 
 
-def test_settings_are_read_only_for_scripts():
-    args = Arguments({"lr": 0.1, "data_path": ["a"]})
-    assert args.lr == 0.1
-    assert "lr" in args
-    assert "momentum" not in args
-    with pytest.raises(AttributeError) as error:
-        args.lr = 0.2
-    assert tells(error.value, "0.2")
-    with pytest.raises(AttributeError) as error:
-        _ = args.momentum
-    assert tells(error.value, "momentum")
-    assert getattr(args, "momentum", None) is None
-    assert args.lr == 0.1
+def test_a_script_may_add_to_args_and_is_told_that_the_run_keeps_its_settings(capsys):
+    args = Arguments({"lr": 0.1, "data_path": ["a"], "spec": None}, fixed=["lr", "data_path"])
+    args.momentum, args.spec, args.lr = 0.5, "local", 0.1
+    assert (args.momentum, args.spec, "momentum" in args, "eps" in args) == (0.5, "local", True, False)
+    assert not capsys.readouterr().out
+    args.lr = 0.2
+    assert args.lr == 0.2 and tells(capsys.readouterr().out, "args.lr 0.2 0.1")
+    assert vars(args).keys() == {"lr", "data_path", "spec", "momentum"}
+    assert getattr(args, "eps", None) is None
+
+
+def test_flags_without_a_setting_have_megatrons_names_types_and_defaults():
+    line = "--no-bias-gelu-fusion --use-mcore-models --moe-router-topk 4 --moe-aux-loss-coeff 0.1 --no-rope-fusion --num-experts 0"
+    plain, given = (parse_args(shlex.split(flags))[1] for flags in ("", line))
+    names = "bias_gelu_fusion use_mcore_models moe_router_topk moe_aux_loss_coeff apply_rope_fusion num_experts".split()
+    assert [getattr(plain, name) for name in names] == [True, False, 2, 0.0, True, None]
+    assert [getattr(given, name) for name in names] == [False, True, 4, [0.1], False, 0]
+    assert (plain.layernorm_epsilon, plain.no_load_optim, plain.encoder_num_layers) == (1e-5, None, plain.num_layers)
+    assert (plain.masked_softmax_fusion, plain.mmap_warmup, plain.data_impl, plain.spec) == (True, False, "mmap", None)
 
 
 def test_the_view_may_be_copied():
