@@ -14,7 +14,7 @@ from torch.nn import functional
 from megatron.core import comm
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.enums import ModelType
-from megatron.core.models.bert import BertModel
+from megatron.core.models.bert_model import BertModel
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
 

@@ -28,8 +28,8 @@ _PRELOADED = (
     "numpy",
     "tokenizers",
     "megatron.training.training",
-    "megatron.core.models.gpt",
-    "megatron.core.models.bert",
+    "megatron.core.models.gpt_model",
+    "megatron.core.models.bert_model",
     "megatron.core.inference",
 )
 

@@ -18,7 +18,7 @@ from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, default_group

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.config import ConfigError, knob
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt_model import GPTModel
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

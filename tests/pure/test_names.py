@@ -52,7 +52,7 @@ NAMES = {
     "megatron.core.transformer": "TransformerConfig ParallelTransformer ParallelTransformerLayer ParallelAttention ParallelMLP",
     "megatron.core.transformer.transformer_config": "TransformerConfig",
     "megatron.core.models": "GPTModel TransformerLanguageModel",
-    "megatron.core.models.gpt": "GPTModel",
+    "megatron.core.models.gpt_model": "GPTModel",
     "megatron.training": "get_args get_tokenizer print_rank_0 print_rank_last pretrain initialize_megatron get_model "
     "setup_model_and_optimizer build_train_valid_test_data_iterators",
     "megatron.training.training": "pretrain train_step setup_model_and_optimizer get_model",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
-from megatron.core.models.bert import BertModel
+from megatron.core.models.bert_model import BertModel
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 

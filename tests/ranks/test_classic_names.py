@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core import tensor_parallel as mt
 from megatron.core.boxes import slices
 from megatron.core.current_mesh import filling_by_name
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt_model import GPTModel
 from megatron.core.placement import Constant, pieces
 from megatron.core.random import initialize_parameters, normal_box
 from megatron.core.tensor_parallel.utils import VocabUtility

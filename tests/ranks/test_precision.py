@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.core.config import ConfigError
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.grad_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group

@@ -14,7 +14,7 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt_model import GPTModel
 from megatron.training import build
 from megatron.training.memory import offload, shortage
 from megatron.training.runtime import get_runtime

@@ -6,7 +6,7 @@ from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError
 from megatron.core.grid import AxisSizes
 from megatron.core.mesh import Mesh, build_mesh
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt_model import GPTModel
 from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
 from megatron.core.transformer.context import LayerContext
