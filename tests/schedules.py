@@ -10,13 +10,15 @@ from megatron.core.pipeline_parallel.schedule import (
     Action,
     Op,
     Schedule,
-    defer_weight_grads,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
     zb_h1,
+    zb_interleaved,
 )
+from megatron.core.pipeline_parallel.table import default_chunks
+from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
 
 RANKS, MICROBATCHES, CHUNKS = range(1, 9), (*range(1, 13), 16), range(1, 5)
 FLAT = [(p, m) for p in RANKS for m in MICROBATCHES]
@@ -44,8 +46,17 @@ def schedules_of(p, m, v) -> list[Schedule]:
     """Every schedule that exists for these sizes: those that train, split and unsplit, and that of evaluation."""
     made = [gpipe(p, m), one_f_one_b(p, m), zb_h1(p, m)] if v == 1 else []
     if m % p == 0:
-        made += [interleaved(p, m, v), defer_weight_grads(interleaved(p, m, v), delay=lambda rank: v * rank)]
+        made += [interleaved(p, m, v), zb_interleaved(p, m, v)]
+    if v == 2 and m in MICROBATCHES:  # test_zero_bubble_v.py has the other m
+        made.append(zb_v(p, m))
     return [*made, forward_only(p, m, v)]
+
+
+def sizes_of(name: str) -> list[tuple[int, int, int]]:
+    """The sizes of the grid, p, m, v, for which a schedule of the product exists."""
+    if name.endswith("interleaved"):
+        return CHUNKED
+    return [(p, m, default_chunks(name)) for p, m in FLAT]
 
 
 def trains(schedule: Schedule) -> bool:

@@ -35,9 +35,9 @@ PURE = """
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
     core.optimizer.lr_schedule core.optimizer.grad_scaler core.optimizer.optimizer_config
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
-    core.pipeline_parallel.lower core.pipeline_parallel.simulate core.pipeline_parallel.stage
-    core.pipeline_parallel.plot core.datasets.index_map training.watch.contention training.watch.flops
-    training.watch.heartbeat
+    core.pipeline_parallel.table core.pipeline_parallel.zero_bubble_v core.pipeline_parallel.lower
+    core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot
+    core.datasets.index_map training.watch.contention training.watch.flops training.watch.heartbeat
 """
 MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 500  # code lines; code_lines.py has those of megatron/ and tools/
 
@@ -276,7 +276,7 @@ BUDGETS = {
     "megatron/core/job": 610,
     "megatron/core/models": 290,
     "megatron/core/optimizer": 810,
-    "megatron/core/pipeline_parallel": 1_100,
+    "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 140,
     "megatron/core/tensor_parallel": 510,
     "megatron/core/tiers": 580,

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
-from megatron.core.pipeline_parallel.schedule import SCHEDULES, Op, Schedule
+from megatron.core.pipeline_parallel.schedule import Op, Schedule
 from megatron.core.pipeline_parallel.simulate import (
     DEFAULT_COST,
     bubble,
@@ -33,14 +33,17 @@ from megatron.core.pipeline_parallel.simulate import (
     peak_live_in_theory,
     simulate,
 )
+from megatron.core.pipeline_parallel.table import SCHEDULES, default_chunks
 from tools.errors import run_tool
 
 # A flag of training named in a schedule's error -> the flag of this tool.
 _FLAG_INSTEAD = {
     "--global-batch-size": "--microbatches",
     "lower --num-layers-per-virtual-pipeline-stage to at most num_layers / pipeline size": "raise --chunks",
+    " and --num-virtual-stages-per-pipeline-rank": "",
     "--num-layers-per-virtual-pipeline-stage": "--chunks",
 }
+_DRAWN_WITH = {"interleaved": (2, 4), "zb-interleaved": (2, 4)}  # numbers of chunks, where a schedule takes any
 _COST_OF = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
 
@@ -56,7 +59,9 @@ class PlotConfig(FlagConfig):
     all: bool = knob(False, "every schedule that fits the sizes")
     pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
     microbatches: int = knob(8, "microbatches per iteration")
-    chunks: int | None = knob(None, "model chunks per rank; default: 2 for interleaved, else 1")
+    chunks: int | None = knob(
+        None, "model chunks per rank; default: 2 for interleaved, zb-interleaved and zb-v, else 1"
+    )
     forward_cost: float = knob(1.0, "time of a forward of one stage")
     backward_cost: float | None = knob(None, "time of a backward; default: --input-cost + --weight-cost, or 2 forwards")
     input_cost: float | None = knob(None, "time of the input gradient; default: half a backward")
@@ -96,9 +101,9 @@ class PlotConfig(FlagConfig):
         return {Op.F: self.forward_cost, Op.B: whole, Op.I: of_input, Op.W: of_weights}
 
     def chunks_for(self, name: str) -> int:
-        if self.all and name != "interleaved":
-            return 1
-        return (2 if name == "interleaved" else 1) if self.chunks is None else self.chunks
+        if self.chunks is None or (self.all and name not in _DRAWN_WITH):
+            return _DRAWN_WITH.get(name, (default_chunks(name),))[0]
+        return self.chunks
 
 
 @contextmanager
@@ -154,7 +159,8 @@ def report(config: PlotConfig, name: str) -> Iterator[str]:
     if config.text or not (config.svg or config.trace):
         yield plot_text(schedule, cost, transfer)
     expected, live = bubble_in_theory(name, p, m, v, cost, transfer), peak_live_in_theory(name, p, m, v)
-    in_theory = f"{expected:.2%}" if expected is not None else "none known" if live is None else "none with transfers"
+    reason = "none with transfers" if transfer and live is not None else "none known"
+    in_theory = reason if expected is None else f"{expected:.2%}"
     yield f"time         {max(simulate(schedule, cost, transfer).end.values()):g}"
     yield f"bubble       {bubble(schedule, cost, transfer):.2%} of the compute (closed form: {in_theory})"
     yield (
@@ -186,7 +192,7 @@ def schedules_page() -> str:
     p, m = 4, 8
     lines = [_PAGE_HEAD]
     for name, make in SCHEDULES.items():
-        v = 2 if name == "interleaved" else 1
+        v = _DRAWN_WITH.get(name, (default_chunks(name),))[0]
         said = inspect.getdoc(make).split("\n\n")[0]
         lines += [f"## {name}\n", f"{said}\n", f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "") + ":\n"]
         lines += ["```", plot_text(make(p, m, v)), "```\n"]
@@ -200,7 +206,7 @@ def schedules_page() -> str:
 def _table_rows() -> Iterator[str]:
     for p, m in ((2, 4), (4, 4), (4, 8), (4, 32), (8, 8), (8, 64)):
         for name, make in SCHEDULES.items():
-            for v in (2, 4) if name == "interleaved" else (1,):
+            for v in _DRAWN_WITH.get(name, (default_chunks(name),)):
                 schedule = make(p, m, v)
                 share, live = bubble(schedule), peak_live(schedule)
                 theory, live_in_theory = bubble_in_theory(name, p, m, v), peak_live_in_theory(name, p, m, v)
@@ -234,8 +240,8 @@ _TABLE_HEAD = """\
 
 Bubble: idle time over compute time. Alive: microbatches of one stage between their forward and the end of their backward,
 at most, by rank; the last column counts in activations of a whole rank. Both are measured on the simulated time line
-and stand beside their closed forms: (p - 1) / (v m), and for zb-h1 (p - 1)(tF + tI - tW) over m (tF + tI + tW) if m >= p
-and W is the cheapest.
+and stand beside their closed forms: (p - 1) / (v m), for zb-h1 and zb-interleaved (p - 1)(tF + tI - tW) over
+v m (tF + tI + tW) if m >= p and W is the cheapest, and for zb-v (p - 1) / (6 m) if m >= p and F, I and W take equally long.
 
 | p | m | schedule | v | bubble | closed form | alive | closed form | worst rank |
 |---|---|---|---|---|---|---|---|---|"""

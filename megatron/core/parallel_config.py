@@ -16,13 +16,17 @@ class ParallelConfig(FlagConfig):
     sequence_parallel: bool = knob(False, "shard norms and dropout along the sequence over tensor-parallel ranks")
     context_parallel_size: int = knob(1, "context-parallel ranks: shards of each sequence")
     expert_model_parallel_size: int = knob(1, "expert-parallel ranks: shards of the experts")
-    num_layers_per_virtual_pipeline_stage: Count | None = knob(None, "layers per model chunk (interleaved schedule)")
+    num_layers_per_virtual_pipeline_stage: Count | None = knob(
+        None, "layers per model chunk (schedules interleaved, zb-interleaved; zb-v has 2 chunks per rank)"
+    )
     num_virtual_stages_per_pipeline_rank: Count | None = knob(
-        None, "model chunks per pipeline rank (interleaved schedule)"
+        None, "model chunks per pipeline rank (schedules interleaved, zb-interleaved; zb-v has 2)"
     )
     pipeline_schedule: str | None = knob(
         None,
-        "1f1b, interleaved, gpipe, zb-h1, or a script's own; default: 1f1b, or interleaved with several chunks per rank",
+        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, weight gradients fill the bubble), zb-v (two chunks per "
+        "rank in a V: the smallest bubble in the memory of 1f1b), or a script's own; default: 1f1b, or interleaved with several "
+        "chunks per rank",
     )
     decoder_first_pipeline_num_layers: int | None = knob(
         None, "layers on the first pipeline rank; default: an equal share"

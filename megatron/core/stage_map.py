@@ -51,3 +51,8 @@ class StageMap:
 def loop(p: int, v: int = 1) -> StageMap:
     """Stages in turn: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
     return StageMap(tuple(range(p)) * v)
+
+
+def fold(p: int) -> StageMap:
+    """Two stages per rank in a V: 0 to p - 1 going up the ranks, p to 2p - 1 coming back."""
+    return StageMap((*range(p), *reversed(range(p))))

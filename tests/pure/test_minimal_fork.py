@@ -8,8 +8,9 @@ import pytest
 from megatron.core.config import ConfigError
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
 from megatron.core.pipeline_parallel.plot import plot_text
-from megatron.core.pipeline_parallel.schedule import SCHEDULES, one_f_one_b
+from megatron.core.pipeline_parallel.schedule import one_f_one_b
 from megatron.core.pipeline_parallel.simulate import peak_live
+from megatron.core.pipeline_parallel.table import SCHEDULES
 from megatron.training.arguments import parse_args
 from megatron.training.settings.rules import check
 

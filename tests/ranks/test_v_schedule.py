@@ -11,8 +11,9 @@ from tiny_run import pieces_of_chunks, put_together
 import pretrain_gpt
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
-from megatron.core.pipeline_parallel.schedule import defer_weight_grads, stage_map
+from megatron.core.pipeline_parallel.schedule import defer_weight_grads
 from megatron.core.pipeline_parallel.simulate import make_schedule
+from megatron.core.pipeline_parallel.table import stage_map
 from megatron.core.stage_map import StageMap
 
 RUN = (

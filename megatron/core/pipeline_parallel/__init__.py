@@ -1,6 +1,7 @@
 """Pipeline parallelism: schedules as data, the executor that runs them, and the driver of a step.
 
-    stage, schedule, lower, simulate, plot   on paper: layers of a stage, lists of actions, transfers, times, drawings (no torch)
+    stage, schedule, zero_bubble_v, table    on paper (no torch): layers of a stage, lists of actions, schedules by name
+    lower, simulate, plot                    transfers, times, drawings
     executor, transport, loss                one rank's list on tensors
     pipeline                                 a step of training or of evaluation
 
@@ -16,8 +17,10 @@ __getattr__, __dir__ = lazy_names(
     {
         "megatron.core.stage_map": "StageMap loop",
         ".stage": "split_layers",
-        ".schedule": "SCHEDULES stage_map stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 "
+        ".table": "SCHEDULES stage_map default_chunks",
+        ".schedule": "stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 zb_interleaved "
         "defer_weight_grads forward_only forwards_over",
+        ".zero_bubble_v": "zb_v",
         ".lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
         ".simulate": "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show",
         ".plot": "plot_text plot_svg chrome_trace",

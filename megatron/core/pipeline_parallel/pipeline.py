@@ -18,8 +18,9 @@ from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forwards_over, stage_map, stages_in
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forwards_over, stages_in
 from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
+from megatron.core.pipeline_parallel.table import stage_map
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
 from megatron.core.weight_grads import WeightGradStore

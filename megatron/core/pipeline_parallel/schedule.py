@@ -10,13 +10,12 @@
 
 A schedule is the order of compute on each rank, and the stage map: a stage is on the rank whose list has its actions.
 `simulate` computes its times, `lower` adds communication, the executor runs one rank's list. A new schedule is a function,
-here or in a script, and a line in SCHEDULES.
+in a file here or in a script, and a line in `table.SCHEDULES`.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum, auto
-from functools import cache
 from typing import NamedTuple
 
 from megatron.core.stage_map import StageMap, loop
@@ -61,14 +60,14 @@ Schedule = list[list[Action]]  # [rank][position]
 
 def gpipe(p: int, m: int, v: int = 1) -> Schedule:
     """All forwards, then all backwards: m microbatches in flight on every rank (arXiv:1811.06965)."""
-    _check_sizes("gpipe", p, m, v, one_chunk=True)
+    check_sizes("gpipe", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: m)
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
     """One forward, one backward, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1): the bubble of GPipe, but
     min(p - rank, m) microbatches in flight. The default."""
-    _check_sizes("1f1b", p, m, v, one_chunk=True)
+    check_sizes("1f1b", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 
 
@@ -80,12 +79,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     rank and back, 2 * (p - rank - 1) steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more
     microbatches in flight than `one_f_one_b` for the same bubble.
     """
-    _check_sizes("interleaved", p, m, v)
-    if m % p:
-        raise ValueError(
-            f"interleaved: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); "
-            "use 1f1b or change --global-batch-size"
-        )
+    _check_groups("interleaved", p, m, v, instead="1f1b")
     return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * p)
 
 
@@ -100,8 +94,18 @@ def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
         rank 1 |  F0F1  I0F2I1W0F3I2W1I3W2W3|
         rank 2 |    F0I0F1I1F2I2W0F3I3W1W2W3|
     """
-    _check_sizes("zb-h1", p, m, v, one_chunk=True)
+    check_sizes("zb-h1", p, m, v, chunks=1)
     return defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
+
+
+def zb_interleaved(p: int, m: int, v: int) -> Schedule:
+    """Interleaved 1F1B whose weight gradients fill the bubble as in ZB-H1: 1/v of ZB-H1's bubble, with the memory of the
+    interleaved schedule. m must be a multiple of p.
+
+    Rank r has 2r microbatches less in flight than rank 0, so it can defer r of its W.
+    """
+    _check_groups("zb-interleaved", p, m, v, instead="zb-v or zb-h1")
+    return defer_weight_grads(interleaved(p, m, v), delay=lambda rank: rank)
 
 
 def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
@@ -126,7 +130,7 @@ def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Sched
 
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
     """The forwards of `interleaved`, or of 1F1B with v = 1, for evaluation; m need not be a multiple of p."""
-    _check_sizes("forward_only", p, m, v)
+    check_sizes("forward_only", p, m, v)
     return forwards_over(loop(p, v), m)
 
 
@@ -196,8 +200,8 @@ def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Act
     ]
 
 
-def _check_sizes(name: str, p: int, m: int, v: int, *, one_chunk: bool = False) -> None:
-    """Raises ValueError for sizes below 1, and with `one_chunk` for v above 1."""
+def check_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None) -> None:
+    """Raises ValueError for sizes below 1, and for other than `chunks` chunks per rank."""
     problems = []
     if p < 1:
         problems.append(f"the pipeline size ({p}) must be at least 1; change --pipeline-model-parallel-size")
@@ -208,31 +212,21 @@ def _check_sizes(name: str, p: int, m: int, v: int, *, one_chunk: bool = False) 
             f"chunks per rank ({v}) must be at least 1; lower --num-layers-per-virtual-pipeline-stage to at most "
             "num_layers / pipeline size"
         )
-    if not problems and one_chunk and v > 1:
+    if not problems and chunks not in (None, v):
+        own = "one chunk" if chunks == 1 else f"{chunks} chunks"
         problems.append(
-            f"it has one chunk per rank, not {v}; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage"
+            f"it has {own} per rank, not {v}; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage and "
+            "--num-virtual-stages-per-pipeline-rank"
         )
     if problems:
         raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))
 
 
-# Training schedules by name: (p, m, v) -> Schedule, ValueError if the sizes do not fit. Scripts may add entries. The stage map
-# is read from the lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m.
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-}
-
-
-def stage_map(name: str, p: int, v: int = 1) -> StageMap:
-    """The stage map of SCHEDULES[name] for p * v stages. ValueError for an unknown name or sizes that do not fit."""
-    if name not in SCHEDULES:
-        raise ValueError(f"--pipeline-schedule is {name}; it must be one of {', '.join(SCHEDULES)}")
-    return _stages_of(SCHEDULES[name], p, v)
-
-
-@cache
-def _stages_of(make: Callable[[int, int, int], Schedule], p: int, v: int) -> StageMap:
-    return stages_in(make(p, 2 * p, v))
+def _check_groups(name: str, p: int, m: int, v: int, *, instead: str) -> None:
+    """Raises ValueError unless the microbatches can pass a rank's chunks in groups of p."""
+    check_sizes(name, p, m, v)
+    if m % p:
+        raise ValueError(
+            f"{name}: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); "
+            f"use {instead}, or change --global-batch-size"
+        )

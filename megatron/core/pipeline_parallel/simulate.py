@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.schedule import SCHEDULES, Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.table import SCHEDULES
 
 DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # a backward has two matrix products for each one of the forward
 
@@ -111,18 +112,24 @@ def bubble_in_theory(
 ) -> float | None:
     """The closed form of `bubble`; None for a script's schedule, or if transfers take time.
 
-    (p - 1) / (v m) for all but ZB-H1 (arXiv:2104.04473, section 2.2). ZB-H1 idles for (p - 1)(tF + tI - tW) if m >= p
-    and no op is cheaper than W (arXiv:2401.10241, table 1). The form below extends it to all costs and all m; it is empirical
-    and tested over a grid.
+    (p - 1) / (v m) where backwards are whole (arXiv:2104.04473, section 2.2). ZB-H1 idles for (p - 1)(tF + tI - tW) if m >= p
+    and no op is cheaper than W (arXiv:2401.10241, table 1). The form below extends it to all costs, all m and chunks; it is
+    empirical and tested over a grid. ZB-V idles for p - 1 forwards of a chunk, until the last rank has work, if m >= p and F, I
+    and W take equally long; None for others.
     """
     if transfer or name not in _PEAK_LIVE:
         return None
-    if name != "zb-h1":
+    if not name.startswith("zb-"):
         return (p - 1) / (v * m)
     forward, input_grad = cost[Op.F], cost[Op.I]
     weight_grad = cost[Op.W]
-    idle = (p - 1) * (forward + input_grad) - (min(p, m) - 1) * min(forward, input_grad, weight_grad)
-    return idle / (m * (forward + input_grad + weight_grad))
+    least = min(forward, input_grad, weight_grad)
+    idle = (p - 1) * (forward + input_grad) - (min(p, m) - 1) * least
+    if name == "zb-v":
+        if m < p or not forward == input_grad == weight_grad:
+            return None
+        idle = (p - 1) * forward
+    return idle / (v * m * (forward + input_grad + weight_grad))
 
 
 def peak_live(schedule: Schedule) -> list[int]:
@@ -133,12 +140,14 @@ def peak_live(schedule: Schedule) -> list[int]:
     return peak_bytes(schedule, [1] * count_stages(schedule))
 
 
-# Microbatches in flight on a rank for large m: section 2.2 of the same papers.
+# Microbatches of chunks in flight on a rank, at most v m: section 2.2 of the same papers; the last two are tested over a grid.
 _PEAK_LIVE = {
     "gpipe": lambda rank, p, m, v: m,
     "1f1b": lambda rank, p, m, v: p - rank,
     "interleaved": lambda rank, p, m, v: 2 * (p - rank - 1) + (v - 1) * p + 1,
     "zb-h1": lambda rank, p, m, v: p,
+    "zb-interleaved": lambda rank, p, m, v: 2 * (p - 1) - rank + (v - 1) * p + 1,
+    "zb-v": lambda rank, p, m, v: min(2 * p, m + rank + 1),
 }
 
 

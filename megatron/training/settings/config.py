@@ -25,8 +25,8 @@ from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig
-from megatron.core.pipeline_parallel.schedule import stage_map
 from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.pipeline_parallel.table import default_chunks, stage_map
 from megatron.core.stage_map import StageMap
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -185,7 +185,7 @@ class Config:
         """Model chunks (virtual stages) per pipeline rank. Raises ConfigError if the layers do not divide into them."""
         parallel, num_layers = self.parallel, self.transformer.num_layers
         if parallel.num_layers_per_virtual_pipeline_stage is None:
-            return parallel.num_virtual_stages_per_pipeline_rank or 1
+            return parallel.num_virtual_stages_per_pipeline_rank or default_chunks(parallel.pipeline_schedule)
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
         if num_layers % per_pass:
             raise ConfigError(
