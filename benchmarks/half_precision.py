@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.benchmarking.contest import Process
-from tools.benchmarking.work import Work
+from tools.benchmarking.work import OURS, Work
 
 MASKS = {
     "none": {},
@@ -49,7 +49,7 @@ def contenders(options: argparse.Namespace) -> dict[str, Work]:
 
 def measure(works: dict[str, Work], rounds: int) -> dict[str, list[dict]]:
     """Of each contender, what it says of its steps."""
-    running = {name: Process("ours", "cpu", work) for name, work in works.items()}
+    running = {name: Process(OURS, "cpu", work) for name, work in works.items()}
     try:
         for process in running.values():
             process.answer()
@@ -61,7 +61,7 @@ def measure(works: dict[str, Work], rounds: int) -> dict[str, list[dict]]:
         return steps
     finally:
         for process in running.values():
-            process.stop()
+            process.close()
 
 
 def cpu_name() -> str:

@@ -141,7 +141,8 @@ MEETING = [CORE / "job" / "processes.py", CORE / "model_parallel.py"]  # where p
 
 
 def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
-    allowed = {CORE / "comm.py", *MEETING}
+    peers = set((ROOT / "tools/benchmarking/peers").glob("*.py"))  # other code, against which ours is measured
+    allowed = {CORE / "comm.py", *MEETING, *peers}
     for path in PRODUCT_FILES:
         if path in allowed:
             continue
@@ -289,7 +290,8 @@ BUDGETS = {
     "megatron/training/settings": 1_160,
     "megatron/training/watch": 990,
     "tools": 1_680,
-    "tools/benchmarking": 450,
+    "tools/benchmarking": 800,
+    "tools/benchmarking/peers": 450,
     "tools/estimating": 215,
     "tools/preprocessing": 560,
 }

@@ -10,7 +10,20 @@ from tools.benchmarking.contest import ratio
 from tools.benchmarking.report import markdown, table
 from tools.benchmarking.work import MODELS, Work
 
-TINY = ["--model", "tiny", "--seq-length", "16", "--micro-batch-size", "1", "--rounds", "2", "--warmup", "1"]
+TINY = [
+    "--model",
+    "tiny",
+    "--seq-length",
+    "16",
+    "--micro-batch-size",
+    "1",
+    "--rounds",
+    "2",
+    "--warmup",
+    "1",
+    "--steps",
+    "1",
+]
 
 
 def test_flops_of_a_token_equal_a_count_by_hand():
@@ -19,7 +32,7 @@ def test_flops_of_a_token_equal_a_count_by_hand():
     matrices = 2 * (qkv + out + up + down) + head
     scores_and_values = 2 * 2 * (4 / 2) * 8  # layers x two products x the half of 4 keys x width
     assert work.shape.multiplied_parameters == matrices
-    assert work.shape.flops_per_token() == 3 * 2 * (matrices + scores_and_values)
+    assert work.flops_per_token == 3 * 2 * (matrices + scores_and_values)
     assert work.shape.flops_per_token(full_attention=True) == 3 * 2 * (matrices + 2 * scores_and_values)
 
 
@@ -46,7 +59,10 @@ def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
     found = tmp_path / "found.json"
-    assert benchmark.main([*TINY, "--bf16", "--no-ceilings", "--profile", "--json", str(found)]) == 0
+    assert (
+        benchmark.main([*TINY, "--peers", "transformers", "--bf16", "--no-ceilings", "--profile", "--json", str(found)])
+        == 0
+    )
     printed, measured = capsys.readouterr().out, json.loads(found.read_text())
     assert list(measured["results"]) == ["ours"]
     assert "transformers is not installed" in printed

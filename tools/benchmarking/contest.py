@@ -1,21 +1,26 @@
-"""Run contenders in turns: each is a process that takes a step on request, so that noise affects all alike.
+"""Run contenders in turns, so that noise affects all alike: each is a process, or one a rank, that takes steps on request.
 
-round 1     ours  fp32  bf16        round 2     bf16  fp32  ours        the order reverses every round
+turn 1     ours  plain  transformers        turn 2     transformers  plain  ours        the order reverses every turn
 """
 
 import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.benchmarking.work import Work
+from tools.benchmarking.work import OURS, Contender, Work
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+TURN = 0.5  # seconds that a turn of the slowest contender takes at least: a step may be much shorter
 
 
 class Stopped(ChildProcessError):
@@ -23,18 +28,37 @@ class Stopped(ChildProcessError):
 
 
 class Process:
-    """The process of one contender."""
+    """The processes of one contender, one a rank. name: a contender, or "ceilings"."""
 
-    def __init__(self, name: str, device: str, work: Work):
+    def __init__(self, name: Contender | str, device: str, work: Work):
+        shown = name if isinstance(name, str) else json.dumps(asdict(name))
+        command = [sys.executable, "-m", "tools.benchmarking.worker", shown, device, json.dumps(asdict(work))]
+        self.ranks = [_Rank(command, env) for env in _environments(work.ranks)]
+
+    def answer(self) -> Any:
+        """The first rank's answer; of numbers of a step the largest of all ranks. A loss is that of a rank that knows it."""
+        answers = [rank.answer() for rank in self.ranks]
+        if isinstance(answers[0], dict):
+            largest = {name for name in ("seconds", "cpu_seconds", "peak_bytes") if name in answers[0]}
+            return answers[0] | {name: max(answer[name] for answer in answers) for name in largest}
+        return next((answer for answer in answers if answer is not None), None)
+
+    def ask(self, what: str) -> Any:
+        for rank in self.ranks:
+            with contextlib.suppress(BrokenPipeError):  # answer() raises with the reason
+                print(what, file=rank.process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+class _Rank:
+    def __init__(self, command: list[str], env: dict[str, str]):
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe would fill up and block the process
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tools.benchmarking.worker", name, device, json.dumps(asdict(work))],
-            cwd=ROOT,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, env=os.environ | env, **pipes)
 
     def answer(self) -> Any:
         line = self.process.stdout.readline()
@@ -44,11 +68,6 @@ class Process:
             raise Stopped("\n".join(self.errors.read().strip().splitlines()[-3:]) or f"exit status {status}")
         return json.loads(line)
 
-    def ask(self, what: str) -> Any:
-        with contextlib.suppress(BrokenPipeError):  # answer() raises with the reason
-            print(what, file=self.process.stdin, flush=True)
-        return self.answer()
-
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
@@ -57,41 +76,129 @@ class Process:
         self.errors.close()
 
 
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """Of each rank, with its share of the cores unless OMP_NUM_THREADS says otherwise."""
+    if ranks == 1:
+        return [{}]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", max(1, cores // ranks))
+    given = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    return [{name: str(value) for name, value in env.items()} for env in given]
+
+
 def ceilings(device: str, work: Work) -> dict[str, float]:
     with contextlib.closing(Process("ceilings", device, work)) as process:
         return process.answer()
 
 
-def contest(
-    names: list[str], work: Work, device: str, *, rounds: int, warmup: int, profile: bool = False
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """({contender: measurements}, {contender that failed: reason}). profile: also list our most expensive operators."""
-    steps: dict[str, list[dict[str, Any]]] = {}
-    failed: dict[str, str] = {}
-    running: dict[str, Process] = {}
-    about: dict[str, Any] = {}
-    try:
-        for name in names:
-            running[name] = Process(name, device, work)
+@dataclass(frozen=True)
+class Plan:
+    """How long a contest takes. steps: of one turn; None: as many as take `TURN` seconds."""
+
+    rounds: int
+    warmup: int
+    steps: int | None = None
+    limit_seconds: float = float("inf")  # begin no turn later
+    profile: bool = False
+
+
+class Contest:
+    """Contenders side by side at one work, by title.
+
+    steps: what each says of its turns. about: device, threads, losses. failed: why a peer is not measured.
+    """
+
+    def __init__(self, contenders: list[Contender], work: Work, device: str, plan: Plan):
+        self.contenders = {one.title(work.parallel): one for one in contenders}
+        self.work, self.device = work, device
+        self.plan = plan
+        self.steps: dict[str, list[dict[str, Any]]] = {}
+        self.about: dict[str, dict[str, Any]] = {}
+        self.failed: dict[str, str] = {}
+        self.operators: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Raises `Stopped` if one of ours ends, and ValueError if contenders do not the same work."""
+        with contextlib.ExitStack() as open_ones:
+            running = dict(self._start(open_ones))
+            check_threads(self.about)
+            check_losses({title: self.about[title] for title in running if self._is_same_model(title)}, self.work)
+            number = self.plan.steps or self._steps_of_a_turn()
+            self.steps = {title: [] for title in running}
+            end = time.monotonic() + self.plan.limit_seconds
+            for turn in range(self.plan.rounds):
+                if turn and time.monotonic() > end:
+                    break
+                for title in list(running)[:: 1 if turn % 2 == 0 else -1]:
+                    self.steps[title].append(running[title].ask(f"step {number}"))
+            if self.plan.profile:
+                ours = next(title for title, one in self.contenders.items() if one.is_ours)
+                self.operators = running[ours].ask("profile")
+
+    def _is_same_model(self, title: str) -> bool:
+        """transformers' BERT has its norms after the blocks: another function of other weights, at the same work."""
+        return not (self.contenders[title].library == "transformers" and self.work.family == "bert")
+
+    def _start(self, open_ones: contextlib.ExitStack) -> Iterator[tuple[str, Process]]:
+        for title, contender in self.contenders.items():
+            process = open_ones.enter_context(contextlib.closing(Process(contender, self.device, self.work)))
             try:
-                about[name] = running[name].answer()
-                for _ in range(warmup):
-                    running[name].ask("step")
-                steps[name] = []
+                self.about[title] = process.answer() | self._warm_up(process)
             except Stopped as error:
-                failed[name] = str(error)
-                running.pop(name).close()
-        for turn in range(rounds):
-            for name in list(running) if turn % 2 == 0 else list(running)[::-1]:
-                steps[name].append(running[name].ask("step"))
-        operators = {name: running[name].ask("profile") for name in running if profile and name == "ours"}
-    finally:
-        for process in running.values():
-            process.close()
-    results = {name: {**about[name], **summary(taken)} for name, taken in steps.items()}
-    for name, listed in operators.items():
-        results[name]["operators"] = listed
-    return results, failed
+                if contender.is_ours:
+                    raise Stopped(f"{title}: {error}") from None
+                self.about.pop(title, None)
+                self.failed[title] = str(error)
+                process.close()
+                continue
+            yield title, process
+
+    def _warm_up(self, process: Process) -> dict[str, Any]:
+        """The first steps compile; the peak of memory begins after them."""
+        before = process.ask("loss")
+        first = [process.ask("step") for _ in range(self.plan.warmup)]
+        after = process.ask("loss")
+        process.ask("measure")
+        seconds = [step["seconds"] for step in first]
+        return {"loss_before": before, "loss_after": after, "first_seconds": seconds}
+
+    def _steps_of_a_turn(self) -> int:
+        slowest = max(
+            (about["first_seconds"][-1] for about in self.about.values() if about["first_seconds"]), default=TURN
+        )
+        return max(1, round(TURN / slowest))
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        found = {title: {**self.about[title], **summary(steps)} for title, steps in self.steps.items()}
+        if self.operators:
+            found[OURS.title()]["operators"] = self.operators
+        return found
+
+
+def check_threads(about: dict[str, dict[str, Any]]) -> None:
+    threads = {title: said["threads"] for title, said in about.items()}
+    if len(set(threads.values())) > 1:
+        raise ValueError(f"contenders have different numbers of threads ({threads}); set OMP_NUM_THREADS")
+
+
+# Relative differences of losses, before any step and after the warm-up. Half precision rounds in other places; AdamW's first
+# steps have the size of the learning rate whatever the gradient, so rounding grows.
+TOLERANCES = {False: (1e-5, 1e-3), True: (2e-3, 1e-2)}
+
+
+def check_losses(about: dict[str, dict[str, Any]], work: Work) -> None:
+    """ValueError unless all losses of the first batch without dropout agree, before and after the first steps."""
+    for when, tolerance in zip(("loss_before", "loss_after"), TOLERANCES[work.bf16 or work.fp16]):
+        losses = {title: said[when] for title, said in about.items()}
+        if not losses or max(losses.values()) - min(losses.values()) <= tolerance * min(losses.values()):
+            continue
+        listed = ", ".join(f"{title} {loss:.6f}" for title, loss in losses.items())
+        moment = "before the first step" if when == "loss_before" else "after the warm-up"
+        raise ValueError(f"the contenders do not train the same model: losses {moment}: {listed}")
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,6 +215,6 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratio(ours: list[float], peer: list[float]) -> tuple[float, float, float]:
-    """Our speedup over a peer: (ratio of medians, smallest and largest ratio of a round)."""
+    """Our speedup over a peer: median, smallest and largest ratio of a round."""
     by_round = [theirs / mine for mine, theirs in zip(ours, peer)]
-    return median(peer) / median(ours), min(by_round), max(by_round)
+    return median(by_round), min(by_round), max(by_round)

@@ -1,14 +1,41 @@
-"""The work of a benchmark: sizes of a model and a batch. Pure integers. `megatron/training/watch/flops.py` defines its FLOPs."""
+"""The work of a benchmark: sizes of a model and a batch, and who does it. Pure integers.
 
+`megatron/training/watch/flops.py` defines its FLOPs.
+"""
+
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron.core.config import flag_of
 from megatron.training.watch.flops import ModelShape
 
+# What the flags of training say of a family beside the sizes; GPT-2 has learned positions, GELU, biases and tied tables.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "bert": {},
+    "llama": {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "swiglu": True,
+        "group_query_attention": True,
+        "untie_embeddings_and_output_weights": True,
+        "disable_bias_linear": True,
+    },
+}
+
+# Our flags on several ranks, and the part of torch that the peer uses for the same.
+PARALLEL: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, ""),
+    "dp": ({"overlap_grad_reduce": True}, "DistributedDataParallel"),
+    "zero3": ({"zero_stage": 3, "overlap_grad_reduce": True, "overlap_param_gather": True}, "fully_shard"),
+    "tp": ({}, "DTensor"),
+}
+
 
 @dataclass(frozen=True)
 class Work:
-    """One training step of a GPT-2 shaped model: learned positions, GELU, biases, tied tables, no dropout, AdamW, clipping."""
+    """One training step, with AdamW and clipping. The fields up to `cpu_half_products` are flags of training."""
 
     num_layers: int
     hidden_size: int
@@ -17,50 +44,168 @@ class Work:
     seq_length: int = 512
     micro_batch_size: int = 4
     global_batch_size: int = 4
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    num_query_groups: int | None = None  # llama
+    ffn_hidden_size: int | None = None
     bf16: bool = False
     fp16: bool = False
     cpu_half_products: str = "auto"
+    family: str = "gpt"
+    parallel: str = "none"
+    ranks: int = 1
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The work as flags of training, by the names of their settings; the vocabulary counts the end of a document."""
+        own = ("family", "parallel", "ranks", "vocab_size")
+        flags = {name: value for name, value in asdict(self).items() if name not in own and value is not None}
+        axes = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp"}
+        sizes = {name: self.split_over(kind) for name, kind in axes.items()}
+        return flags | FAMILIES[self.family] | PARALLEL[self.parallel][0] | sizes
+
+    def split_over(self, kind: str) -> int:
+        """Ranks of an axis: all of them for the kind of this work, else 1."""
+        return self.ranks if self.parallel == kind else 1
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the word table, also for peers: a multiple of 128 is faster for all."""
-        return -(-self.vocab_size // 128) * 128
+        multiple = 128 * self.split_over("tp")
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return self.split_over("dp") * self.split_over("zero3")
 
     @property
     def num_microbatches(self) -> int:
-        return self.global_batch_size // self.micro_batch_size
+        """Of each replica in a step."""
+        return self.global_batch_size // (self.micro_batch_size * self.replicas)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.seq_length * self.global_batch_size
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
 
     @property
     def shape(self) -> ModelShape:
         h = self.hidden_size
-        return ModelShape(self.num_layers, h, h, h, 4 * h, self.vocab_size, self.seq_length)
+        keys = h // self.num_attention_heads * self.kv_heads
+        ffn, gated = self.ffn_hidden_size or 4 * h, self.family == "llama"
+        return ModelShape(self.num_layers, h, h, keys, ffn, self.vocab_size, self.seq_length, gated)
+
+    @property
+    def flops_per_token(self) -> int:
+        return self.shape.flops_per_token(full_attention=self.family == "bert")
 
     @property
     def parameters(self) -> int:
-        """All parameters without padding: matrices (the tied table once), positions, biases and norms."""
-        h, layers = self.hidden_size, self.num_layers
-        return self.shape.multiplied_parameters + self.seq_length * h + layers * 13 * h + 2 * h
+        """All parameters without padding: matrices (a tied table once), positions, biases and norms."""
+        h, words = self.hidden_size, self.vocab_size
+        if self.family == "llama":
+            return self.shape.multiplied_parameters + words * h + self.num_layers * 2 * h + h
+        gpt = self.shape.multiplied_parameters + self.seq_length * h + self.num_layers * 13 * h + 2 * h
+        # BERT: token types, the transform before the output layer with its norm, a bias a word, the pooler, the order's layer
+        return gpt if self.family == "gpt" else gpt + 2 * h + (h * h + 3 * h) + words + (h * h + h) + (2 * h + 2)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[str]:
         """Invalid sizes, by flag."""
         sizes = [name for name, value in asdict(self).items() if type(value) is int and value < 1]
         if sizes:
-            return [f"{flag_of(name)} must be at least 1" for name in sizes]
-        problems = []
+            yield from (f"{flag_of(name)} must be at least 1" for name in sizes)
+            return
         if self.vocab_size < 2:
-            problems.append("--vocab-size must be at least 2: a word and the end of a document")
-        for whole, part in (("hidden_size", "num_attention_heads"), ("global_batch_size", "micro_batch_size")):
-            if getattr(self, whole) % getattr(self, part):
-                given = [f"{flag_of(name)} ({getattr(self, name)})" for name in (whole, part)]
-                problems.append(" must be a multiple of ".join(given))
-        return problems
+            yield "--vocab-size must be at least 2: a word and the end of a document"
+        if self.hidden_size % self.num_attention_heads:
+            heads = self.num_attention_heads
+            yield f"--hidden-size ({self.hidden_size}) must be a multiple of --num-attention-heads ({heads})"
+        share = self.micro_batch_size * self.replicas
+        if self.global_batch_size % share:
+            ranks = f" x {self.replicas} ranks" if self.replicas > 1 else ""
+            given = f"--global-batch-size ({self.global_batch_size})"
+            yield f"{given} must be a multiple of --micro-batch-size ({self.micro_batch_size}){ranks}"
+        if self.parallel == "tp" and self.kv_heads % self.ranks:
+            yield f"--parallel tp: {self.kv_heads} key/value heads must be a multiple of --ranks ({self.ranks})"
 
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 255},
+    # nanoGPT's smallest example, whose step is mostly the work of the framework
+    "framework": {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "seq_length": 64,
+        "micro_batch_size": 12,
+    },
+    "gpt-28m": {
+        "num_layers": 8,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "vocab_size": 4096,
+        "micro_batch_size": 2,
+    },
     "small-4l": {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 16383},
     "gpt2-small": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
     "gpt2-medium": {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
     "gpt2-large": {"num_layers": 36, "hidden_size": 1280, "num_attention_heads": 20},
     "gpt2-xl": {"num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25},
+    "llama-small": {
+        "family": "llama",
+        "num_layers": 8,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 2048,
+        "vocab_size": 32000,
+    },
+    "bert-small": {
+        "family": "bert",
+        "num_layers": 8,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "vocab_size": 30592,
+    },
 }
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who does the work: ours, plain PyTorch or transformers; and how. One process, or one a rank."""
+
+    library: str
+    compile: str = "off"  # ours: off, regions or layers; others: off or whole
+    bf16: bool | None = None  # None: as the work says
+    same_allocator: bool = False  # a peer that keeps freed memory in the process, as ours does
+
+    @property
+    def is_ours(self) -> bool:
+        return self.library == "ours"
+
+    def title(self, parallel: str = "none") -> str:
+        if self.is_ours:
+            return "ours" if self.compile == "off" else f"ours, --compile {self.compile}"
+        name = {"plain": "plain PyTorch"}.get(self.library, self.library)
+        name += {None: "", True: " bf16 autocast", False: " fp32"}[self.bf16]
+        used = PARALLEL[parallel][1]
+        return name + (f" with {used}" if used else "") + (", compiled" if self.compile != "off" else "")
+
+
+# By the names of --peers. The last three have a precision of their own.
+PEERS = {
+    "plain": Contender("plain"),
+    "plain-compiled": Contender("plain", "whole"),
+    "transformers": Contender("transformers"),
+    "transformers-compiled": Contender("transformers", "whole"),
+    "fp32": Contender("transformers", bf16=False),
+    "bf16": Contender("transformers", bf16=True),
+    "compiled": Contender("transformers", "whole", bf16=True),
+}
+OURS = Contender("ours")

@@ -1,0 +1,71 @@
+"""What every contender shares: the batches, the clock, and the settings of the optimizer."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import Device
+from tools.benchmarking.work import Work
+
+LR, WEIGHT_DECAY = 1e-4, 0.01
+CLIP = 1.0
+SEED = 1234  # of the batches, and of the initial weights: the default of --seed
+MASKED = 0.15  # share of words that a BERT predicts
+
+
+class Phases:
+    """Sums the seconds of the phases of a step. Synchronizes the device before it reads the clock."""
+
+    def __init__(self, device: Device):
+        self.device, self.seconds = device, {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        self.device.synchronize()
+        start = time.perf_counter()
+        yield
+        self.device.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+class Batches:
+    """Endless random microbatches, the same for every contender; each replica has its own."""
+
+    def __init__(self, work: Work, replica: int = 0):
+        self.work, self.make = work, {"bert": self._masked}.get(work.family, self._causal)
+        self.generator = torch.Generator().manual_seed(SEED + replica)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        return self.make(self.work.micro_batch_size, self.work.seq_length)
+
+    def _words(self, b: int, s: int) -> Tensor:
+        return torch.randint(self.work.vocab_size, (b, s), generator=self.generator)
+
+    def _causal(self, b: int, s: int) -> dict[str, Tensor]:
+        text = self._words(b, s + 1)
+        return {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "position_ids": torch.arange(s).expand(b, -1).contiguous(),
+            "loss_mask": torch.ones(b, s),
+        }
+
+    def _masked(self, b: int, s: int) -> dict[str, Tensor]:
+        return {
+            "text": self._words(b, s),
+            "labels": self._words(b, s),
+            "types": (torch.arange(s) >= s // 2).long().expand(b, -1).contiguous(),
+            "loss_mask": (torch.rand((b, s), generator=self.generator) < MASKED).long(),
+            "padding_mask": torch.ones(b, s, dtype=torch.int64),
+            "is_random": torch.randint(2, (b,), generator=self.generator),
+        }

@@ -1,0 +1,84 @@
+"""This project's trainer as a contender, built from a command line like any run."""
+
+import contextlib
+from types import ModuleType
+
+import pretrain_bert
+import pretrain_gpt
+from megatron.core import comm
+from megatron.core.config import flag_of
+from megatron.training.evaluate import evaluate
+from megatron.training.initialize import initialize_megatron
+from megatron.training.train_step import train_step
+from megatron.training.trainer import Trainer
+from tools.benchmarking.batches import CLIP, LR, SEED, WEIGHT_DECAY, Batches, Phases
+from tools.benchmarking.work import Contender, Work
+
+_SCRIPTS: dict[str, ModuleType] = {"gpt": pretrain_gpt, "llama": pretrain_gpt, "bert": pretrain_bert}
+
+
+def command_line(work: Work, contender: Contender, device_name: str) -> list[str]:
+    """The run's flags."""
+    settings = work.flags | {
+        "train_iters": 1_000_000,
+        "eval_iters": 0,
+        "lr": LR,
+        "weight_decay": WEIGHT_DECAY,
+        "clip_grad": CLIP,
+        "seed": SEED,
+        "lr_decay_style": "constant",
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": work.vocab_size - 1,
+        "mock_data": True,
+        "device": device_name,
+    }
+    if contender.compile != "off":
+        settings["compile"] = contender.compile
+    given = {flag_of(name): value for name, value in settings.items() if value is not False}
+    return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
+
+
+class Ours:
+    """step() trains once and returns the mean loss; loss() is that of the first batch, without dropout."""
+
+    def __init__(self, contender: Contender, work: Work, device_name: str):
+        script = _SCRIPTS[work.family]
+        with contextlib.redirect_stdout(None):
+            runtime = initialize_megatron(argv=command_line(work, contender, device_name))
+            self.trainer = Trainer(
+                runtime,
+                lambda sizes: (range(sizes[0]), None, None),  # has a length, is never read
+                script.model_provider,
+                script.forward_step,
+            )
+        self.work, self.replica = work, runtime.mesh.samples.rank
+        self.batches = self._new_batches()
+        self.phases = Phases(runtime.device)
+        pipeline, optimizer = self.trainer.pipeline, self.trainer.optimizer
+        timed = self.phases.timed
+        pipeline.forward_step = timed("forward")(pipeline.forward_step)
+        pipeline.run = timed("forward and backward")(pipeline.run)
+        optimizer.step = timed("optimizer")(optimizer.step)
+        optimizer.clip_factor = timed("clipping")(optimizer.clip_factor)
+
+    def _new_batches(self) -> dict[int, Batches]:
+        return {stage: Batches(self.work, self.replica) for stage in self.trainer.pipeline.chunks}
+
+    def loss(self) -> float | None:
+        size = self.work.global_batch_size
+        options = {"num_batches": 1, "first_sample": 0, "global_batch_size": size}
+        found = evaluate(self.trainer.pipeline, lambda first: self._new_batches(), **options)
+        self.phases.take()
+        return sum(found.values()) - found.get("sop accuracy", 0.0) if found else None
+
+    def step(self) -> None:
+        train_step(self.trainer.pipeline, self.trainer.optimizer, self.batches, first_sample=0, lr=LR)
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        comm.barrier(self.trainer.mesh["world"], self.trainer.device)
+
+    def take_phases(self) -> dict[str, float]:
+        seconds = self.phases.take()
+        seconds["backward"] = seconds.pop("forward and backward") - seconds.get("forward", 0.0)
+        return seconds
