@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.models.bert import BertModel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.bert_model import BertModel
+from megatron.core.models.gpt_model import GPTModel
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.transformer_config import TransformerConfig
