@@ -1,8 +1,10 @@
 """The device of this process: selection, memory statistics, copies to and from the host. The only file that names vendors."""
 
+import contextlib
 import ctypes
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -233,6 +235,27 @@ def has_fused_adam(device: torch.device) -> bool:
     """Whether torch has a fused Adam for this device."""
     return device.type in ("cpu", "cuda", "xpu", "meta")
 
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has units for products in bfloat16. On a CPU without them such products are slower than float32's."""
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@contextlib.contextmanager
+def float32_products(device: torch.device, *, tf32: bool) -> Iterator[None]:
+    """Inside, products of float32 matrices have float32 factors, or factors in TF32 where the device has it."""
+    if device.type not in _FLOAT32_PRODUCTS:
+        yield
+        return
+    settings = _FLOAT32_PRODUCTS[device.type]
+    before, settings.fp32_precision = settings.fp32_precision, "tf32" if tf32 and device.type != "cpu" else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+_FLOAT32_PRODUCTS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BELOW = (2**31 - 1, 1 << 20, 1 << 17)  # by level: freed blocks of at least so many bytes go back to the system

@@ -65,6 +65,9 @@ class Placement:
     reduce_over: tuple[str, ...] = DATA_PARALLEL  # the axes of its data-parallel replicas
     blocks: tuple[int, ...] = ()  # fused parts (gate|up) of the first dimension in `shard`; each is sharded by itself
     rows: tuple[Rows, ...] = ()  # this rank's rows of dimension 0, in order, if they are not an equal shard
+    interleaved: tuple[
+        int, ...
+    ] = ()  # rows of each matrix in a group (q|k|v), where dimension 0 holds groups of fused matrices
 
 
 def is_counted(placement: Placement, mesh: Mapping[str, Axis]) -> bool:

@@ -15,6 +15,7 @@ __getattr__, __dir__ = lazy_names(
     {
         ".optimizer": "FlatOptimizer",
         ".optimizer_config": "OPTIMIZERS OptimizerConfig UpdateRule",
+        ".muon": "muon_update",
         ".param_groups": "ParamGroup",
         ".update": "adam_update sgd_update",
     },

@@ -62,10 +62,11 @@ class FlatOptimizer:
         self._kept = kept = [
             _Kept(buffer, tier, offload_fraction, splits=config.reuse_fp32_param) for buffer in self.buffers
         ]
+        group_of = config.grouping(group_of)
         self._group_of = {name: group_of(name, p.placement) for b in self.buffers for name, p in b.parameters.items()}
         self._updates = {group: make_update(config, group.optimizer) for group in self._group_of.values()}
         self._states = {group: config.rule(group.optimizer).states(config) for group in self._updates}
-        whole = self._of_whole_tensors(tier)
+        whole = self._of_whole_tensors(offloads=tier is not None and offload_fraction > 0)
         self._whole_tensors = whole_tensors(whole, mesh, self.device) if whole else {}
         self.masters = [one.master() for one in kept]
         kinds = dict.fromkeys([*config.moments, *(kind for states in self._states.values() for kind in states)])
@@ -81,13 +82,13 @@ class FlatOptimizer:
         """Whether the parameter's optimizer has a state of this name."""
         return kind in self._states[self._group_of[name]]
 
-    def _of_whole_tensors(self, tier: Tier | None) -> dict[str, nn.Parameter]:
+    def _of_whole_tensors(self, *, offloads: bool) -> dict[str, nn.Parameter]:
         """The parameters whose update needs the whole tensor. Raises ConfigError if this rank holds only a part of
-        one."""
+        one, or if one is no matrix and its update is of matrices alone."""
         named = {name: p for buffer in self.buffers for name, p in buffer.parameters.items()}
         whole = {name: p for name, p in named.items() if self.config.rule(self._group_of[name].optimizer).whole}
         stages = {f"--zero-stage {buffer.stage}": buffer.stage > 1 for buffer in self.buffers}
-        others = {"offloaded state": tier is not None, "--reuse-fp32-param": self.config.reuse_fp32_param}
+        others = {"offloaded state": offloads, "--reuse-fp32-param": self.config.reuse_fp32_param}
         hindrances = [flag for flag, given in (stages | others).items() if given]
         if whole and hindrances:
             name = self._group_of[next(iter(whole))].optimizer or self.config.optimizer
@@ -96,6 +97,11 @@ class FlatOptimizer:
                 f"{' and '.join(hindrances)} leaves a rank parts of them; use "
                 "--zero-stage 1 and leave out the rest"
             )
+        for name, p in whole.items():
+            if p.dim() != 2 and self.config.rule(optimizer := self._group_of[name].optimizer).others is not None:
+                raise ConfigError(
+                    f"{optimizer} updates matrices, and {name} is {tuple(p.shape)}; group_of must give it another optimizer"
+                )
         return whole
 
     def _divide(self) -> None:

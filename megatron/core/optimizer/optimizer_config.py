@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core import optimizer
-from megatron.core.config import BelowOne, ConfigError, FlagConfig, NotNegative, Positive, knob
+from megatron.core.config import BelowOne, ConfigError, NotNegative, Positive, knob
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
-from megatron.core.optimizer.param_groups import GroupRule
+from megatron.core.optimizer.muon_config import MuonConfig
+from megatron.core.optimizer.param_groups import GroupRule, others_to
 from megatron.core.placement import Placement
 
 
@@ -22,12 +23,14 @@ class UpdateRule:
     or 1.
     scales: the update multiplies gradients by the step's factor, as a fused kernel can; otherwise they are multiplied
     first.
+    others: for an update of layers' matrices alone: config -> the optimizer of the other parameters.
     """
 
     update: Callable[["OptimizerConfig"], Callable[..., None]]
     states: Callable[["OptimizerConfig"], tuple[str, ...]]
     whole: bool = False
     scales: bool = False
+    others: Callable[["OptimizerConfig"], str] | None = None
 
 
 def _adam(config: "OptimizerConfig") -> Callable[..., None]:
@@ -38,20 +41,34 @@ def _sgd(config: "OptimizerConfig") -> Callable[..., None]:
     return partial(optimizer.sgd_update, momentum=config.sgd_momentum)
 
 
+def _muon(config: "OptimizerConfig") -> Callable[..., None]:
+    return partial(optimizer.muon_update, config=config)
+
+
 # A script adds a line before it calls pretrain(); --optimizer then takes its name. The states here have torch's names.
 OPTIMIZERS: dict[str, UpdateRule] = {
     "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True),
     "sgd": UpdateRule(_sgd, lambda config: ("momentum_buffer",) if config.sgd_momentum else ()),
+    "muon": UpdateRule(
+        _muon, lambda config: ("momentum_buffer",), whole=True, others=lambda config: config.muon_scalar_optimizer
+    ),
 }
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(FlagConfig):
+class OptimizerConfig(MuonConfig):
     """Optimizer."""
 
-    optimizer: str = knob("adam", "AdamW, or gradient descent with momentum", names=OPTIMIZERS)
+    optimizer: str = knob(
+        "adam",
+        "AdamW; gradient descent with momentum; or Muon for the layers' matrices, with --muon-scalar-optimizer for the rest",
+        names=OPTIMIZERS,
+    )
+    muon_scalar_optimizer: str = knob(
+        "adam", "muon: optimizer of tables, norms, biases and the output layer", names=OPTIMIZERS
+    )
     weight_decay: NotNegative = knob(
-        0.01, "weight decay: decoupled (adam) or added to the gradient (sgd); none for biases and norms"
+        0.01, "weight decay: decoupled (adam, muon) or added to the gradient (sgd); none for biases and norms"
     )
     start_weight_decay: float | None = knob(None, "initial weight decay, with --weight-decay-incr-style")
     end_weight_decay: float | None = knob(None, "final weight decay, instead of --weight-decay")
@@ -68,6 +85,10 @@ class OptimizerConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        rest = self.muon_scalar_optimizer
+        if rest in OPTIMIZERS and OPTIMIZERS[rest].others is not None:
+            yield f"--muon-scalar-optimizer {rest} updates matrices alone; use adam or sgd"
         start, end = self.start_weight_decay, self.end_weight_decay
         if self.weight_decay_incr_style == "constant":
             for flag, value in {"--start-weight-decay": start, "--end-weight-decay": end}.items():
@@ -94,11 +115,19 @@ class OptimizerConfig(FlagConfig):
             raise ConfigError(f"the optimizer {name} is not one of OPTIMIZERS: {', '.join(OPTIMIZERS)}")
         return OPTIMIZERS[name]
 
+    def grouping(self, group_of: GroupRule) -> GroupRule:
+        """`group_of`, with the optimizer of the parameters that --optimizer does not update."""
+        others = self.rule().others
+        return group_of if others is None else others_to(others(self), group_of)
+
     def whole_among(self, placements: Mapping[str, Placement], group_of: GroupRule) -> set[str]:
         """Names of the parameters whose optimizer needs whole tensors."""
+        group_of = self.grouping(group_of)
         return {name for name, it in placements.items() if self.rule(group_of(name, it).optimizer).whole}
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The states of --optimizer, by their names in checkpoints."""
-        return self.rule().states(self)
+        """The states of --optimizer, and of what updates the parameters that it does not, by their names in checkpoints."""
+        rule = self.rule()
+        rest = self.rule(rule.others(self)).states(self) if rule.others is not None else ()
+        return tuple(dict.fromkeys((*rule.states(self), *rest)))

@@ -5,7 +5,7 @@ group_of(name, placement) -> ParamGroup        a fork passes its own to pretrain
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.placement import Placement
 
@@ -30,3 +30,18 @@ def default_group(name: str, placement: Placement) -> ParamGroup:
         weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
         decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),
     )
+
+
+def others_to(optimizer: str, group_of: GroupRule) -> GroupRule:
+    """`group_of`, with `optimizer` for all that is no layer's matrix and that `group_of` gives no optimizer: tables of
+    words and positions, the output layer, norms, biases."""
+
+    def routed(name: str, placement: Placement) -> ParamGroup:
+        group = group_of(name, placement)
+        is_matrix = len(placement.shape) == 2 and not name.endswith(_NO_MATRICES)
+        return group if is_matrix or group.optimizer else replace(group, optimizer=optimizer)
+
+    return routed
+
+
+_NO_MATRICES = ("embeddings.weight", "output_layer.weight")

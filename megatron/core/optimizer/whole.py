@@ -8,7 +8,8 @@ computation.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,20 @@ from megatron.core.boxes import Box, slices
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.mesh import Mesh
-from megatron.core.placement import pieces
+from megatron.core.placement import Placement, pieces
 
 Pieces = list[tuple[Box, Box]]  # (box in the whole tensor, box in the local one)
 
 
 class WholeTensor:
-    """One parameter. shape: of the whole tensor; local: of this rank's part, with padding; pieces: of each rank of the
-    axis."""
+    """One parameter. local: shape of this rank's part, with padding; pieces: of each rank of the axis, whose ranks call it
+    together."""
 
-    def __init__(self, shape: tuple[int, ...], local: tuple[int, ...], axis: Axis, pieces: list[Pieces]):
-        self.shape, self._local = shape, local
+    def __init__(
+        self, placement: Placement, local: tuple[int, ...], axis: Axis, pieces: Callable[[], list[Pieces]] = list
+    ):
+        self.shape = placement.shape if axis.size > 1 else local
+        self._placement, self._local = placement, local
         self._axis, self._pieces = axis, pieces
 
     def gather(self, mine: Tensor) -> Tensor:
@@ -36,7 +40,7 @@ class WholeTensor:
         if self._axis.size == 1:
             return mine
         whole = mine.new_zeros(self.shape)
-        for part, held in zip(comm.all_gather(mine.contiguous(), self._axis).chunk(self._axis.size), self._pieces):
+        for part, held in zip(comm.all_gather(mine.contiguous(), self._axis).chunk(self._axis.size), self._pieces()):
             for box, local in held:
                 whole[slices(box)] = part[slices(local)]
         return whole
@@ -46,16 +50,24 @@ class WholeTensor:
         if self._axis.size == 1:
             return whole
         mine = whole.new_zeros(self._local)
-        for box, local in self._pieces[self._axis.rank]:
+        for box, local in self._pieces()[self._axis.rank]:
             mine[slices(local)] = whole[slices(box)]
         return mine
+
+    def matrices(self, whole: Tensor, *, split_groups: bool = True) -> tuple[Tensor, ...]:
+        """Views of the matrices that lie fused in `whole`: [rows, in], or [groups, rows, in] of those whose groups are
+        interleaved."""
+        blocks, group = self._placement.blocks, self._placement.interleaved
+        if group and split_groups:
+            return whole.unflatten(0, (-1, sum(group))).split(group, dim=1)
+        return whole.split(blocks) if blocks else (whole,)
 
 
 def whole_tensors(
     parameters: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device | str
 ) -> dict[str, WholeTensor]:
-    """The WholeTensor of each parameter. The ranks of tp exchange their pieces: all must call, with their parts of the
-    same parameters."""
+    """The WholeTensor of each parameter, of which each rank of tp must have a part. The ranks exchange their pieces when the
+    first tensor is gathered."""
     tp, divided = mesh["tp"], {}
     for name, parameter in parameters.items():
         placement = parameter.placement
@@ -63,12 +75,16 @@ def whole_tensors(
             raise ConfigError(
                 f"{name} is sharded over {', '.join(others)}; an optimizer of whole tensors gathers over tp only"
             )
-        if placement.shard or placement.rows:
+        if tp.size > 1 and (placement.shard or placement.rows):
             divided[name] = pieces(placement, tuple(parameter.shape), mesh)
-    held = [json.loads(text) for text in comm.all_gather_texts(json.dumps(divided), tp, device)] if divided else []
+
+    @cache
+    def held() -> list[dict[str, Pieces]]:
+        return [json.loads(text) for text in comm.all_gather_texts(json.dumps(divided), tp, device)]
+
     return {
-        name: WholeTensor(p.placement.shape, tuple(p.shape), tp, [theirs[name] for theirs in held])
+        name: WholeTensor(p.placement, tuple(p.shape), tp, lambda name=name: [theirs[name] for theirs in held()])
         if name in divided
-        else WholeTensor(tuple(p.shape), tuple(p.shape), ALONE, [])
+        else WholeTensor(p.placement, tuple(p.shape), ALONE)
         for name, p in parameters.items()
     }

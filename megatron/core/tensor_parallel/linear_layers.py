@@ -91,7 +91,7 @@ class ColumnParallelLinear(nn.Module):
     forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With
     `gather_output` y is [s, b, out]. With `skip_bias_add` the bias is returned instead of added: (y, bias).
     blocks: sizes of fused parts of the output (gate|up); each is sharded by itself. rows: this rank's features, if they
-    are not an equal share.
+    are not an equal share. interleaved: sizes of the fused parts of a group of features (q|k|v), if such groups repeat.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         blocks: tuple[int, ...] = (),
         rows: tuple[Rows, ...] = (),
+        interleaved: tuple[int, ...] = (),
     ):
         super().__init__()
         self.tp, self.blocks = tp, blocks
@@ -118,7 +119,8 @@ class ColumnParallelLinear(nn.Module):
                 for part in blocks or (output_size,)
             ]
             local, division = sum(parts), {"shard": {tp.axis.name: 0}, "blocks": blocks}
-        self.weight = tp.parameter((local, input_size), Placement((output_size, input_size), init, **division))
+        placement = Placement((output_size, input_size), init, interleaved=interleaved, **division)
+        self.weight = tp.parameter((local, input_size), placement)
         self.bias = tp.parameter((local,), Placement((output_size,), Constant(0.0), **division)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -85,6 +85,7 @@ class ParallelAttention(nn.Module):
             init=Normal(config.init_method_std),
             bias=config.add_bias_linear or config.add_qkv_bias,
             rows=shared_group_rows(n, groups, d, tp) if shared else (),
+            interleaved=(n // groups * d, d, d),
         )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:

@@ -14,6 +14,7 @@ from megatron.core import comm, parallel_state
 from megatron.core.boxes import size_of
 from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer.param_groups import default_group
 from megatron.core.placement import pieces
 from megatron.core.tiers.tier import FileTier
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
@@ -44,9 +45,12 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
         "fraction": offload.optimizer_offload_fraction,
         "offload_params": offload.offload_params,
     }
-    for p in (p for module in modules for p in module.parameters() if p.requires_grad):
+    group_of, optimizer = config.optimizer.grouping(default_group), config.optimizer
+    named = [pair for module in modules for pair in module.named_parameters()]
+    for name, p in ((name, p) for name, p in named if p.requires_grad):
         axes = runtime.mesh.grad_axes(p.placement.reduce_over, shards=True, divides_outer=data.divides_over_outer)
-        element = Element.of(p.element_size(), len(config.optimizer.moments), **kept)
+        moments = optimizer.rule(group_of(name, p.placement).optimizer).states(optimizer)
+        element = Element.of(p.element_size(), len(moments), **kept)
         shared = {"stage": data.stage, "shards": axes.shard.size, "outer": axes.outer.size}
         for tier, kinds in bytes_by_tier(p.numel(), element, **shared, **home).items():
             slices = max(kinds.pop("slices", 0), total[tier]["slices"])  # all parameters pass through the same

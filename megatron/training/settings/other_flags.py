@@ -176,9 +176,10 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef X
         --rl-calculate-intra-group-similarity --rl-use-sequence-packing --rl-sequence-packing-bin-size N
         --rl-sequence-packing-algo NAME""",
-    "only Muon reads it, and that optimizer is not built yet": """
-        --muon-momentum X --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode NAME
-        --muon-fp32-matmul-prec NAME --muon-num-ns-steps N --muon-tp-mode NAME --muon-extra-scale-factor X""",
+    "a whole matrix lies in one shard, and the rest is cut into equal shards": """
+        --no-use-layer-wise-param-layout""",
+    "Muon's products of a matrix with itself are PyTorch's": "--muon-use-syrk",
+    "only Lion reads it, and that optimizer is not built yet": "--lion-beta1 X --lion-beta2 X",
     "only an option that is refused reads it": """
         --relative-attention-num-buckets N --relative-attention-max-distance N --rope-scaling-factor X
         --window-attn-skip-freq TEXT --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
@@ -278,6 +279,8 @@ REFUSED_BY_REASON: dict[str, str] = {
         --init-method-xavier-uniform --embedding-init-method-std X --data-parallel-random-init""",
     "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out": "--padded-vocab-size N",
     # ---- training
+    "would make Muon's update depend on the tensor-parallel size; leave it out: every matrix is orthogonalized whole": """
+        --muon-tp-mode duplicated|distributed|NAME""",
     "is not built yet; leave it out: every iteration is trained": "--iterations-to-skip N...",
     "the loss is taken in float32, whatever the model's precision; leave it out": "--fp16-lm-cross-entropy",
     "how a device sums products is PyTorch's choice; leave it out": "--disable-bf16-reduced-precision-matmul",

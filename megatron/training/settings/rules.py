@@ -16,7 +16,15 @@ from megatron.training.watch.watch_config import watch_problems
 
 def check(config: Config, world_size: int) -> None:
     """Raise ConfigError with all violated rules at once. Every rank calls it, before anything communicates."""
-    rules = (_missing, _data_problems, _model_problems, _batch_problems, _unit_problems, _schedule_problems)
+    rules = (
+        _missing,
+        _data_problems,
+        _model_problems,
+        _optimizer_problems,
+        _batch_problems,
+        _unit_problems,
+        _schedule_problems,
+    )
     rules += (_checkpoint_problems, _watch_problems)
     if problems := [problem for rule in rules for problem in rule(config, world_size)]:
         raise ConfigError(problems)
@@ -107,6 +115,22 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     limit = model.max_position_embeddings
     if limit is not None and length is not None and limit < length:
         yield f"--max-position-embeddings ({limit}) must be at least --seq-length ({length})"
+
+
+def _optimizer_problems(config: Config, _: int) -> Iterator[str]:
+    """An --optimizer of whole tensors, where a rank would have parts of them."""
+    if not config.optimizer.rule().whole:
+        return
+    stage, offload = config.data_parallel.stage, config.offload
+    away = offload.optimizer_offload_fraction > 0
+    hindrances = {
+        f"ZeRO stage {stage} (use --zero-stage 1)": stage > 1,
+        "--optimizer-cpu-offload (leave it out)": away and offload.tier == "host",
+        "--offload-dir (leave it out)": away and offload.tier == "file",
+        "--reuse-fp32-param (leave it out)": config.optimizer.reuse_fp32_param,
+    }
+    for what in (what for what, given in hindrances.items() if given):
+        yield f"--optimizer {config.optimizer.optimizer} updates whole matrices, and a rank has parts of them under {what}"
 
 
 _MOST_ACTIONS = 1_000_000  # of a schedule; every rank holds all of it, about 300 MB with its transfers
