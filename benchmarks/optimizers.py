@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,6 +28,7 @@ from tools.plot_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RATES = {"adam": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)}
+MIDDLE, ENDS = (2, 1, 3), (0, 4)  # places in a grid
 SEEDS = (1, 2, 3)
 FLAGS = {
     "adam": "--optimizer adam",
@@ -38,7 +39,7 @@ MODEL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length
     --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"""
 TRAINING = """--micro-batch-size 16 --global-batch-size 16 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --split 95,5,0 --eval-iters 10 --log-interval 20 --device cpu"""
-STEPS, VALIDATIONS = 200, 5
+STEPS, VALIDATIONS = 150, 5
 
 
 def prepare(folder: Path) -> str:
@@ -62,10 +63,10 @@ def prepare(folder: Path) -> str:
 
 
 def cases() -> Iterator[tuple[str, float, int]]:
-    """(optimizer, rate, seed), all rates of a seed before the next seed."""
-    for seed, place, optimizer in product(SEEDS, range(max(map(len, RATES.values()))), RATES):
-        if place < len(RATES[optimizer]):
-            yield optimizer, RATES[optimizer][place], seed
+    """(optimizer, rate, seed): all rates of the first seed, the middle ones of the others, then the rest."""
+    first, *others = SEEDS
+    wanted = [*product((first,), MIDDLE + ENDS), *product(others, MIDDLE), *product(others, ENDS)]
+    return ((name, RATES[name][place], seed) for seed, place in wanted for name in RATES)
 
 
 def train(optimizer: str, rate: float, seed: int, data: str) -> dict:
@@ -218,6 +219,7 @@ def main() -> None:
     parser.add_argument(
         "--report", type=Path, help="write this page, and a picture beside it, of the results; train nothing"
     )
+    parser.add_argument("--shard", default="1/1", help="i/n: every n-th run, from the i-th on")
     given = parser.parse_args()
     results = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
     if given.report is not None:
@@ -227,7 +229,8 @@ def main() -> None:
         return
     data, began = prepare(given.folder.absolute()), time.monotonic()
     done = {(result["optimizer"], result["lr"], result["seed"]) for result in results}
-    for case in cases():
+    first, step = map(int, given.shard.split("/"))
+    for case in islice(cases(), first - 1, None, step):
         if case in done or time.monotonic() - began > 60 * given.limit_minutes:
             continue
         result = train(*case, data)

@@ -461,7 +461,14 @@ def test_a_script_may_add_to_args_and_is_told_that_the_run_keeps_its_settings(ca
 def test_flags_without_a_setting_have_megatrons_names_types_and_defaults():
     line = "--no-bias-gelu-fusion --use-mcore-models --moe-router-topk 4 --moe-aux-loss-coeff 0.1 --no-rope-fusion --num-experts 0"
     plain, given = (parse_args(shlex.split(flags))[1] for flags in ("", line))
-    names = ["bias_gelu_fusion", "use_mcore_models", "moe_router_topk", "moe_aux_loss_coeff", "apply_rope_fusion", "num_experts"]
+    names = [
+        "bias_gelu_fusion",
+        "use_mcore_models",
+        "moe_router_topk",
+        "moe_aux_loss_coeff",
+        "apply_rope_fusion",
+        "num_experts",
+    ]
     assert [getattr(plain, name) for name in names] == [True, False, 2, 0.0, True, None]
     assert [getattr(given, name) for name in names] == [False, True, 4, [0.1], False, 0]
     assert (plain.layernorm_epsilon, plain.no_load_optim, plain.encoder_num_layers) == (1e-5, None, plain.num_layers)
