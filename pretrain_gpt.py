@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
-from megatron.core.transformer.kernels import Documents
+from megatron.core.transformer.masks import Documents
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
 
 

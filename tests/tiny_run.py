@@ -32,7 +32,7 @@ from megatron.core.storage.stored import start_reading
 from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.kernels import Documents
+from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing

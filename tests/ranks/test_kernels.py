@@ -10,7 +10,8 @@ from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.kernels import KERNELS, AttentionCase, Documents, Kernel, kernel_for
+from megatron.core.transformer.kernels import KERNELS, AttentionCase, Kernel, kernel_for
+from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
 

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.kernels import Documents
+from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative

@@ -14,8 +14,9 @@ from megatron.core.tensor_parallel.linear_layers import (
     size_per_rank,
 )
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.kernels import AttentionCase, Mask, kernel_for
+from megatron.core.transformer.kernels import AttentionCase, kernel_for
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.masks import Mask
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rotary

@@ -8,7 +8,6 @@ A script adds a kernel, which becomes a value of the flag:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,47 +16,17 @@ from torch.nn import functional
 
 from megatron.core.config import ConfigError
 from megatron.core.random import AttentionDropout
-
-
-class Documents:
-    """In place of a mask: samples of several documents, which do not attend to each other.
-
-        tokens      a b c | d e | f g h         numbers     0 0 0 1 1 2 2 2
-
-    A kernel that computes document by document never holds an s x s mask; others ask for `mask`.
-    """
-
-    def __init__(self, numbers: Tensor):
-        """numbers: [b, s], the document of each token within its sample, non-decreasing."""
-        self.numbers = numbers
-
-    @cached_property
-    def lengths(self) -> list[list[int]]:
-        """Tokens of each document of each sample. The first call copies from the device and blocks."""
-        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.numbers.cpu()]
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """[b, 1, s, s], True where attention is masked: later tokens, and other documents."""
-        other = self.numbers[:, :, None] != self.numbers[:, None, :]
-        return (other | torch.ones_like(other[0]).triu(1))[:, None]
-
-
-Mask = Tensor | Documents | None  # [.., s, s], True where attention is masked; None: causal
+from megatron.core.transformer.masks import Documents, Mask, hidden_keys
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
     """The reference. q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. The softmax is in float32 or wider."""
-    if isinstance(mask, Documents):
-        mask = mask.mask
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     q = q / math.sqrt(q.shape[-1])  # before the product, which would overflow float16
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    if mask is None:
-        queries, keys = scores.shape[-2:]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
-    probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
+    hidden = hidden_keys(mask, *scores.shape[-2:], q.device)
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return dropout(probabilities).to(q.dtype) @ v
 
 

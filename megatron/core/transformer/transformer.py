@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron.core.tiers.activations import StageActivations
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.kernels import Mask
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.masks import Mask
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotary_angles

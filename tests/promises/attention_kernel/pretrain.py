@@ -5,7 +5,8 @@ from torch import Tensor
 
 from megatron.core.enums import ModelType
 from megatron.core.random import AttentionDropout
-from megatron.core.transformer.kernels import KERNELS, AttentionCase, Kernel, Mask
+from megatron.core.transformer.kernels import KERNELS, AttentionCase, Kernel
+from megatron.core.transformer.masks import Mask
 from megatron.training import pretrain
 from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets_provider
 

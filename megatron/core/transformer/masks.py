@@ -1,0 +1,42 @@
+"""What hides keys from queries: a tensor, or documents. A kernel that computes by them never holds an s x s mask."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Documents:
+    """In place of a mask: samples of several documents, which do not attend to each other.
+
+        tokens      a b c | d e | f g h         numbers     0 0 0 1 1 2 2 2
+
+    A kernel that computes document by document never holds an s x s mask; others ask for `mask`.
+    """
+
+    def __init__(self, numbers: Tensor):
+        """numbers: [b, s], the document of each token within its sample, non-decreasing."""
+        self.numbers = numbers
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each document of each sample. The first call copies from the device and blocks."""
+        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.numbers.cpu()]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[b, 1, s, s], True where attention is masked: later tokens, and other documents."""
+        other = self.numbers[:, :, None] != self.numbers[:, None, :]
+        return (other | torch.ones_like(other[0]).triu(1))[:, None]
+
+
+Mask = Tensor | Documents | None  # a tensor: [.., s, s], True where attention is masked; None: causal
+
+
+def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
+    """The mask as a tensor, [.., queries, keys], True where attention is masked. The queries are the last of the keys."""
+    if isinstance(mask, Tensor):
+        return mask
+    if isinstance(mask, Documents):
+        return mask.mask
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
