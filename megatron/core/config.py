@@ -19,7 +19,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
@@ -43,6 +43,7 @@ def knob(
     required: bool = False,
     of_model: bool = False,
     names: Collection[str] | None = None,
+    read: Callable[[str], str] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
 
@@ -51,8 +52,11 @@ def knob(
     `required`: help and docs say so; the config, or a check across configs, refuses its absence.
     `of_model`, for a script's own knobs: a checkpoint with another value does not fit the model and is refused.
     `names`: an open table; the allowed values are its keys when the flags are read, with a script's additions.
+    `read`, for a text with a form of its own: its one spelling, or an ArgumentTypeError that says what is allowed.
     """
-    metadata = dict(help=help, flags=flags, metavar=metavar, required=required, of_model=of_model, names=names)
+    metadata = dict(
+        help=help, flags=flags, metavar=metavar, required=required, of_model=of_model, names=names, read=read
+    )
     if isinstance(default, list):  # which has no hash
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata, hash=False)
     return dataclasses.field(default=default, metadata=metadata)
@@ -129,11 +133,16 @@ _IN_WORDS = {"[0, inf)": "not be negative", "(0, inf)": "be positive", "[1, inf)
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """One line for each value outside its knob's interval or table of names."""
+    """One line for each value outside its knob's interval or table of names, or that its reader refuses."""
     for field in knobs(type(config)):
         names, value = field.metadata["names"], getattr(config, field.name)
         if names is not None and value is not None and value not in names:
             yield f"{flags_of(field)[0]} is {value}; it must be one of {', '.join(names)}"
+        if field.metadata["read"] is not None and value is not None:
+            try:
+                field.metadata["read"](value)
+            except argparse.ArgumentTypeError as error:
+                yield f"{flags_of(field)[0]}: {error}"
         interval = interval_of(type(config), field)
         if interval is None or value is None:
             continue
@@ -232,7 +241,7 @@ def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str,
         return options | {"type": _one_of(choices)}
     if typing.get_origin(kind) is list:
         return options | {"nargs": "+", "type": _READERS[typing.get_args(kind)[0]]}
-    return options | {"type": _READERS[kind]}
+    return options | {"type": field.metadata["read"] or _READERS[kind]}
 
 
 # ---------------------------------------------------------------- the parser
