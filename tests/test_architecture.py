@@ -282,7 +282,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 510,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 690,
+    "megatron/core/transformer": 850,
     "megatron/training": 1_740,
     "megatron/training/ending": 240,
     "megatron/training/memory": 1_146,

@@ -28,10 +28,18 @@ PLAIN = {
         position_embedding_type="rope",
         label_smoothing=0.1,
     ),
+    # Large weights: one key more or less must be seen.
+    "windows": replace(LLAMA, init_method_std=0.3, window_size="2,0", window_attn_skip_freq="3"),
+    "windows of another rule": replace(
+        LLAMA, num_query_groups=1, init_method_std=0.3, window_size="(4,0)", window_attn_skip_freq="[1,0]*2"
+    ),
     "z-loss, smoothed, gated with biases": replace(
         LLAMA, add_bias_linear=True, label_smoothing=0.2, z_loss_coeff=0.01, untie_embeddings_and_output_weights=False
     ),
 }
+
+# Keys before the query's own that it sees in each layer.
+WINDOWS = {None: (SEQ,) * 4, "2,0": (2, 2, SEQ, 2), "(4,0)": (4, SEQ, 4, SEQ)}
 
 
 def plain_rotary(x: Tensor, config: TransformerConfig) -> Tensor:
@@ -60,7 +68,6 @@ def plain_losses(w: dict[str, Tensor], config: TransformerConfig, tokens: Tensor
     if config.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position_embeddings.weight"][: tokens.shape[1]]
     n, groups, d = config.num_attention_heads, config.query_groups, config.head_width
-    future = torch.ones(SEQ, SEQ).triu(1).bool()
 
     def affine(x: Tensor, name: str) -> Tensor:
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
@@ -75,8 +82,12 @@ def plain_losses(w: dict[str, Tensor], config: TransformerConfig, tokens: Tensor
             k = plain_norm(k, w, layer + "self_attention.k_layernorm", config)
         if config.position_embedding_type == "rope":
             q, k = (plain_rotary(y.flatten(1, 2), config).view_as(y) for y in (q, k))
-        scores = (q @ k.transpose(-1, -2) / d**0.5).masked_fill(future, float("-inf"))
-        heads = scores.softmax(-1) @ v  # [b, g, heads, s, d]
+        rows = []
+        for position in range(SEQ):
+            seen = slice(max(0, position - WINDOWS[config.window_size][i]), position + 1)
+            scores = q[..., position, None, :] @ k[..., seen, :].transpose(-1, -2) / d**0.5
+            rows.append(scores.softmax(-1) @ v[..., seen, :])
+        heads = torch.cat(rows, dim=-2)  # [b, g, heads, s, d]
         heads = heads.permute(0, 3, 1, 2, 4).flatten(2)
         x = x + affine(heads, layer + "self_attention.linear_proj")
         inner = affine(plain_norm(x, w, layer + "pre_mlp_layernorm", config), layer + "mlp.linear_fc1")

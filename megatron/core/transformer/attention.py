@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.linear_layers import (
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kernels import AttentionCase, kernel_for
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.masks import Mask
+from megatron.core.transformer.masks import Mask, windowed
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rotary
@@ -94,6 +94,7 @@ class ParallelAttention(nn.Module):
             self.q_layernorm, self.k_layernorm = (make_norm(config, context, width=d, partial=True) for _ in range(2))
         self.core_attention = make_core(config, layer, context)
         self.keys, self.layer = context.keys, layer
+        self.keys_before = config.keys_before(layer)  # None: no window
         self.recomputes_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
@@ -110,7 +111,7 @@ class ParallelAttention(nn.Module):
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
         k, v = (k, heads.v) if cache is None else cache.append(self.layer, k, heads.v)
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
-        out, _ = self.linear_proj(attend(q, k, v, mask))
+        out, _ = self.linear_proj(attend(q, k, v, windowed(mask, self.keys_before, len(k))))
         return out
 
     def project(self, x: Tensor) -> "Heads":

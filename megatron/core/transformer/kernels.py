@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from megatron.core.config import ConfigError
 from megatron.core.random import AttentionDropout
-from megatron.core.transformer.masks import Documents, Mask, hidden_keys
+from megatron.core.transformer.band import attention_in_band
+from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
@@ -30,9 +31,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Attent
     return dropout(probabilities).to(q.dtype) @ v
 
 
-def repeats_groups(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    """Whether key/value heads must be repeated for the fused kernel of this device."""
-    flash = mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST_FLASH
+def repeats_groups(q: Tensor, k: Tensor, *, is_causal: bool) -> bool:
+    """Whether key/value heads must be repeated for the fused kernel of this device. is_causal: there is no other mask."""
+    flash = is_causal and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST_FLASH
     return q.shape[1] != k.shape[1] and q.device.type != "cpu" and not flash
 
 
@@ -45,10 +46,13 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Attent
     On an accelerator only the flash kernel supports fewer key/value heads than query heads. Otherwise the heads are
     repeated here: torch would silently use the kernel that holds the scores (PyTorch pull request 191085).
     """
+    before, mask = (mask.before, mask.within) if isinstance(mask, Window) else (None, mask)
     if isinstance(mask, Documents):
-        return attention_by_document(q, k, v, mask, dropout)
-    if repeats_groups(q, k, mask):
+        return attention_by_document(q, k, v, mask, before, dropout)
+    if repeats_groups(q, k, is_causal=mask is None and before is None):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if before is not None:
+        return attention_in_band(q, k, v, before, mask)
     grouped = q.shape[1] != k.shape[1]
     allowed = None if mask is None else ~mask
     return functional.scaled_dot_product_attention(
@@ -56,12 +60,15 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Attent
     )
 
 
-def attention_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: AttentionDropout) -> Tensor:
-    """The fused kernel on each document: less work than on the whole sample, and no mask."""
+def attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, before: int | None, dropout: AttentionDropout
+) -> Tensor:
+    """The fused kernel on each document: less work than on the whole sample, and no mask. before: of a window; None: all."""
     rows = []
     for row, lengths in enumerate(documents.lengths):
-        parts = zip(*(x[row : row + 1].split(lengths, dim=2) for x in (q, k, v)))
-        rows.append(torch.cat([fused_attention(*part, None, dropout) for part in parts], dim=2))
+        masks = [windowed(None, before, length) for length in lengths]
+        parts = zip(*(x[row : row + 1].split(lengths, dim=2) for x in (q, k, v)), masks)
+        rows.append(torch.cat([fused_attention(*part, dropout) for part in parts], dim=2))
     return torch.cat(rows)
 
 

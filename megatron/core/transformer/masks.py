@@ -1,5 +1,6 @@
-"""What hides keys from queries: a tensor, or documents. A kernel that computes by them never holds an s x s mask."""
+"""What hides keys from queries: a tensor, documents, a window. A kernel that computes by them never holds an s x s mask."""
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -30,7 +31,24 @@ class Documents:
         return (other | torch.ones_like(other[0]).triu(1))[:, None]
 
 
-Mask = Tensor | Documents | None  # a tensor: [.., s, s], True where attention is masked; None: causal
+@dataclass(frozen=True)
+class Window:
+    """In place of a mask: of the keys that `within` leaves, a query sees its own and the `before` ones before it.
+
+    before 2        keys 0 1 2 3 4
+    query 3              . x x x .
+    """
+
+    before: int
+    within: Tensor | Documents | None
+
+
+Mask = Tensor | Documents | Window | None  # a tensor: [.., s, s], True where attention is masked; None: causal
+
+
+def windowed(mask: Tensor | Documents | None, before: int | None, keys: int) -> Mask:
+    """The mask in a window of `before` keys before the query; the mask itself if they are all of `keys`, or None: all."""
+    return mask if before is None or before >= keys - 1 else Window(before, mask)
 
 
 def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -39,4 +57,10 @@ def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Te
         return mask
     if isinstance(mask, Documents):
         return mask.mask
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
+    everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    later = everything.triu(1 + keys - queries)
+    if isinstance(mask, Window):
+        return (
+            hidden_keys(mask.within, queries, keys, device) | later | everything.tril(keys - queries - mask.before - 1)
+        )
+    return later

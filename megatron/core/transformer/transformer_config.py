@@ -2,12 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, Positive, WholeNumber, knob, out_of_range
 from megatron.core.transformer.kernels import KERNELS
+from megatron.core.transformer.window import (
+    keys_before,
+    layer_pattern,
+    read_pattern,
+    read_window,
+    window_pair,
+    window_problems,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,18 @@ class ShapeConfig(FlagConfig):
     hidden_dropout: BelowOne = knob(0.1, "dropout after the embedding and each block")
     attention_dropout: BelowOne = knob(0.1, "dropout of attention probabilities")
     init_method_std: NotNegative = knob(0.02, "standard deviation of initial weights")
+    window_size: str | None = knob(
+        None,
+        "L,0: a query sees its own key and L keys before it; --window-size=-1,0: all",
+        metavar="L,0",
+        read=read_window,
+    )
+    window_attn_skip_freq: str | None = knob(
+        None,
+        "N: each Nth layer has no window; or a list with 1 for each layer with a window, 0 for others, such as [1,1,0]*4",
+        metavar="N|LIST",
+        read=read_pattern,
+    )
     attention_backend: str = knob(
         "auto",
         "auto, fused, flash: torch's fused kernel where it applies; unfused, local: plain torch operations",
@@ -58,6 +78,7 @@ class ShapeConfig(FlagConfig):
             yield "--num-query-groups needs --group-query-attention"
         if self.position_embedding_type == "rope" and self.rotary_width % 2:
             yield f"rotary positions need an even width; heads of {self.head_width} x --rotary-percent give {self.rotary_width}"
+        yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
     @property
     def head_width(self) -> int:
@@ -67,6 +88,16 @@ class ShapeConfig(FlagConfig):
     def query_groups(self) -> int:
         """Key/value heads: one per query head, or --num-query-groups."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    def keys_before(self, layer: int) -> int | None:
+        """Keys before its own that a query of this layer, from 0 over the whole model, sees; None: all."""
+        return keys_before(self.window_size, self.window_attn_skip_freq, layer)
+
+    @property
+    def parsed_window(self) -> dict[str, Any]:
+        """The settings of windows in the types that Megatron's parser gives them: a pair; a number or a list."""
+        parsers = {"window_size": window_pair, "window_attn_skip_freq": layer_pattern}
+        return {name: parse(given) if (given := getattr(self, name)) else None for name, parse in parsers.items()}
 
     @property
     def ffn_size(self) -> int:

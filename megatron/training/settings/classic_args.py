@@ -51,13 +51,14 @@ def flags_without_a_setting(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_names_of(config: Config) -> dict[str, Any]:
-    """Settings by Megatron's other names for them."""
+    """Settings by Megatron's other names for them, or of another type there."""
     shape, checkpoint = config.transformer, config.checkpoint
     return {
         "layernorm_epsilon": shape.norm_epsilon,
         "encoder_num_layers": shape.num_layers,
         "encoder_seq_length": config.data.seq_length,
         "add_position_embedding": shape.position_embedding_type == "learned_absolute",
+        **shape.parsed_window,
         "no_load_optim": None if checkpoint.load_optim else True,
         "no_save_optim": None if checkpoint.save_optim else True,
     }

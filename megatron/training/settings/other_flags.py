@@ -182,7 +182,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "only Lion reads it, and that optimizer is not built yet": "--lion-beta1 X --lion-beta2 X",
     "only an option that is refused reads it": """
         --relative-attention-num-buckets N --relative-attention-max-distance N --rope-scaling-factor X
-        --window-attn-skip-freq TEXT --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
+        --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
         --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME --error-injection-type NAME
         --adlr-autoresume-interval N --one-logger-async --disable-straggler-on-startup --straggler-ctrlr-port N
         --straggler-minmax-count N --inprocess-max-iterations N --inprocess-monitor-thread-interval X
@@ -267,8 +267,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "prediction of several tokens is not built yet; leave it out": "--mtp-num-layers 0|N",
     "is not built yet; leave it out, or use --swiglu, or GELU without it": """
         --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X --activation-func-clamp-value X""",
-    "is not built yet; leave it out: attention is causal over the whole sequence, with a plain softmax": """
-        --window-size N --softmax-type vanilla|NAME""",
+    "is not built yet; leave it out: attention has a plain softmax": """
+        --softmax-type vanilla|NAME""",
     "is not built yet; leave it out, or use --position-embedding-type rope with --rotary-base and --rotary-percent": """
         --rope-type rope|NAME --rotary-interleaved --rotary-seq-len-interpolation-factor 1|X --use-rope-scaling
         --no-rope-freq TEXT""",

@@ -1,0 +1,223 @@
+"""Sliding windows: what a query sees, in blocks of the band as by a mask, with nothing of s x s in memory."""
+
+import argparse
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from tiny_run import GPT2, LLAMA, SEQ, Layout, assert_equal, run
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.config import ConfigError
+from megatron.core.transformer import band
+from megatron.core.transformer.band import blocks_of
+from megatron.core.transformer.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
+from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.window import read_pattern, read_window
+from megatron.training.arguments import core_transformer_config_from_args, parse_args
+
+# ---------------------------------------------------------------- which layers, which keys
+
+
+def befores(layers: int, **settings) -> list[int | None]:
+    config = TransformerConfig(num_layers=layers, **settings)
+    return [config.keys_before(layer) for layer in range(layers)]
+
+
+def test_layers_have_windows_as_in_megatron():
+    """Layer i, from 0, has the window if (i + 1) mod N is not 0, or if its entry in the list is 1."""
+    assert befores(2) == [None, None]
+    assert befores(3, window_size="4095,0") == [4095] * 3
+    assert befores(5, window_size="0,0", window_attn_skip_freq="2") == [0, None, 0, None, 0]
+    assert befores(7, window_size="(9,0)", window_attn_skip_freq="3") == [9, 9, None, 9, 9, None, 9]
+    assert befores(2, window_size="9,0", window_attn_skip_freq="1") == [None, None]
+    assert befores(4, window_size="9,0", window_attn_skip_freq="[0,1]*2") == [None, 9, None, 9]
+    assert befores(2, window_size="-1,0") == [None, None]
+    assert befores(2, window_size=(7, 0), window_attn_skip_freq=[0, 1]) == [None, 7], "as Megatron's scripts have them"
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "expected"),
+    [
+        (read_window, "(4095, 0)", "4095,0"),
+        (read_window, "-1,0", "-1,0"),
+        (read_window, "4096", "L,0"),
+        (read_window, "1,2,3", "L,0"),
+        (read_window, "4,1", "give 4,0"),
+        (read_window, "-2,0", "-1 for all"),
+        (read_pattern, " 4", "4"),
+        (read_pattern, "([1]*2+[0])*2", "[1,1,0,1,1,0]"),
+        (read_pattern, "2*[1, 0]", "[1,0,1,0]"),
+        (read_pattern, "0", "from 1 on"),
+        (read_pattern, "often", "list"),
+        (read_pattern, "[]", "list"),
+        (read_pattern, "[2]", "list"),
+        (read_pattern, "[True]", "list"),
+        (read_pattern, "[1]*99999999999", "list"),
+        (read_pattern, "[print(1)]", "list"),
+        (read_pattern, "[1", "list"),
+    ],
+)
+def test_a_setting_has_one_spelling_or_is_refused_with_what_is_allowed(read, text: str, expected: str):
+    try:
+        assert read(text) == expected == read(expected)
+    except argparse.ArgumentTypeError as error:
+        assert text in str(error) and expected in str(error)
+
+
+def test_scripts_read_and_give_the_settings_in_megatrons_types():
+    flags = ["--window-size", "9,0", "--window-attn-skip-freq", "[1,0]*2", "--num-layers", "4"]
+    config, args, _ = parse_args(flags)
+    assert (args.window_size, args.window_attn_skip_freq) == ((9, 0), [1, 0, 1, 0])
+    assert (config.transformer.window_size, config.transformer.window_attn_skip_freq) == ("9,0", "[1,0,1,0]")
+    again = core_transformer_config_from_args(args)
+    assert [again.keys_before(layer) for layer in range(4)] == [9, None, 9, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"window_size": "4096"}, "--window-size: '4096' is not L,0"),
+        ({"window_attn_skip_freq": "2"}, "--window-attn-skip-freq 2 needs --window-size L,0"),
+        ({"window_size": "4,0", "window_attn_skip_freq": "[1,0]*3"}, "has 6 entries and --num-layers is 4"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict, problem: str):
+    with pytest.raises(ConfigError, match=problem.replace("[", r"\[")):
+        TransformerConfig(num_layers=4, **settings)
+
+
+def test_a_window_hides_what_lies_before_it_and_what_comes_later():
+    pictures = {0: ["x....", ".x...", "..x.."], 2: ["x....", "xx...", "xxx..", ".xxx.", "..xxx"]}
+    for before, picture in pictures.items():
+        hidden = hidden_keys(Window(before, None), 5, 5, torch.device("cpu"))
+        assert ["".join(".x"[not one] for one in row) for row in hidden.tolist()][: len(picture)] == picture
+    last_two = hidden_keys(Window(2, torch.zeros(1, 2, 5, dtype=torch.bool)), 2, 5, torch.device("cpu"))
+    assert (~last_two[0]).long().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+
+
+# ---------------------------------------------------------------- over the band
+
+
+def test_blocks_cover_every_query_once_and_the_keys_that_it_sees():
+    for queries, earlier, before, rows in product((1, 2, 7, 12), (0, 1, 5), (0, 1, 4, 11), (1, 3, 5, 16)):
+        keys = queries + earlier
+        blocks = blocks_of(queries, keys, before, rows)
+        assert [row for a, b, *_ in blocks for row in range(a, b)] == list(range(queries))
+        for start, stop, first, end in blocks:
+            assert first == max(0, earlier + start - before) and end == earlier + stop
+            assert stop - start <= rows or first == start == 0 or earlier + stop <= before + 1
+    assert blocks_of(8192, 8192, 511, 128)[:2] == [(0, 512, 0, 512), (512, 640, 1, 640)]
+
+
+def masks(batch: int, s: int) -> dict[str, Tensor | Documents | None]:
+    """Those that a window can be within: of every kind, none of which hides a query from itself."""
+    generator = torch.Generator().manual_seed(s)
+    numbers = torch.randint(0, 3, (batch, s), generator=generator).sort()[0]
+    hidden = (torch.rand(batch, 1, s, s, generator=generator) > 0.6) & ~torch.eye(s, dtype=torch.bool)
+    return {
+        "causal": None,
+        "documents": Documents(numbers),
+        "a mask": hidden,
+        "of keys": torch.zeros(batch, 1, 1, s) > 0,
+    }
+
+
+@pytest.mark.parametrize("within", ["causal", "documents", "a mask", "of keys"])
+def test_the_fused_kernel_equals_the_plain_one_forward_and_backward(within: str, monkeypatch):
+    """In float64, in blocks of odd sizes, of which s is no multiple; with shared key heads."""
+    for before, rows, groups, s in [
+        (0, 3, 2, 11),
+        (1, 4, 1, 11),
+        (4, 3, 4, 11),
+        (9, 1, 2, 11),
+        (3, 16, 2, 7),
+        (2, 2, 2, 9),
+    ]:
+        monkeypatch.setattr(band, "_ROWS_ON_CPU", rows)
+        mask, results = windowed(masks(2, s)[within], before, s), []
+        generator = torch.Generator().manual_seed(before)
+        shapes = [(2, 4, s, 8), (2, groups, s, 8), (2, groups, s, 8), (2, 4, s, 8)]
+        *heads, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        for kernel in (plain_attention, fused_attention):
+            q, k, v = (x.clone().requires_grad_() for x in heads)
+            out = kernel(q, k, v, mask, lambda probabilities: probabilities)
+            results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_later_tokens_of_a_cache_see_their_window(monkeypatch):
+    """Queries that are the last of the keys, causal and with a mask, in one block and in several."""
+    monkeypatch.setattr(band, "_ROWS_ON_CPU", 2)
+    q, k, v = (torch.randn(2, heads, 9, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    whole = plain_attention(q, k, v, Window(3, None), lambda probabilities: probabilities)
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    for new in (1, 3, 5, 7):
+        mask = None if new == 1 else hidden[None, None, -new:]
+        for kernel in (plain_attention, fused_attention):
+            out = kernel(q[:, :, -new:], k, v, windowed(mask, 3, 9), lambda probabilities: probabilities)
+            torch.testing.assert_close(out, whole[:, :, -new:], rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_that_hides_nothing_is_the_mask_itself():
+    numbers = Documents(torch.zeros(1, 5, dtype=torch.long))
+    assert windowed(None, 4, 5) is None and windowed(None, None, 5) is None and windowed(numbers, 4, 5) is numbers
+    assert windowed(None, 3, 5) == Window(3, None)
+
+
+def test_dropout_takes_the_fused_kernel_from_a_window_too():
+    case = AttentionCase(torch.empty(1, 1, 9, 8), torch.empty(1, 1, 9, 8), Window(3, None), 0.0)
+    assert kernel_for("auto", case) is KERNELS["fused"]
+    assert kernel_for("auto", case._replace(dropout=0.1)) is KERNELS["unfused"]
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["dropout", "fused"])
+def test_windows_that_hide_nothing_have_the_bits_of_none(config: TransformerConfig):
+    whole = run(config, Layout(), steps=1, global_batch=4)
+    for size, skip in ((f"{SEQ - 1},0", None), ("-1,0", None), ("1,0", "1")):
+        other = run(replace(config, window_size=size, window_attn_skip_freq=skip), Layout(), steps=1, global_batch=4)
+        assert (other.losses, other.norms) == (whole.losses, whole.norms)
+        assert_equal(other, whole, 0.0)
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operator inside the block returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.elements = max([self.elements, *made])
+        return out
+
+
+@pytest.mark.parametrize("within", ["causal", "documents"])
+def test_nothing_of_s_times_s_is_made_or_kept(within: str):
+    s, before, heads, width = 1024, 63, 2, 8
+    mask: Mask = windowed(None if within == "causal" else Documents(torch.arange(s)[None] // 400), before, s)
+    q, k, v = (torch.randn(1, heads, s, width, requires_grad=True) for _ in range(3))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with Largest() as largest:
+        with saved_tensors_hooks(keep, lambda x: x):
+            out = fused_attention(q, k, v, mask, lambda probabilities: probabilities)
+        out.sum().backward()
+    block = band._ROWS_ON_CPU * (before + band._ROWS_ON_CPU)
+    assert largest.elements <= max(block, heads * s * width) < s * s / 16
+    shared = block * (1 if within == "causal" else 3)  # of each document
+    assert sum(kept.values()) <= 4 * (4 * heads * s * width + heads * s + shared), "q, k, v, out, and a number a row"
