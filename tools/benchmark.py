@@ -37,12 +37,16 @@ class BenchmarkConfig(FlagConfig):
     vocab_size: int | None = knob(None, "vocabulary size, padded to a multiple of 128")
     seq_length: int | None = knob(None, "tokens per sample; default: the model's, else 512")
     micro_batch_size: int | None = knob(None, "samples per forward; default: the model's, else 4")
-    global_batch_size: int | None = knob(None, "samples per iteration; default: one micro-batch a replica")
+    global_batch_size: int | None = knob(
+        None, "samples per iteration; default: one micro-batch a replica, four with --parallel pp"
+    )
     attention_dropout: BelowOne = knob(0.0, "dropout of attention probabilities, of every contender")
     hidden_dropout: BelowOne = knob(0.0, "dropout after the embedding and each block, of every contender")
     bf16: bool = knob(False, "ours in bfloat16 with float32 masters, peers under bfloat16 autocast; else float32")
     parallel: Literal[tuple(PARALLEL)] = knob(  # type: ignore[valid-type]
-        "none", "on several ranks: dp against DistributedDataParallel, zero3 against fully_shard, tp against DTensor"
+        "none",
+        "on several ranks: dp against DistributedDataParallel, zero3 against fully_shard, tp against DTensor, pp against "
+        "torch.distributed.pipelining",
     )
     ranks: Count = knob(2, "ranks of --parallel, with equal shares of the cores")
     peers: list[str] = knob(
@@ -72,7 +76,8 @@ class BenchmarkConfig(FlagConfig):
         given["ranks"] = 1 if self.parallel == "none" else self.ranks
         sizes = {**MODELS[self.model], **given}
         one = Work(**sizes)
-        return Work(**{"global_batch_size": one.micro_batch_size * one.replicas, **sizes})
+        batch = one.micro_batch_size * one.replicas * (4 if self.parallel == "pp" else 1)
+        return Work(**{"global_batch_size": batch, **sizes})
 
     @property
     def contenders(self) -> list[Contender]:

@@ -30,6 +30,7 @@ PARALLEL: dict[str, tuple[dict[str, Any], str]] = {
     "dp": ({"overlap_grad_reduce": True}, "DistributedDataParallel"),
     "zero3": ({"zero_stage": 3, "overlap_grad_reduce": True, "overlap_param_gather": True}, "fully_shard"),
     "tp": ({}, "DTensor"),
+    "pp": ({}, "pipelining"),
 }
 
 
@@ -130,6 +131,10 @@ class Work:
             ranks = f" x {self.replicas} ranks" if self.replicas > 1 else ""
             given = f"--global-batch-size ({self.global_batch_size})"
             yield f"{given} must be a multiple of --micro-batch-size ({self.micro_batch_size}){ranks}"
+        if self.parallel in ("tp", "pp") and self.family == "bert":
+            yield f"--parallel {self.parallel} has no peer for BERT; measure a GPT or Llama shape, or --parallel dp or zero3"
+        if self.parallel == "pp" and self.num_layers % self.ranks:
+            yield f"--parallel pp: --num-layers ({self.num_layers}) must be a multiple of --ranks ({self.ranks})"
         if self.parallel == "tp" and self.kv_heads % self.ranks:
             yield f"--parallel tp: {self.kv_heads} key/value heads must be a multiple of --ranks ({self.ranks})"
 

@@ -26,12 +26,13 @@ from tools.benchmarking.work import Contender, Work
 _KINDS = {
     "ours": ("tools.benchmarking.ours", "Ours"),
     "plain": ("tools.benchmarking.peers.loop", "Plain"),
+    "pipelined": ("tools.benchmarking.peers.pipelined", "Pipelined"),
     "transformers": ("tools.benchmarking.peers.transformers_models", "Transformers"),
 }
 
 
 def make_contender(contender: Contender, work: Work, device_name: str) -> Any:
-    module, kind = _KINDS[contender.library]
+    module, kind = _KINDS["pipelined" if work.parallel == "pp" and not contender.is_ours else contender.library]
     return getattr(importlib.import_module(module), kind)(contender, work, device_name)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megatron.core import parallel_state
 from megatron.core.device import Device, set_malloc
-from tools.benchmarking.batches import CLIP, LR, WEIGHT_DECAY, Batches, Phases
+from tools.benchmarking.batches import CLIP, LR, SEED, WEIGHT_DECAY, Batches, Phases
 from tools.benchmarking.peers import parallel
 from tools.benchmarking.peers.plain import PlainModel
 from tools.benchmarking.peers.weights import as_plain, load_plain, our_weights
@@ -72,6 +72,7 @@ class Plain:
         if work.ranks > 1:
             parallel_state.start_distributed(self.device.backend, 2)
             self.replica = dist.get_rank() if work.replicas > 1 else 0
+        torch.manual_seed(SEED + self.replica)  # dropout of replicated activations is the same on tensor-parallel ranks
         self.model = self.make_model().to(self.where).train()
         self.wrapped = self.wrap(compiled=contender.compile != "off")
         self.parameters = list(self.model.parameters())
@@ -87,7 +88,7 @@ class Plain:
         """What a step calls. One process compiles the whole model, several compile each block, as torch's examples do."""
         if self.work.ranks == 1:
             return torch.compile(self.model) if compiled else self.model
-        wrapped = parallel.WRAPPED[self.work.parallel](self.model, self.work)
+        wrapped = parallel.WRAPPED[self.work.parallel](self.model, self.work, self.autocast)
         for block in self.model.blocks.values() if compiled else ():
             block.compile()
         return wrapped
@@ -123,8 +124,9 @@ class Plain:
 
     def step(self) -> None:
         work, timed = self.work, self.phases.timed
-        for _ in range(work.num_microbatches):
+        for i in range(work.num_microbatches):
             batch = self._next(self.batches)
+            parallel.sums_gradients(self.wrapped, i == work.num_microbatches - 1)
             with loss_parallel() if work.parallel == "tp" else nullcontext():
                 with timed("forward"), self._precision():
                     loss = loss_of(self.scores(self.wrapped, batch), batch) / work.num_microbatches
@@ -135,7 +137,7 @@ class Plain:
         with timed("optimizer"):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self._mean(loss.detach().clone())  # training loops read the loss, which synchronizes
+        self._mean(loss.detach().clone())  # ours reports the mean over the replicas, and reading it synchronizes
 
     def meet(self) -> None:
         """Wait for all ranks."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -12,19 +13,21 @@ from tools.benchmarking.peers.plain import PlainModel
 from tools.benchmarking.work import Work
 
 
-def replicated(model: PlainModel, work: Work) -> nn.Module:
+def replicated(model: PlainModel, work: Work, half: bool) -> nn.Module:
     """Data parallel, gradients in buckets that are views."""
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fully_sharded(model: PlainModel, work: Work) -> nn.Module:
-    """Each block gives up its parameters after its forward, the default."""
+def fully_sharded(model: PlainModel, work: Work, half: bool) -> nn.Module:
+    """Each block gives up its parameters after its forward, the default. half: they are gathered in bfloat16, gradients summed in
+    float32, as ours."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     for block in model.blocks.values():
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
 
 
-def tensor_parallel(model: PlainModel, work: Work) -> nn.Module:
+def tensor_parallel(model: PlainModel, work: Work, half: bool) -> nn.Module:
     """Column and row parallel products, a table sharded by words, and scores that stay sharded for the loss."""
     mesh = dist.init_device_mesh(next(model.parameters()).device.type, (work.ranks,))
     plan = {"attention.qkv.*": ColwiseParallel(), "attention.out": RowwiseParallel()}
@@ -38,7 +41,15 @@ def tensor_parallel(model: PlainModel, work: Work) -> nn.Module:
     return model
 
 
-WRAPPED: dict[str, Callable[[PlainModel, Work], nn.Module]] = {
+def sums_gradients(wrapped: nn.Module, now: bool) -> None:
+    """Whether the next backward sums gradients over the replicas: the last microbatch of a step does."""
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        wrapped.require_backward_grad_sync = now
+    elif isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(now)
+
+
+WRAPPED: dict[str, Callable[[PlainModel, Work, bool], nn.Module]] = {
     "dp": replicated,
     "zero3": fully_sharded,
     "tp": tensor_parallel,

@@ -105,7 +105,6 @@ class Transformers(Plain):
     """A model of transformers in the same loop."""
 
     def make_model(self) -> nn.Module:
-        torch.manual_seed(0)
         model = make_model(self.work)
         if self.work.family != "bert":
             load(model, as_plain(our_weights(self.work), self.work), self.work)
