@@ -26,7 +26,8 @@ class Current:
     virtual_rank: int | None = None  # the running model chunk
     fills_by_name: bool = False  # inside `filling_by_name`
     samples: int = 0  # consumed by `get_forward_backward_func`
-    rng_tracker: Any = None  # used by classic.random
+    rng_tracker: Any = None  # of Megatron's named random states
+    seed: int | None = None  # of this stage, for the tracker's first use
     memory_buffer: Any = None  # used by parallel_state
     group_of_one: Any = None  # a torch.distributed group of this rank alone
 

@@ -20,6 +20,18 @@ def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], A
     return get, lambda: sorted(home)
 
 
+def all_names(module: str, homes: str) -> Callable[[str], Any]:
+    """A module's `__getattr__`: every name of the modules `homes`, separated by blanks; the first that has it."""
+
+    def get(name: str) -> Any:
+        for home in map(import_module, homes.split()):
+            if hasattr(home, name):
+                return getattr(home, name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return get
+
+
 def optional_package(name: str, needed_by: str) -> Any:
     """The module `name`. Raises ImportError that says what needs its package and how to install it."""
     try:

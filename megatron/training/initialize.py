@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from megatron.core import comm, parallel_state, products
-from megatron.core.classic.random import model_parallel_cuda_manual_seed
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.datasets.fim import FillInTheMiddle
@@ -365,7 +364,7 @@ def seed_generators(seed: int, mesh: Mesh) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    current().seed = seed
 
 
 def announce(runtime: Runtime, notes: Sequence[str]) -> None:

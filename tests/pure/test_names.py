@@ -82,7 +82,8 @@ def test_the_old_flat_names_are_the_same_objects():
     import megatron
     from megatron.training import runtime
 
-    assert megatron.mpu is mpu is parallel_state
+    assert megatron.core.mpu is parallel_state and megatron.mpu.get_mesh is parallel_state.get_mesh
+    assert megatron.mpu.broadcast_data is megatron.core.tensor_parallel.broadcast_data
     assert megatron.get_args is runtime.get_args and megatron.print_rank_0 is runtime.print_rank_0
 
 

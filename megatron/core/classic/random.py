@@ -69,9 +69,12 @@ class RngTracker:
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """The tracker of this process, whatever its device."""
+    """The tracker of this process, whatever its device. A run's has its states from the start, of its stage's seed."""
     here = current()
-    here.rng_tracker = here.rng_tracker or RngTracker()
+    if here.rng_tracker is None:
+        here.rng_tracker = RngTracker()
+        if here.seed is not None:
+            _add_states(here.rng_tracker, here.seed)
     return here.rng_tracker
 
 
@@ -80,6 +83,10 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     _generator().manual_seed(seed)
+    _add_states(tracker, seed)
+
+
+def _add_states(tracker: RngTracker, seed: int) -> None:
     tracker.add(DATA_PARALLEL, seed)
     tracker.add(MODEL_PARALLEL, seed + 2718 + get_mesh()["tp"].rank)
     tracker.add(EXPERT_PARALLEL, seed + 1024)

@@ -43,4 +43,4 @@ def _name_of(model: type) -> str:
 
 def _is_known(kind: type) -> bool:
     """Whether a class is this project's or torch's own."""
-    return kind.__module__.startswith(("megatron.core.", "torch."))
+    return kind.__module__.startswith(("megatron.", "torch."))

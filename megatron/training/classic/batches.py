@@ -1,0 +1,71 @@
+"""Batches, masks and averaged losses as Megatron's scripts make them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm, parallel_state
+from megatron.core.tensor_parallel.broadcast import broadcast_batch
+from megatron.core.transformer.kernels import Documents
+from megatron.training.runtime import get_runtime
+
+NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them
+
+
+def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
+    """tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is causal over
+    the whole sample, which is faster than a mask, else `Documents`. Every tensor-parallel rank of the stage must call."""
+    runtime = get_runtime()
+    config, where = runtime.config, (runtime.mesh["tp"], runtime.device.torch_device)
+    shape = (config.training.micro_batch_size, config.data.seq_length)
+    data = next(data_iterator) if data_iterator is not None else None
+    keys = ["tokens", "labels", "position_ids"] + ["document_ids"] * config.data.reset_attention_mask
+    batch: dict[str, Any] = dict(zip(keys, broadcast_batch(keys, data, torch.int64, shape, *where)))
+    (batch["loss_mask"],) = broadcast_batch(["loss_mask"], data, torch.float32, shape, *where)
+    documents = batch.pop("document_ids", None)
+    batch["attention_mask"] = None if documents is None else Documents(documents)
+    return {name: batch[name] for name in NAMES}
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """This context-parallel rank's part of the sequence. Context parallelism is not built yet: the whole batch."""
+    return batch
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """Mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
+    tokens = parallel_state.get_mesh().tokens
+    mine = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    return comm.all_reduce(mine, tokens) / tokens.size
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(attention_mask, loss_mask, position_ids) of the tokens `data` [b, s] for a left-to-right model.
+
+    attention_mask: bool [1, 1, s, s], True where attention is forbidden; with `reset_attention_mask` [b, 1, s, s], and earlier
+        documents are forbidden too
+    loss_mask: float [b, s]; with `eod_mask_loss` 0 at end-of-document tokens
+    position_ids: [b, s]; with `reset_position_ids` they restart at 0 after each end-of-document token
+
+        tokens  a b E c d       positions  0 1 2 0 1        documents  0 0 0 1 1
+    """
+    b, s = data.shape
+    ends = data == eod_token
+    documents = ends.cumsum(dim=1) - ends.long()  # an end token belongs to its document
+    positions = torch.arange(s, device=data.device).expand(b, s)
+    future = positions[0][None, :] > positions[0][:, None]
+    attention_mask = future[None, None]
+    if reset_attention_mask:
+        attention_mask = attention_mask | (documents[:, None, :] != documents[:, :, None])[:, None]
+    loss_mask = torch.ones(b, s, dtype=torch.float32, device=data.device)
+    if eod_mask_loss:
+        loss_mask[ends] = 0.0
+    if reset_position_ids:
+        begins = torch.where(documents != documents.roll(1, dims=1), positions, 0)
+        begins[:, 0] = 0
+        positions = positions - begins.cummax(dim=1).values
+    return attention_mask, loss_mask, positions.clone()

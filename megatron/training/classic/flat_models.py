@@ -1,0 +1,95 @@
+"""`megatron.model.GPTModel` and `BertModel` of Megatron 2.5 to core 0.5: built from the run's settings."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.models import bert_model, gpt_model
+from megatron.core.tensor_parallel import mappings
+from megatron.training.runtime import get_runtime
+
+
+def parts_of_stage(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> dict[str, Any]:
+    """The arguments of a model's stage that follow from the run. vp_stage: the chunk; None: the one that is being built."""
+    if vp_stage is None:
+        vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    return get_runtime().model_parts(pre_process, post_process, vp_stage)
+
+
+def check_token_types(name: str, given: int, wanted: int) -> None:
+    if given != wanted:
+        raise ValueError(f"{name}: num_tokentypes is {given}; this model has {wanted}")
+
+
+class GPTModel(gpt_model.GPTModel):
+    """One stage of a GPT. config: of `core_transformer_config_from_args(args)`; None: the run's.
+
+    forward(input_ids, position_ids, attention_mask, labels=None): the loss of each token [b, s]; without labels the scores
+    [b, s, v/t], whole ([b, s, v]) unless `parallel_output`; before the last stage hidden states [s, b, h].
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        num_tokentypes: int = 0,
+        parallel_output: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+    ):
+        check_token_types("GPTModel", num_tokentypes, 0)
+        config = config or get_runtime().config.transformer
+        super().__init__(config, **parts_of_stage(pre_process, post_process))
+        self.pre_process, self.post_process = pre_process, post_process
+        self.parallel_output = parallel_output
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None = None,
+        tokentype_ids: None = None,
+    ) -> Tensor:
+        result = super().forward(input_ids, position_ids, attention_mask, labels)
+        is_whole = not self.post_process or labels is not None or self.parallel_output
+        return (
+            result if is_whole else mappings.gather_last(result, self.axis)
+        ).contiguous()  # scripts flatten it by a view
+
+
+class BertModel(bert_model.BertModel):
+    """One stage of a BERT. config: as for GPTModel.
+
+    forward(bert_model_input, attention_mask, tokentype_ids=None, lm_labels=None): (the loss of each token [b, s], or without
+    labels the scores; the scores of the two orders [b, 2] or None); before the last stage hidden states.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        num_tokentypes: int = 2,
+        add_binary_head: bool = True,
+        parallel_output: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+    ):
+        config = config or get_runtime().config.transformer
+        options = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
+        super().__init__(config, **options, **parts_of_stage(pre_process, post_process))
+        self.pre_process, self.post_process = pre_process, post_process
+        self.parallel_output = parallel_output
+
+    def forward(
+        self,
+        bert_model_input: Tensor | None,
+        attention_mask: Tensor,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+    ) -> Any:
+        result = super().forward(bert_model_input, attention_mask, tokentype_ids, lm_labels)
+        if not self.post_process:
+            return result
+        words, order = result
+        is_whole = lm_labels is not None or self.parallel_output
+        return (words if is_whole else mappings.gather_last(words, self.axis)).contiguous(), order
