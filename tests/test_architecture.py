@@ -22,7 +22,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
     "config device grid boxes enums errors pending lazy batch_size parallel_config stage_map storage",
-    "comm mesh current_mesh job model_parallel parallel_state placement random main_grad weight_grads products tiers utils",
+    "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
     "models",
@@ -298,7 +298,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 1_830,
+    "megatron/core": 1_890,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 350,
     "megatron/core/datasets": 1_960,

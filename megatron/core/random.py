@@ -1,8 +1,8 @@
 """Initial weights and dropout masks, seeded by names and positions, never by ranks: the same in every layout.
 
 A weight is cut into fixed tiles. Each tile is drawn on the CPU from a generator seeded by (seed, name, tile), and a rank draws
-only the tiles that overlap its shard. A dropout mask is drawn from a generator seeded by (seed, site, layer, sample), so
-recompute derives it again from its key, and no generator state is saved.
+only the tiles that overlap its shard. A dropout mask is a function of (seed, site, layer, sample, head, row, column), so
+recompute and the backward draw it again, and no generator state is saved.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
+from megatron.core.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
 from megatron.core.grid import ALONE, Axis
 from megatron.core.placement import Constant, Normal, pieces
 
@@ -115,7 +116,15 @@ class DropoutKeys:
 
     def __init__(self, seed: int):
         self.seed = seed
-        self.samples: tuple[int, ...] = ()
+        self.samples = ()
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: tuple[int, ...]) -> None:
+        self._samples, self._words = samples, {}
 
     @contextlib.contextmanager
     def naming(self, samples: tuple[int, ...]) -> Iterator[None]:
@@ -126,55 +135,72 @@ class DropoutKeys:
         finally:
             self.samples = before
 
-    def of(self, sample_row: int, site: str, layer: int, *more: int) -> int:
-        assert sample_row < len(self.samples), f"no row {sample_row} in a microbatch of {len(self.samples)} samples"
-        return seed_of(self.seed, site, layer, self.samples[sample_row], *more)
+    def words_on(self, device: torch.device) -> Tensor:
+        """[samples, 2] for `keys_at`, made once a microbatch."""
+        if device not in self._words:
+            self._words[device] = pairs_of_words(seed_of(self.seed, sample) for sample in self.samples).to(device)
+        return self._words[device]
 
 
-def keep_mask(shape: tuple[int, ...], probability: float, key: int, device: torch.device) -> Tensor:
-    """A mask that is True with probability 1 - `probability`: a function of the key and the device type."""
-    if device.type == "meta":
-        return torch.empty(shape, dtype=torch.bool, device=device)
-    generator = torch.Generator(device).manual_seed(key)
-    return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - probability, generator=generator)
+class KeyedDropout(nn.Module):
+    """Dropout with masks by (seed, site, layer, sample, row and column within the sample), whatever the rank, device or dtype."""
 
-
-class HiddenDropout(nn.Module):
-    """Dropout of hidden states [s, b, h], the same in every layout.
-
-    Under sequence parallelism a rank applies its shard of each sample's mask.
-    """
-
-    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, sequence_axis: Axis | None):
+    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int):
         super().__init__()
         self.probability, self.keys = probability, keys
         self.site, self.layer = site, layer
-        self.sequence_axis = sequence_axis
+        self._place: dict[torch.device, Tensor] = {}
+
+    @property
+    def is_active(self) -> bool:
+        return self.training and self.probability > 0
+
+    def place_on(self, device: torch.device) -> Tensor:
+        """[2] for `keys_at`."""
+        if device not in self._place:
+            self._place[device] = pairs_of_words([seed_of(self.site, self.layer)])[0].to(device)
+        return self._place[device]
+
+    def keys_of_rows(self, rows: int, device: torch.device) -> Tensor:
+        """[rows, 2], of the samples in the first rows of the microbatch."""
+        samples = self.keys.words_on(device)
+        assert rows <= len(samples), f"no row {rows - 1} in a microbatch of {len(samples)} samples"
+        return keys_at(samples[:rows], self.place_on(device))
+
+
+class HiddenDropout(KeyedDropout):
+    """Dropout of hidden states [s, b, h], the same in every layout.
+
+    Under sequence parallelism a rank draws the rows of its part of the sequence.
+    """
+
+    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, sequence_axis: Axis | None):
+        super().__init__(probability, keys, site, layer)
+        self.sequence_axis = sequence_axis or ALONE
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.probability == 0:
-            return x
-        axis = self.sequence_axis or ALONE
-        shape = (x.shape[0] * axis.size, x.shape[2])
-        mine = comm.my_part(shape[0], axis)
-        keys = [self.keys.of(row, self.site, self.layer) for row in range(x.shape[1])]
-        keep = [keep_mask(shape, self.probability, key, x.device)[mine] for key in keys]
-        return x * torch.stack(keep, dim=1) / (1 - self.probability)  # [s, b, h]
+        return dropped(x, self.words_for(x), self.probability) if self.is_active else x
+
+    def words_for(self, x: Tensor) -> MaskWords:
+        """Of the mask of x [s, b, h]."""
+        tokens, device = x.shape[0], x.device
+        lines = numbered_keys(self.keys_of_rows(x.shape[1], device), self.sequence_axis.rank * tokens, tokens)
+        return MaskWords(lines.transpose(0, 1), column_words(x.shape[2], self.place_on(device)))
 
 
-class AttentionDropout(nn.Module):
+class AttentionDropout(KeyedDropout):
     """Dropout of attention probabilities [b, heads, s, s], with one mask per sample and head: the same for every tp size."""
 
     def __init__(self, probability: float, keys: DropoutKeys, layer: int, first_head: int):
-        super().__init__()
-        self.probability, self.keys = probability, keys
-        self.layer, self.first_head = layer, first_head
+        super().__init__(probability, keys, "attention", layer)
+        self.first_head = first_head
 
     def forward(self, probabilities: Tensor) -> Tensor:
-        if not self.training or self.probability == 0:
+        if not self.is_active:
             return probabilities
-        rows, shape = probabilities.shape[:2], probabilities.shape[2:]
-        heads = ((row, self.first_head + head) for row, head in product(*map(range, rows)))
-        keys = [self.keys.of(row, "attention", self.layer, head) for row, head in heads]
-        keep = [keep_mask(shape, self.probability, key, probabilities.device) for key in keys]
-        return probabilities * torch.stack(keep).view_as(probabilities) / (1 - self.probability)
+        return dropped(probabilities, self.words_for(probabilities.shape, probabilities.device), self.probability)
+
+    def words_for(self, shape: tuple[int, ...], device: torch.device) -> MaskWords:
+        """Of the masks of scores of `shape` [b, heads, s, s]."""
+        of_heads = numbered_keys(self.keys_of_rows(shape[0], device), self.first_head, shape[1])
+        return MaskWords(numbered_keys(of_heads, 0, shape[2]), column_words(shape[3], self.place_on(device)))

@@ -89,20 +89,22 @@ def kept_by_layer(more: str) -> float:
     return (kept[1] - kept[0]) / (32 * 2 * 64)
 
 
-# arXiv:2205.05198, table 2, without scores; ours has two numbers a row of each norm and one a row and head more: 1/4 to 1/2 of s b h here.
+# arXiv:2205.05198, table 2, without scores and the masks of the two dropouts, 2 s b h there: ours are drawn again, from two words a row of
+# each and one a column, 3/8 of s b h here. Ours has two numbers a row of each norm and one a row and head more: 1/4 to 1/2 of s b h here.
 @pytest.mark.parametrize(
     ("more", "units"),
     [
-        ("", 34),
-        ("--tensor-model-parallel-size 4 --world-size 4", 10 + 24 / 4),
-        ("--tensor-model-parallel-size 4 --world-size 4 --sequence-parallel", 34 / 4),
+        ("", 32),
+        ("--tensor-model-parallel-size 4 --world-size 4", 8 + 24 / 4),
+        ("--tensor-model-parallel-size 4 --world-size 4 --sequence-parallel", 32 / 4),
         ("--recompute-granularity full --recompute-method uniform", 2),
-        ("--recompute-granularity selective --recompute-modules mlp", 34 - 16),
-        ("--recompute-granularity selective --recompute-modules layernorm", 34 - 4),
+        ("--recompute-granularity selective --recompute-modules mlp", 32 - 16),
+        ("--recompute-granularity selective --recompute-modules layernorm", 32 - 4),
     ],
 )
 def test_activations_of_a_layer_are_the_published_ones(more: str, units: float):
-    assert units <= kept_by_layer(more) <= units + 0.51
+    words = 0 if "full" in more else 3 / 8
+    assert units <= kept_by_layer(more) <= units + words + 0.51
 
 
 @pytest.mark.parametrize(("schedule", "live"), [("1f1b", (4, 3, 2)), ("gpipe", (8, 8, 8)), ("zb-h1", (4, 4, 4))])
@@ -112,7 +114,7 @@ def test_activations_count_the_microbatches_alive(schedule: str, live: tuple[int
     ranks = ranks_of(words)
     kept = ranks[1].bytes["activations"] - ranks[2].bytes["activations"]
     if schedule == "1f1b":
-        assert kept * 32 == pytest.approx(34.4 * 32 * 32 * 2 * 64, rel=0.02)
+        assert kept * 32 == pytest.approx(32.8 * 32 * 32 * 2 * 64, rel=0.02)
     else:
         assert abs(kept) < 0.1 * ranks[1].bytes["activations"]
 

@@ -22,12 +22,10 @@ from megatron.core.random import (
     DropoutKeys,
     HiddenDropout,
     initialize_parameters,
-    keep_mask,
     normal_box,
     seed_of,
 )
 
-CPU = torch.device("cpu")
 SIGMAS = 5  # a bound that a right implementation misses once in two million draws; the seeds are fixed besides
 
 
@@ -309,13 +307,16 @@ def test_a_row_without_a_named_sample_is_our_mistake():
 
 
 def test_masks_do_not_follow_torchs_settings():
-    expected = keep_mask((100,), 0.3, 5, CPU)
+    expected, threads = attention_kept(shape=(1, 2, 8, 2**15)), torch.get_num_threads()
     try:
         torch.manual_seed(99)
         torch.set_default_dtype(torch.float64)
-        assert torch.equal(keep_mask((100,), 0.3, 5, CPU), expected)
+        for count in (1, 3):  # which choose the blocks
+            torch.set_num_threads(count)
+            assert torch.equal(attention_kept(shape=(1, 2, 8, 2**15)), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
 
 
 def test_training_leaves_every_global_generator_alone():

@@ -1,0 +1,140 @@
+"""Dropout masks by a counter-based function: bit (line, column) follows from 64 key bits of the line and a word of the column.
+
+    sample  -> 64 bits, a cryptographic hash of (seed, sample)          once a microbatch, in Python
+    place   -> 64 bits, a cryptographic hash of (site, layer)           once
+    key     =  mixed(place, by the sample's bits)                       64 bits a sample
+    head    =  mixed(number of the head, by key)                        64 bits a sample and head, for attention
+    line    =  mixed(number of the row, by head, or by key)             64 bits a row of the mask
+    column  =  mixed(number of the column, by the place's bits)         32 bits a column
+    element =  mixed(column, by line) >= the threshold of p             dropped with probability round(p 2^32) / 2^32
+
+`mixed` is two rounds of xor-shift and multiplication, those of lowbias32 with the constants of least known bias (C. Wellons,
+"Prospecting for hash functions", 2018), between words of a key, as in an iterated Even-Mansour cipher. A key is never added
+to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap, equal on every device,
+in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws what it holds, and the backward draws again.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_BLOCK_PER_THREAD = (
+    2**17
+)  # elements drawn at once on a CPU: their two int32 buffers, input and output fill an L2 cache of 2 MiB
+_BLOCK_ELSEWHERE = 2**22  # keeps a large device busy; its buffers take 32 MiB
+_MULTIPLIERS = 0x21F0AAAD, 0xD35A2D97 - 2**32  # as signed words
+
+
+class MaskWords(NamedTuple):
+    """What a mask [*lines, width] is drawn from: int32 words."""
+
+    lines: Tensor  # [*lines, 2]
+    columns: Tensor  # [width]
+
+
+def pairs_of_words(keys: Iterable[int]) -> Tensor:
+    """64-bit keys as int32 [keys, 2], on the CPU."""
+    halves = [[key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF] for key in keys]
+    return torch.tensor(halves, dtype=torch.int64, device="cpu").to(torch.int32).view(-1, 2)  # the conversion wraps
+
+
+def mixed(counter: Tensor, keys: Tensor) -> Tensor:
+    """A word for each counter [...], by keys [..., 2]: a bijection of the counter for each key, and of each key word."""
+    return _shifted(_draws(counter, keys[..., 0], keys[..., 1]), 16)
+
+
+def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """`mixed` but for its last shift, which matters for low bits only: uniform for uniform keys."""
+    x = counter ^ first
+    x = _shifted(x, 16)
+    x *= _MULTIPLIERS[0]
+    x ^= second
+    x = _shifted(x, 15)
+    x *= _MULTIPLIERS[1]
+    # Before a comparison C++ may take (x * c >= 0) for (x >= 0), since it leaves the overflow of signed products undefined.
+    x ^= first
+    return x
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x ^ (x >> by) of unsigned words, in place. The shift of signed words brings in copies of the sign, which are cut off."""
+    high = x >> by
+    high &= (1 << (32 - by)) - 1
+    x ^= high
+    return x
+
+
+def _numbered(first: int, count: int, device: torch.device) -> Tensor:
+    """Counters [count, 2] of the two words of keys number `first` and up."""
+    return torch.arange(2 * first, 2 * (first + count), dtype=torch.int32, device=device).view(count, 2)
+
+
+def keys_at(samples: Tensor, place: Tensor) -> Tensor:
+    """Keys [b, 2] of the samples' masks at a place. samples: [b, 2]. place: [2]."""
+    return mixed(place, samples[:, None])
+
+
+def numbered_keys(keys: Tensor, first: int, count: int) -> Tensor:
+    """Keys [..., count, 2] numbered from `first` under each of the keys [..., 2]: of heads under samples, of rows under heads."""
+    return mixed(_numbered(first, count, keys.device), keys[..., None, None, :])
+
+
+def column_words(width: int, place: Tensor) -> Tensor:
+    """[width]"""
+    return mixed(torch.arange(width, dtype=torch.int32, device=place.device), place)
+
+
+def threshold_of(probability: float) -> int:
+    """The least signed word that is kept: words are uniform, so the others are dropped with round(p 2^32) / 2^32."""
+    return min(round(probability * 2**32), 2**32 - 1) - 2**31
+
+
+def kept(words: MaskWords, probability: float) -> Tensor:
+    """The mask, bool [*lines, width], True where an element is kept. Holds several words an element unless it is compiled."""
+    return _draws(words.columns, words.lines[..., :1], words.lines[..., 1:]) >= threshold_of(probability)
+
+
+def dropped(x: Tensor, words: MaskWords, probability: float) -> Tensor:
+    """x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere. The backward draws the mask again: none is saved."""
+    if torch.compiler.is_compiling():  # one expression, to be fused with what stands around it
+        return torch.where(kept(words, probability), x * (1 / (1 - probability)), 0)
+    return _Dropped.apply(x, words.lines, words.columns, probability)
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lines: Tensor, columns: Tensor, probability: float) -> Tensor:
+        ctx.save_for_backward(lines, columns)
+        ctx.probability = probability
+        return _dropped_by_blocks(x, lines, columns, probability)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _dropped_by_blocks(grad, *ctx.saved_tensors, ctx.probability), None, None, None
+
+
+def _dropped_by_blocks(x: Tensor, lines: Tensor, columns: Tensor, probability: float) -> Tensor:
+    """`dropped`, lines by lines, so that all words of a block stay in the cache.
+
+    A dropped number's bits are multiplied by 0 and a kept one's by 1, as integers: a bool mask would take longer than its draw.
+    """
+    width, threshold = x.shape[-1], threshold_of(probability)
+    flat, lines = x.reshape(-1, width), lines.reshape(-1, 2)
+    out = torch.empty_like(flat)
+    bits = out.view(_INTEGERS[x.element_size()])
+    step = max(1, _block_on(x.device) // max(1, width))
+    for start in range(0, flat.shape[0] if not x.is_meta else min(1, flat.shape[0]), step):
+        block = slice(start, start + step)
+        keep = _draws(columns, lines[block, :1], lines[block, 1:]).ge_(threshold)
+        torch.mul(flat[block], 1 / (1 - probability), out=out[block])
+        bits[block] *= keep.to(bits.dtype)
+    return out.view(x.shape)
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def _block_on(device: torch.device) -> int:
+    return _BLOCK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _BLOCK_ELSEWHERE
