@@ -22,7 +22,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
     "config device grid boxes enums errors pending lazy batch_size parallel_config stage_map storage",
-    "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils",
+    "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
     "models",
@@ -298,7 +298,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 1_890,
+    "megatron/core": 2_010,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 350,
     "megatron/core/datasets": 1_960,
@@ -309,10 +309,10 @@ BUDGETS = {
     "megatron/core/optimizer": 960,
     "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 140,
-    "megatron/core/tensor_parallel": 510,
+    "megatron/core/tensor_parallel": 580,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 850,
+    "megatron/core/transformer": 915,
     "megatron/data": 10,
     "megatron/model": 10,
     "megatron/mpu": 10,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron.core import comm, parallel_state, products
+from megatron.core.compiler import settle_compiling
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.datasets.fim import FillInTheMiddle
@@ -114,6 +115,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
         tier = make_tier(config.offload, world.rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, world.size))
     current().products = ways = settle_products(config, world, device, settings.notes)
+    settings.notes.extend(settle_compiling(config.transformer, device.torch_device, world))
     names_data = (config.checkpoint.save or config.checkpoint.load) and world.is_first
     runtime = Runtime(
         config,

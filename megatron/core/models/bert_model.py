@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron.core.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import BERT_RULES
 from megatron.core.placement import Constant, Normal, Placement
@@ -118,4 +119,5 @@ class BertModel(LanguageModelStage):
         scores = self.word_bias(self.language_model.scores(self.lm_head(x)))
         if lm_labels is None:
             return scores.transpose(0, 1), order
-        return sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size).t(), order
+        compiled = compiles(self.config, scores.device)
+        return sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, compiled=compiled).t(), order

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from megatron.core.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import GPT_RULES
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
@@ -36,7 +37,15 @@ class GPTModel(LanguageModelStage):
         if labels is None:
             return scores.transpose(0, 1)
         smoothing, z_loss = self.config.label_smoothing, self.config.z_loss_coeff
+        compiled = compiles(self.config, scores.device)
         losses = sharded_cross_entropy(
-            scores, labels.t(), self.axis, self.vocab_size, label_smoothing=smoothing, z_loss=z_loss
+            scores,
+            labels.t(),
+            self.axis,
+            self.vocab_size,
+            label_smoothing=smoothing,
+            z_loss=z_loss,
+            compiled=compiled,
+            overwrite=compiled,
         )
         return losses.t()  # [b, s]

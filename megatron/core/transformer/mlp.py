@@ -1,11 +1,12 @@
 """The MLP of a layer: column-parallel, activation, row-parallel."""
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from megatron.core.compiler import compiles
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -21,13 +22,14 @@ class ParallelMLP(nn.Module):
         super().__init__()
         del layer  # all layers have the same MLP
         f, tp = config.ffn_size, context.tp
-        self.activation = gated_silu if config.swiglu else gelu
+        self.activation = REGIONS["gated_silu" if config.swiglu else "gelu"].chosen(config, tp.device)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             2 * f if config.swiglu else f,
             tp=tp,
             init=Normal(config.init_method_std),
             bias=config.add_bias_linear,
+            skip_bias_add=compiles(config, tp.device),  # a compiled activation adds it
             blocks=(f, f) if config.swiglu else (),
         )
         self.linear_fc2 = RowParallelLinear(
@@ -35,17 +37,6 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        inner, _ = self.linear_fc1(x)
-        out, _ = self.linear_fc2(self.activation(inner))
+        inner, bias = self.linear_fc1(x)
+        out, _ = self.linear_fc2(self.activation(inner, bias))
         return out
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x * Phi(x) in its tanh form, as GPT-2's and Megatron's fused kernel."""
-    return functional.gelu(x, approximate="tanh")
-
-
-def gated_silu(x: Tensor) -> Tensor:
-    """silu(gate) * up, x: [.., gate | up]"""
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up

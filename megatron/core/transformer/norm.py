@@ -6,46 +6,37 @@ of the weight. `partial`: whether a rank's gradient is partial; None: under sequ
 """
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from megatron.core.compiler import compiles
 from megatron.core.placement import Constant
-from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class LayerNorm(nn.Module):
-    """x -> (x - mean) / sqrt(var + epsilon) * weight + bias over the last dimension."""
+class Norm(nn.Module):
+    """x -> norm(x) * weight (+ bias) over the last dimension, by the region of its name:
 
-    def __init__(self, width: int, epsilon: float, tp: TensorParallel, partial: bool | None = None):
+    LayerNorm: norm(x) = (x - mean) / sqrt(var + epsilon), with a bias; RMSNorm: x / sqrt(mean(x^2) + epsilon)
+    (arXiv:1910.07467), without.
+    """
+
+    def __init__(self, config: TransformerConfig, context: LayerContext, width: int, partial: bool | None = None):
         super().__init__()
-        self.epsilon = epsilon
+        name, tp = config.normalization, context.tp
+        self.epsilon = config.norm_epsilon
         self.weight = tp.replicated((width,), Constant(1.0), partial=partial)
-        self.bias = tp.replicated((width,), Constant(0.0), partial=partial)
+        self.bias = tp.replicated((width,), Constant(0.0), partial=partial) if name == "LayerNorm" else None
+        self.region, self.carries = REGIONS[name].chosen(config, tp.device), compiles(config, tp.device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return functional.layer_norm(x, weight.shape, weight, bias, self.epsilon).to(self.weight.dtype)
-
-
-class RMSNorm(nn.Module):
-    """x -> x / sqrt(mean(x^2) + epsilon) * weight over the last dimension (arXiv:1910.07467)."""
-
-    def __init__(self, width: int, epsilon: float, tp: TensorParallel, partial: bool | None = None):
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = tp.replicated((width,), Constant(1.0), partial=partial)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        return functional.rms_norm(x, weight.shape, weight, self.epsilon).to(self.weight.dtype)
-
-
-_NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    def forward(self, x: Tensor, *, beside_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """norm(x). beside_input: (x, norm(x)); one that `carries` adds the gradients of both in its own pass."""
+        both = self.region(x, self.weight, self.bias, self.epsilon)
+        return both if beside_input else both[1]
 
 
 def make_norm(
     config: TransformerConfig, context: LayerContext, *, width: int | None = None, partial: bool | None = None
 ) -> nn.Module:
     """The norm of --normalization, over the residual stream or another width."""
-    return _NORMS[config.normalization](width or config.hidden_size, config.norm_epsilon, context.tp, partial)
+    return Norm(config, context, width or config.hidden_size, partial)

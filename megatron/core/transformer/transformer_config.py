@@ -1,4 +1,4 @@
-"""The settings of a transformer: shape, recomputation and offload, loss, and precision; four configs in one."""
+"""The settings of a transformer: shape, recomputation and offload, loss, precision, and compilation; five configs in one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from megatron.core.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, Positive, WholeNumber, knob, out_of_range
 from megatron.core.transformer.kernels import KERNELS
 from megatron.core.transformer.window import (
@@ -238,7 +239,7 @@ class PrecisionConfig(FlagConfig):
 
 
 @dataclass(frozen=True)
-class TransformerConfig(PrecisionConfig, LossConfig, RecomputeConfig, ShapeConfig):
+class TransformerConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, ShapeConfig):
     """Model."""  # a dataclass lists the fields of its last base first, and so do help and manifests
 
 

@@ -50,14 +50,16 @@ class ParallelTransformerLayer(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         attend = lambda normed: self.self_attention(normed, mask, angles, cache)  # noqa: E731
-        x = x + self.attention_dropout(self._of_norm(self.input_layernorm, x, attend))
+        x, out = self._of_norm(self.input_layernorm, x, attend)
+        x = x + self.attention_dropout(out)
         mlp = partial(recomputed, self.mlp, self.keys) if self.recomputes_mlp else self.mlp
-        return x + self.mlp_dropout(self._of_norm(self.pre_mlp_layernorm, x, mlp))
+        x, out = self._of_norm(self.pre_mlp_layernorm, x, mlp)
+        return x + self.mlp_dropout(out)
 
-    def _of_norm(self, norm: nn.Module, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
-        """block(norm(x))"""
-        normed = norm(x)
+    def _of_norm(self, norm: nn.Module, x: Tensor, block: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """(x, block(norm(x)))"""
+        x, normed = norm(x, beside_input=True) if getattr(norm, "carries", False) else (x, norm(x))
         result = block(normed)
         if self.recomputes_norms and result.requires_grad:
             give_up(normed, partial(norm, x), until=result)
-        return result
+        return x, result

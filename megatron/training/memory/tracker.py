@@ -28,7 +28,8 @@ from megatron.core.storage.stored import Stored, StoredTensor
 _COUNTED = ("parameters", "gradients", "optimizer", "activations", "communication")
 _ROOT = str(Path(__file__).resolve().parents[2]) + "/"
 _DOUBLES = "training/memory/shapes.py"  # replaces torch and other ranks; its caller decides the kind
-_GIVES_UP = "core/transformer/norm.py"  # recomputation frees and refills its outputs without an operator
+# Of norms, whose outputs recomputation frees and refills without an operator.
+_GIVES_UP = ("core/transformer/regions.py", "core/compiler.py")
 _READS = "core/tiers/tier.py"  # data from a file are host slices until they are viewed in their dtype
 # Path, or start of a path, that allocates -> kind; None: the caller decides.
 _KIND_OF = {

@@ -53,7 +53,7 @@ PRECISION = ("bf16", "fp16", "fp64", "fp32_residual_connection")
 # Model settings that change the course of training, but not the meaning of parameters.
 COURSE_OF_MODEL = (
     *("hidden_dropout", "attention_dropout", "init_method_std", "label_smoothing", "z_loss_coeff"),
-    *("attention_backend", "cpu_half_products"),
+    *("attention_backend", "cpu_half_products", "compile"),
 )
 # Compared by the files' content, if both sides have its hash.
 BY_TOKENIZER = tuple(f.name for f in knobs(TokenizerConfig))

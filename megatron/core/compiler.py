@@ -1,0 +1,198 @@
+"""Functions of tensors run compiled by torch.compile: what `--compile` chooses, what it needs, what it has cost.
+
+    half = Compiled(lambda x: (x / 2,))      a formula: no side effects, a tuple of tensors
+    y, = half(x)                             compiled at the first call of each dtype; a second length makes lengths symbols
+
+A `Region` is a differentiable function of two formulas, forward and backward, which says what it saves. torch.compile
+could derive the backward; it would choose what to save while it compiles, and a prediction of memory could not know it.
+
+torch.compile belongs to the process: ranks that run as threads share what it has compiled.
+"""
+
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._triton import has_triton
+
+from megatron.core import comm
+from megatron.core.config import FlagConfig, knob
+from megatron.core.grid import Axis
+
+Formula = Callable[..., tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True)
+class CompileConfig(FlagConfig):
+    """What torch.compile compiles."""
+
+    compile: Literal["off", "regions"] = knob(
+        "off",
+        "torch.compile: regions: the work between matrix products (norms, activations, rotary positions, cross entropy); "
+        "needs a C++ compiler for a CPU, Triton elsewhere, and is off without",
+    )
+
+
+# ---------------------------------------------------------------- whether it can
+
+
+@cache
+def why_not(device: str) -> str | None:
+    """The reason why this process cannot compile for a kind of device, None if it can."""
+    if device == "cpu":
+        names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+        if not any(map(shutil.which, names)):
+            return f"there is no C++ compiler ({' or '.join(names)} on PATH, or CXX)"
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            return "Python's headers are not installed (python3-dev)"
+    elif device != "meta" and not has_triton():
+        return "torch finds no Triton for this device"
+    return None
+
+
+_lacking: set[str] = set()  # kinds of device for which some rank of the job cannot compile
+
+
+def compiles(config: CompileConfig, device: torch.device | str) -> bool:
+    """Whether regions on this device run compiled."""
+    kind = torch.device(device).type
+    return config.compile != "off" and kind not in _lacking and why_not(kind) is None
+
+
+def settle_compiling(config: CompileConfig, device: torch.device | str, world: Axis) -> list[str]:
+    """One decision for all ranks of `world`; the log lines about it. Every rank must call."""
+    if config.compile == "off":
+        return []
+    kind = torch.device(device).type
+    reason = why_not(kind)
+    lacks = torch.tensor(float(reason is not None), device=device)
+    if not comm.all_reduce(lacks, world, "max").item():
+        return [f"--compile {config.compile}: compiled code is kept in {cache_folder()}"]
+    _lacking.add(kind)
+    return [f"--compile {config.compile} is off: {reason or 'another rank lacks what it needs'}"]
+
+
+def cache_folder() -> Path:
+    """Where compiled code outlives the process: TORCHINDUCTOR_CACHE_DIR, else in the user's cache folder."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(users / "megatron-anywhere" / "compiled")
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+# ---------------------------------------------------------------- what it has cost
+
+
+@dataclass
+class Spent:
+    """Compilation in this process so far."""
+
+    programs: int = 0
+    seconds: float = 0.0  # by the clock, including the import of the compiler
+
+
+_imported_in = 0.0
+
+
+def spent() -> Spent:
+    if not _imported_in:
+        return Spent()
+    of_phases = torch._dynamo.utils.calculate_time_spent()
+    return Spent(
+        torch._dynamo.utils.counters["stats"]["unique_graphs"], _imported_in + of_phases.get("total_wall_time", 0.0)
+    )
+
+
+def _compile(formula: Formula) -> Formula:
+    """torch.compile, prepared: small programs one after the other do not repay a pool of compiling processes, and one formula
+    serves many dtypes and kinds of argument."""
+    global _imported_in
+    began = time.perf_counter()
+    cache_folder()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    run = torch.compile(formula, fullgraph=True)
+    if not _imported_in:
+        torch._dynamo.config.recompile_limit = _MOST_PROGRAMS
+        _imported_in = time.perf_counter() - began
+    return run
+
+
+_MOST_PROGRAMS = 64  # of one formula; beyond it torch raises an error
+
+
+# ---------------------------------------------------------------- what is compiled
+
+
+class Compiled:
+    """A formula that is compiled where it is called with tensors that have values.
+
+    On the meta device it makes its results and, as the compiled program, nothing in between.
+    """
+
+    def __init__(self, formula: Formula):
+        self.formula, self._run = formula, None
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
+        # Plain tensors of one kind: parameters, and what requires a gradient, would each be compiled anew.
+        plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+        if any(isinstance(x, Tensor) and x.is_meta for x in plain):
+            with _disable_current_modes():
+                made = self.formula(*plain)
+            return tuple(None if x is None else torch.empty_like(x) for x in made)
+        if self._run is None:
+            self._run = _compile(self.formula)
+        return self._run(*plain)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A differentiable function between two products: its eager form, and the same as two formulas.
+
+    eager(*inputs): by torch's operations, the reference. forward(*inputs) -> its results, then what the backward needs beside
+    the inputs in `reads` (their positions). backward(*gradients of the results, *read inputs, *kept) -> the gradient of each
+    input, None for numbers. carries: the first input is the first result too, as the residual stream is; backward then gets
+    the gradient of both and adds them in the same pass.
+    """
+
+    eager: Callable[..., Any]
+    forward: Formula
+    backward: Formula
+    reads: tuple[int, ...]
+    results: int = 1
+    carries: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            object.__setattr__(self, name, Compiled(getattr(self, name)))
+
+    def compiled(self, *inputs: Any) -> Any:
+        """What `eager` gives, by the compiled formulas."""
+        return _Differentiable.apply(self, *inputs)
+
+    def chosen(self, config: CompileConfig, device: torch.device | str) -> Callable[..., Any]:
+        return self.compiled if compiles(config, device) else self.eager
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: Region, *inputs: Any) -> Any:
+        made, read = region.forward(*inputs), [inputs[i] for i in region.reads]
+        ctx.region, ctx.numbers = region, [None if isinstance(x, Tensor) else x for x in read]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in read), *made[region.results :])
+        results = (*inputs[: region.carries], *made[: region.results])
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, numbers = ctx.saved_tensors, ctx.numbers
+        read = [number if x is None else x for x, number in zip(saved, numbers)]
+        return None, *ctx.region.backward(*grads, *read, *saved[len(numbers) :])

@@ -1,0 +1,125 @@
+"""The regions of a layer: what lies between its products, eager and as the formulas that `--compile regions` compiles.
+
+Formulas compute in float32 or wider and round once, at their end. Gradients of weights and biases are summed over all other
+dimensions.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.core.compiler import Region
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _of_rows(grad: Tensor, like: Tensor | None) -> Tensor | None:
+    """The gradient of a vector that each row used."""
+    return None if like is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(like.dtype)
+
+
+# ---------------------------------------------------------------- norms: (x, weight, bias or None, epsilon) -> (x, norm(x))
+
+
+def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    parts = weight.to(x.dtype), bias.to(x.dtype)
+    return x, functional.layer_norm(x, weight.shape, *parts, epsilon).to(weight.dtype)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+    wide = _wide(x)
+    mean = wide.mean(dim=-1, keepdim=True)
+    centered = wide - mean
+    scale = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (centered * scale * _wide(weight) + _wide(bias)).to(weight.dtype), mean, scale
+
+
+def _layer_norm_backward(
+    carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor | None, ...]:
+    normed, g = (_wide(x) - mean) * scale, _wide(grad)
+    by_normed = g * _wide(weight)
+    inner = by_normed.mean(dim=-1, keepdim=True) + normed * (by_normed * normed).mean(dim=-1, keepdim=True)
+    grad_x = (carried + (by_normed - inner) * scale).to(x.dtype)
+    return grad_x, _of_rows(g * normed, weight), _of_rows(g, bias), None
+
+
+def _eager_rms_norm(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, Tensor]:
+    return x, functional.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon).to(weight.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, ...]:
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (wide * scale * _wide(weight)).to(weight.dtype), scale
+
+
+def _rms_norm_backward(
+    carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: None, scale: Tensor
+) -> tuple[Tensor | None, ...]:
+    normed, g = _wide(x) * scale, _wide(grad)
+    by_normed = g * _wide(weight)
+    inner = normed * (by_normed * normed).mean(dim=-1, keepdim=True)
+    return (carried + (by_normed - inner) * scale).to(x.dtype), _of_rows(g * normed, weight), None, None
+
+
+# ---------------------------------------------------------------- activations: (x, bias or None) -> f(x + bias)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return _wide(x) if bias is None else _wide(x) + _wide(bias)
+
+
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x * Phi(x) in its tanh form, as GPT-2's and Megatron's fused kernel."""
+    return functional.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+# (1 + tanh z) / 2 is sigmoid(2 z), which compilers compute in a third of the time: z = sqrt(2 / pi) (x + 0.044715 x^3)
+_TWICE, _CUBED = 2 * math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+    wide = _plus(x, bias)
+    return ((wide * torch.sigmoid(_TWICE * wide * (1 + _CUBED * wide * wide))).to(x.dtype),)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    wide = _plus(x, bias)
+    square = wide * wide
+    share = torch.sigmoid(_TWICE * wide * (1 + _CUBED * square))
+    slope = _TWICE * wide * (1 + 3 * _CUBED * square)
+    grad_x = _wide(grad) * (share + slope * share * (1 - share))
+    return grad_x.to(x.dtype), _of_rows(grad_x, bias)
+
+
+def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, x: [.., gate | up]"""
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _gated_silu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+    gate, up = _plus(x, bias).chunk(2, dim=-1)
+    return ((gate * torch.sigmoid(gate) * up).to(x.dtype),)
+
+
+def _gated_silu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    gate, up = _plus(x, bias).chunk(2, dim=-1)
+    share, g = torch.sigmoid(gate), _wide(grad)
+    grad_x = torch.cat((g * up * share * (1 + gate * (1 - share)), g * gate * share), dim=-1)
+    return grad_x.to(x.dtype), _of_rows(grad_x, bias)
+
+
+# ---------------------------------------------------------------- the table
+
+REGIONS = {
+    "LayerNorm": Region(_eager_layer_norm, _layer_norm, _layer_norm_backward, reads=(0, 1, 2), carries=True),
+    "RMSNorm": Region(_eager_rms_norm, _rms_norm, _rms_norm_backward, reads=(0, 1, 2), carries=True),
+    "gelu": Region(gelu, _gelu, _gelu_backward, reads=(0, 1)),
+    "gated_silu": Region(gated_silu, _gated_silu, _gated_silu_backward, reads=(0, 1)),
+}
