@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config device grid boxes enums errors pending lazy batch_size parallel_config stage_map storage",
+    "config device grid boxes enums errors pending lazy batch_size parallel_config stage_map storage table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -31,7 +31,7 @@ ROWS = [
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
     core.grid core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
-    core.parallel_config core.stage_map core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
+    core.parallel_config core.stage_map core.table core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
     core.optimizer.lr_schedule core.optimizer.grad_scaler core.optimizer.optimizer_config
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
@@ -298,7 +298,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_010,
+    "megatron/core": 2_035,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 350,
     "megatron/core/datasets": 1_960,
@@ -306,7 +306,7 @@ BUDGETS = {
     "megatron/core/inference": 350,
     "megatron/core/job": 610,
     "megatron/core/models": 290,
-    "megatron/core/optimizer": 960,
+    "megatron/core/optimizer": 965,
     "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 140,
     "megatron/core/tensor_parallel": 580,

@@ -104,20 +104,13 @@ def pretrain(
         if isinstance(forward_step, ModelType) or not callable(forward_step):
             expected = "forward_step(data_iterator, model) -> (output, loss_func)"
             raise TypeError(f"pretrain() needs {expected}, after the model type")
-    run_script(
-        Script(
-            train_valid_test_datasets_provider,
-            model_provider,
-            forward_step,
-            extra_args_provider,
-            args_defaults,
-            {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks},
-            NonLossData(process_non_loss_data_func, non_loss_data_func),
-            rules,
-            group_of,
-            argv,
-        )
-    )
+    ranks_of = {
+        "get_embedding_ranks": get_embedding_ranks,
+        "get_position_embedding_ranks": get_position_embedding_ranks,
+    }
+    non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
+    functions = train_valid_test_datasets_provider, model_provider, forward_step, extra_args_provider
+    run_script(Script(*functions, args_defaults, ranks_of, non_loss, rules, group_of, argv))
 
 
 def run_script(script: Script) -> None:

@@ -9,7 +9,7 @@ from textwrap import indent
 
 import pytest
 from said import tells
-from schedules import CHUNKED, COSTS, FLAT, assert_lists, refusal, sizes_of, training_schedules
+from schedules import CHUNKED, COSTS, FLAT, assert_lists, parse, refusal, sizes_of, training_schedules
 
 from megatron.core import pipeline_parallel
 from megatron.core.pipeline_parallel import schedule as schedule_module
@@ -25,7 +25,13 @@ from megatron.core.pipeline_parallel.schedule import (
     zb_h1,
     zb_interleaved,
 )
-from megatron.core.pipeline_parallel.simulate import bubble, bubble_in_theory, peak_live, peak_live_in_theory
+from megatron.core.pipeline_parallel.simulate import (
+    bubble,
+    bubble_in_theory,
+    make_schedule,
+    peak_live,
+    peak_live_in_theory,
+)
 from megatron.core.pipeline_parallel.table import SCHEDULES, default_chunks
 from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
 from megatron.core.stage_map import fold, loop
@@ -287,6 +293,36 @@ def test_sizes_below_one_are_refused_together():
     assert tells(refusal(gpipe, 0, 1), "gpipe 0 --pipeline-model-parallel-size")
     assert refusal(one_f_one_b, 1, 0).startswith("1f1b: num_microbatches (0)")
     assert refusal(forward_only, 1, 0).startswith("forward_only: num_microbatches (0)")
+
+
+# ---- what is refused
+
+
+def one_stage_moves(p: int, m: int, v: int):
+    return one_f_one_b(p, m)[:: 1 if m == 2 * p else -1]
+
+
+def one_action_moves(p: int, m: int, v: int):
+    first, second = one_f_one_b(p, m)
+    return [[*first, second.pop()], second]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (one_action_moves, "rank 0 has B1.7 stage is on rank 1"),
+        (lambda p, m, v: parse("F0.0 F1.0 F2.0 \n F3.0"), "rank 0 has stages [0, 1], 1 of 2 rank 1 []"),
+        (lambda p, m, v: [], "0 ranks 2"),
+        (lambda p, m, v: None, "NoneType a list of Actions"),
+        (lambda p, m, v: [[1], [2]], "stage a list of Actions"),
+        (one_stage_moves, "[1, 0] with 8 microbatches, on [0, 1] with 4"),
+    ],
+)
+def test_a_schedule_that_places_no_stages_is_refused_by_name(monkeypatch, make, said):
+    monkeypatch.setitem(SCHEDULES, "mine", make)
+    with pytest.raises(ValueError, match=r"^mine: ") as error:
+        make_schedule("mine", 2, 8)
+    assert tells(error.value, f"{said} SCHEDULES['mine']")
 
 
 # ---- the package

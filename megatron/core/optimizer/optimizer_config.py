@@ -11,6 +11,7 @@ from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedu
 from megatron.core.optimizer.muon_config import MuonConfig
 from megatron.core.optimizer.param_groups import GroupRule, others_to
 from megatron.core.placement import Placement
+from megatron.core.table import Table
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,14 @@ def _muon(config: "OptimizerConfig") -> Callable[..., None]:
 
 
 # A script adds a line before it calls pretrain(); --optimizer then takes its name. The states here have torch's names.
-OPTIMIZERS: dict[str, UpdateRule] = {
+_OURS = {
     "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True),
     "sgd": UpdateRule(_sgd, lambda config: ("momentum_buffer",) if config.sgd_momentum else ()),
     "muon": UpdateRule(
         _muon, lambda config: ("momentum_buffer",), whole=True, others=lambda config: config.muon_scalar_optimizer
     ),
 }
+OPTIMIZERS: Table[UpdateRule] = Table("OPTIMIZERS", UpdateRule, _OURS)
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,15 @@ class OptimizerConfig(MuonConfig):
 
     def rule(self, name: str | None = None) -> UpdateRule:
         """The rule of the optimizer `name`; None: --optimizer. Raises ConfigError for a name missing from
-        OPTIMIZERS."""
+        OPTIMIZERS, or states without names."""
         name = name or self.optimizer
         if name not in OPTIMIZERS:
             raise ConfigError(f"the optimizer {name} is not one of OPTIMIZERS: {', '.join(OPTIMIZERS)}")
+        states = OPTIMIZERS[name].states(self)
+        if not isinstance(states, tuple) or not all(isinstance(state, str) for state in states):
+            raise ConfigError(
+                f"OPTIMIZERS[{name!r}]: its states are {states!r}; they must be a tuple of names, () for none"
+            )
         return OPTIMIZERS[name]
 
     def grouping(self, group_of: GroupRule) -> GroupRule:

@@ -1,12 +1,11 @@
 """Simulation of schedules: start and end times, bubble, microbatches in flight, and an explanation of deadlocks."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
-from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.pipeline_parallel.table import make_step
 
 DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # a backward has two matrix products for each one of the forward
 
@@ -17,63 +16,13 @@ class Timeline(NamedTuple):
 
 
 def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """SCHEDULES[name] for these sizes, checked: each action of the step once, no deadlock. Raises ValueError otherwise.
-
-    A script may add schedules. Without the check, a missing backward would silently drop gradients.
-    """
-    schedule = SCHEDULES[name](p, m, v)
-    if problems := problems_of(schedule, p, m, v):
-        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; fix SCHEDULES[{name!r}]")
+    """The schedule of `make_step`, free of deadlock. Raises ValueError otherwise."""
+    schedule = make_step(name, p, m, v)
     try:
         simulate(schedule)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return schedule
-
-
-def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
-    """Missing and surplus actions of a schedule for m microbatches through p * v stages.
-
-    Each stage computes, on one rank, F and B, or F, I and W, once for each microbatch.
-    """
-    if len(schedule) != p:
-        return [f"it has lists for {len(schedule)} ranks, but the pipeline has {p}"]
-    found = Counter((action.stage, rank) for rank, actions in enumerate(schedule) for action in actions)
-    home = {stage: max(range(p), key=lambda rank: found[stage, rank]) for stage in range(p * v)}
-    uneven = [rank for rank in range(p) if list(home.values()).count(rank) != v]
-    if uneven:
-        return [f"rank {rank} has stages {[s for s in home if home[s] == rank]}, not {v} of {p * v}" for rank in uneven]
-    times = Counter(action for actions in schedule for action in actions)
-    wanted = [
-        Action(op, stage, microbatch)
-        for stage, microbatch in product(range(p * v), range(m))
-        for op in (Op.F, *((Op.I, Op.W) if _is_split(times, stage, microbatch) else (Op.B,)))
-    ]
-    needless = times.keys() - set(wanted)
-    return [
-        *(f"rank {home[a.stage]} lacks {a}, {_MEANING[a.op]}" for a in wanted if a not in times),
-        *(f"{action} occurs {count} times" for action, count in times.items() if count > 1),
-        *(f"{action} does not belong to the step" for action in sorted(needless, key=str)),
-        *(
-            f"rank {rank} has {action}, but its stage is on rank {home[action.stage]}"
-            for rank, actions in enumerate(schedule)
-            for action in actions
-            if action not in needless and home[action.stage] != rank
-        ),
-    ]
-
-
-def _is_split(times: Mapping[Action, int], stage: int, microbatch: int) -> bool:
-    return any(Action(op, stage, microbatch) in times for op in (Op.I, Op.W))
-
-
-_MEANING = {
-    Op.F: "a forward",
-    Op.B: "a backward",
-    Op.I: "the input half of a backward",
-    Op.W: "the weight half of a backward",
-}
 
 
 def simulate(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> Timeline:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron.core.table import Table
 from megatron.core.tokenizers import library, sentence_piece
 
 
@@ -69,7 +70,7 @@ _OF_TIK = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tik
 _bert = TokenizerType(library.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
 _MODEL = ("tokenizer_model",)
 
-TOKENIZERS: dict[str, TokenizerType] = {
+_OURS = {
     "BertWordPieceLowerCase": _bert,
     "BertWordPieceCase": _bert,
     "GPT2BPETokenizer": TokenizerType(library.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")),
@@ -84,3 +85,4 @@ TOKENIZERS: dict[str, TokenizerType] = {
         ("null_tokenizer_eod_id",),
     ),
 }
+TOKENIZERS: Table[TokenizerType] = Table("TOKENIZERS", TokenizerType, _OURS)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megatron.core.config import ConfigError
 from megatron.core.random import AttentionDropout
+from megatron.core.table import Table
 from megatron.core.transformer.band import attention_in_band
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 
@@ -99,7 +100,8 @@ class Kernel:
 
 _PLAIN = Kernel(plain_attention)
 _FUSED = Kernel(fused_attention, lambda case: "has no dropout by samples" if case.dropout else None, instead="unfused")
-KERNELS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "unfused": _PLAIN, "local": _PLAIN}
+_OURS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "unfused": _PLAIN, "local": _PLAIN}
+KERNELS: Table[Kernel] = Table("KERNELS", Kernel, _OURS)
 
 
 def kernel_for(name: str, case: AttentionCase) -> Kernel:
