@@ -27,7 +27,7 @@ LAYOUT = {
 }
 # ... and these go with any of them.
 FREE = {
-    "corner": ("plain", "5 words", "two groups", "one group", "smoothing", "head norms", "masks"),
+    "corner": ("plain", "5 words", "two groups", "one group", "smoothing", "head norms", "masks", "windows"),
     "recompute": ("none", "selective", "uniform 2", "block 1"),
     "style": ("gpt2", "llama"),
     "tied": (True, False),

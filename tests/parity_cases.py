@@ -24,6 +24,8 @@ _CORNERS: dict[str, dict] = {
     # With rotary positions: without them the gradient of a key's bias is zero but for rounding, and nothing to compare.
     "head norms": {"qk_layernorm": True, "position_embedding_type": "rope"},
     "masks": {},
+    # Every third layer of the whole model without a window: a stage that counted its own layers would leave out others.
+    "windows": {"window_size": "2,0", "window_attn_skip_freq": "3"},
 }
 
 

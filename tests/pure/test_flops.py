@@ -39,3 +39,27 @@ def test_full_attention_equals_korthikantis_formula():
     published = 72 * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
     shape = ModelShape(layers, hidden, hidden, hidden, 4 * hidden, vocab, seq)
     assert shape.flops_per_token(full_attention=True) * seq == pytest.approx(published, rel=1e-12)
+
+
+def test_a_window_counts_the_keys_that_its_queries_see():
+    """Layers 0, 1, 3 see 3 keys: 3 s - 9 / 2 a sequence, with the triangle at the start; layer 2 half of all, s^2 / 2."""
+    sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
+    full = ModelShape.of(TransformerConfig(**sizes), vocab_size=10, seq_length=8)
+    config = TransformerConfig(**sizes, window_size="2,0", window_attn_skip_freq="3")
+    shape = ModelShape.of(config, vocab_size=10, seq_length=8)
+    fewer, pairs = full.flops_per_token() - shape.flops_per_token(), sum(min(i, 2) + 1 for i in range(8))
+    assert (shape.windows, fewer) == ((3, 3, 3), 3 * 12 * 8 * (8 / 2 - (3 * 8 - 9 / 2) / 8))
+    assert pairs == 3 * 8 - 9 / 2 + 3 / 2, "the diagonal's half is left out, as without a window"
+    assert full.flops_per_token(full_attention=True) - shape.flops_per_token(full_attention=True) == 3 * 12 * 8 * (
+        8 - 3
+    )
+    longer = TransformerConfig(**sizes, window_size="7,0")
+    assert ModelShape.of(longer, vocab_size=10, seq_length=8) == full
+
+
+def test_a_window_of_an_eighth_leaves_15_of_64_of_the_attention():
+    """w s - w^2 / 2 of s^2 / 2, with s = 8 w: Mistral 7B's 4,096 keys in 32,768 tokens."""
+    shape = ModelShape(32, 4096, 4096, 1024, 14336, 32000, 32768, gated=True)
+    inside = ModelShape(32, 4096, 4096, 1024, 14336, 32000, 32768, gated=True, windows=(4096,) * 32)
+    attention, left = (one.flops_per_token() - 6 * one.multiplied_parameters for one in (shape, inside))
+    assert left / attention == 15 / 64

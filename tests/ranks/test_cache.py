@@ -18,6 +18,7 @@ MODELS = {
     "llama": replace(LLAMA, init_method_std=0.3),
     "two groups": replace(LLAMA, num_query_groups=2, init_method_std=0.3, qk_layernorm=True),
     "half rotary": replace(LLAMA, num_query_groups=1, init_method_std=0.3, rotary_percent=0.5),
+    "windows": replace(LLAMA, init_method_std=0.3, window_size="2,0", window_attn_skip_freq="2"),
     "plain kernel": replace(GPT2, init_method_std=0.3, attention_backend="unfused"),
 }
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]

@@ -13,12 +13,13 @@ from megatron.core.transformer.masks import Documents
 
 TOLERANCE = 1e-10
 LEARNED = replace(GPT2, num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)
-CONFIGS = {"learned positions": LEARNED, "rotary positions": LLAMA, "dropout": GPT2}
+WINDOWS = replace(LLAMA, init_method_std=0.3, window_size="2,0", window_attn_skip_freq="4")
+CONFIGS = {"learned positions": LEARNED, "rotary positions": LLAMA, "dropout": GPT2, "windows": WINDOWS}
 PACKED, MASKED = Texts(documents=True, as_mask=False), Texts(documents=True)
 
 
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
-@pytest.mark.parametrize("name", ["learned positions", "rotary positions"])
+@pytest.mark.parametrize("name", ["learned positions", "rotary positions", "windows"])
 def test_a_packed_document_computes_what_it_computes_alone(name: str, backend: str):
     lengths = [[3, 1, 4], [8], [1, 7]]
     tokens = torch.randint(0, VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(0))

@@ -8,6 +8,8 @@ Model FLOPs are those of the mathematics, whatever the implementation: no recomp
         6 L s a        attention scores, and their product with the values, in L layers of width a = heads x head width and
                        sequences of s tokens. Full attention is 12 L s a; a causal query sees half the keys: (s + 1) / 2,
                        counted as s / 2
+        windows        a layer where a query sees w keys, its own among them: w s - w^2 / 2 keys a sequence instead of s^2 / 2;
+                       full attention would count w s
 
 nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention, 6 N + 12 L s a:
 `full_attention=True`.
@@ -29,10 +31,12 @@ class ModelShape:
     vocab_size: int  # V, without padding
     seq_length: int  # s
     gated: bool = False
+    windows: tuple[int, ...] = ()  # w of the layers that have a window shorter than s
 
     @classmethod
     def of(cls, transformer: Any, vocab_size: int, seq_length: int) -> "ModelShape":
         """The shape of a `TransformerConfig`."""
+        befores = [transformer.keys_before(layer) for layer in range(transformer.num_layers)]
         return cls(
             transformer.num_layers,
             transformer.hidden_size,
@@ -42,6 +46,7 @@ class ModelShape:
             vocab_size,
             seq_length,
             transformer.swiglu,
+            tuple(before + 1 for before in befores if before is not None and before + 1 < seq_length),
         )
 
     @property
@@ -52,8 +57,10 @@ class ModelShape:
         return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
 
     def flops_per_token(self, *, full_attention: bool = False) -> int:
-        attention = (12 if full_attention else 6) * self.num_layers * self.seq_length * self.attention_width
-        return 6 * self.multiplied_parameters + attention
+        s = self.seq_length
+        seen = (*self.windows, *[s] * (self.num_layers - len(self.windows)))
+        twice_the_scores = sum(w * (2 * s if full_attention else 2 * s - w) for w in seen)
+        return 6 * self.multiplied_parameters + 6 * self.attention_width * twice_the_scores // s
 
     @property
     def flops_per_sample(self) -> int:
