@@ -2,24 +2,30 @@
 
 import argparse
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
 import torch
-from tiny_run import GPT2, LLAMA, SEQ, Layout, assert_equal, run
+from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, assert_equal, build, run
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.config import ConfigError
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.inference.load import lone_mesh
+from megatron.core.models.rules import BERT_RULES, GPT_RULES
 from megatron.core.transformer import band
 from megatron.core.transformer.band import blocks_of
 from megatron.core.transformer.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.window import read_pattern, read_window
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
+from megatron.training.resume.compared import compare
 
 # ---------------------------------------------------------------- which layers, which keys
 
@@ -183,6 +189,49 @@ def test_windows_that_hide_nothing_have_the_bits_of_none(config: TransformerConf
         other = run(replace(config, window_size=size, window_attn_skip_freq=skip), Layout(), steps=1, global_batch=4)
         assert (other.losses, other.norms) == (whole.losses, whole.norms)
         assert_equal(other, whole, 0.0)
+
+
+# ---------------------------------------------------------------- with other features
+
+WINDOWS = replace(LLAMA, init_method_std=0.3, window_size="2,0", window_attn_skip_freq="3")
+
+
+@cache
+def one_process() -> Outcome:
+    return run(WINDOWS, Layout(), steps=2, global_batch=8)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+def test_shards_of_a_model_with_windows_equal_one_process(stage: int):
+    sharded = DataParallelConfig(zero_stage=stage, overlap_grad_reduce=True, overlap_param_gather=True)
+    layout = Layout(tp=2, sp=True, pp=2 if stage < 2 else 1, dp=2, m=2, recompute="selective", data_parallel=sharded)
+    assert_equal(run(WINDOWS, layout, steps=2, global_batch=8), one_process(), 1e-10)
+
+
+def test_a_prompt_in_pieces_sees_what_it_sees_whole():
+    """With a cache: 4 tokens, 3 more (by mask), and one (the last keys alone)."""
+    model = build(lone_mesh(), WINDOWS, sp=False)[0].module.eval()
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    positions, cache = torch.arange(8)[None], KeyValueCache([0], capacity=8)
+    with torch.no_grad():
+        whole = model(tokens, positions)
+        # Of each piece the scores of its last token.
+        pieces = [model(tokens[:, a:b], positions[:, a:b], cache=cache) for a, b in ((0, 4), (4, 7), (7, 8))]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole[:, [3, 6, 7]], rtol=1e-12, atol=1e-12)
+    short = build(lone_mesh(), replace(WINDOWS, window_size="1,0"), sp=False)[0].module.eval()
+    with torch.no_grad():
+        assert (short(tokens, positions) - whole).abs().max() > 0.1, "one key less is seen"
+
+
+def test_a_bert_refuses_a_window_and_a_resumed_run_another():
+    config = parse_args(["--window-size", "9,0"])[0]
+    assert any("--window-size looks back alone" in problem for problem in BERT_RULES.problems(config, None))
+    assert not any("--window-size" in problem for problem in GPT_RULES.problems(config, None))
+    saved = parse_args(["--window-size", "(9, 0)"])[0].as_json()
+    assert not compare(config.as_json(), saved).model
+    for other in ([], ["--window-size", "8,0"], ["--window-size", "9,0", "--window-attn-skip-freq", "2"]):
+        (change,) = compare(config.as_json(), parse_args(other)[0].as_json()).model
+        assert change.name in ("window_size", "window_attn_skip_freq")
 
 
 # ---------------------------------------------------------------- memory

@@ -1,0 +1,82 @@
+"""What a sliding window saves: the attention of a layer, forward and backward, in windows of several widths and without one.
+
+    python benchmarks/window_attention.py                                1 x 8 heads of 64, 8,192 tokens, float32
+    python benchmarks/window_attention.py --windows 1024 --half --rounds 15
+
+All widths take turns in one process, through the kernel that --attention-backend fused takes. Prints milliseconds (medians, least and
+largest), by the clock and of the processor, and ratios of medians with the least and the largest ratio of a round. Exit code 1 if the
+second width does not take 2.5 to 4.5 times the first, or the first more than 0.3 of attention without a window, where the widths are
+those of the default.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.transformer.kernels import AttentionCase, kernel_for
+from megatron.core.transformer.masks import windowed
+
+DEFAULT = [512, 2048]
+
+
+def seconds(heads: list[torch.Tensor], grad: torch.Tensor, before: int | None) -> tuple[float, float]:
+    """Of a forward and a backward: by the clock, and of the processor."""
+    for x in heads:
+        x.grad = None
+    mask, dropout = windowed(None, before, heads[1].shape[2]), AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    clock, processor = time.perf_counter(), time.process_time()
+    kernel_for("fused", AttentionCase(*heads[:2], mask, 0.0)).compute(*heads, mask, dropout).backward(grad)
+    return time.perf_counter() - clock, time.process_time() - processor
+
+
+def of_rounds(own: list[float], base: list[float]) -> str:
+    """The ratio of medians, and of the rounds."""
+    ratios = [a / b for a, b in zip(own, base)]
+    return f"{statistics.median(own) / statistics.median(base):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, nargs="+", default=DEFAULT, help="keys of a query, its own among them")
+    parser.add_argument("--sequence", type=int, default=8192, help="tokens")
+    parser.add_argument("--heads", type=int, default=8, help="query heads")
+    parser.add_argument("--groups", type=int, help="key/value heads; default: one for each query head")
+    parser.add_argument("--width", type=int, default=64, help="numbers of a head")
+    parser.add_argument("--half", action="store_true", help="bfloat16 instead of float32")
+    parser.add_argument("--rounds", type=int, default=7, help="measured turns")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if options.half else torch.float32
+    counts = [options.heads, *[options.groups or options.heads] * 2, options.heads]
+    *heads, grad = (torch.randn(1, options.sequence, n, options.width, dtype=dtype).transpose(1, 2) for n in counts)
+    heads = [x.requires_grad_() for x in heads]
+    contenders = {f"{w} keys": w - 1 for w in options.windows} | {"no window": None}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for turn in range(options.rounds + 1):
+        for name in list(contenders)[:: 1 if turn % 2 else -1]:
+            took[name].append(seconds(heads, grad, contenders[name]))
+    clock, processor = ({name: [s[kind] for s in all_of[1:]] for name, all_of in took.items()} for kind in (0, 1))
+    first, full = next(iter(contenders)), "no window"
+    print(f"{torch.get_num_threads()} thread(s), torch {torch.__version__}, {options.rounds} rounds")
+    for name, own in clock.items():
+        print(
+            f"{name:>10}  {1e3 * statistics.median(own):8.0f} ms ({1e3 * min(own):.0f}-{1e3 * max(own):.0f})"
+            f"  processor {1e3 * statistics.median(processor[name]):8.0f} ms  of no window {of_rounds(own, clock[full])}"
+            f"  of {first} {of_rounds(own, clock[first])}  by processor {of_rounds(processor[name], processor[full])}"
+        )
+    if options.windows != DEFAULT:
+        return 0
+    middle = {name: statistics.median(own) for name, own in processor.items()}
+    longer, shorter = middle["2048 keys"] / middle["512 keys"], middle["512 keys"] / middle[full]
+    return 0 if 2.5 <= longer <= 4.5 and shorter <= 0.3 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
