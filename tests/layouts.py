@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.pipeline_parallel.table import stage_map
+from megatron.core.stage_map import StageMap
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -35,6 +37,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def stages(self) -> StageMap:
+        """The pipeline rank of each stage."""
+        return stage_map(self.schedule, self.pp, self.v)
 
     @property
     def flags(self) -> list[str]:

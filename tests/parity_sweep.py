@@ -170,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--max-ranks", type=int, default=64, help="leave out larger jobs")
+    parser.add_argument("--only", default="", help="only cases whose name has this in it, such as zb-v")
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, from the i-th on; each with its own file")
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
     given = parser.parse_args(arguments)
@@ -179,8 +180,12 @@ def main(arguments: list[str] | None = None) -> int:
         i, n = (int(part) for part in given.shard.split("/"))
         if not 1 <= i <= n:
             parser.error(f"--shard is {given.shard}; it must be i/n with 1 <= i <= n")
-        cases = islice(ordered_cases(given.max_ranks), i - 1, None, n)
-        sweep(cases, -(-(count_cases(given.max_ranks) - i + 1) // n), given.results, given.limit_minutes * 60)
+        cases, count = ordered_cases(given.max_ranks), count_cases(given.max_ranks)
+        if given.only:
+            cases = [case for case in cases if given.only in str(case)]
+            count = len(cases)
+        cases = islice(cases, i - 1, None, n)
+        sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60)
     results = list(read_results(*given.results).values())
     if given.report is not None:
         given.report.write_text(report(results))

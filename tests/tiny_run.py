@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
+from megatron.training.chunks import share_tables
 from megatron.training.resume.state import TrainState
 from megatron.training.train_step import StepResult, train_step
 
@@ -144,18 +145,23 @@ def build_chunks(
     whole_among: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
     """This rank's stages in their buffers. frozen: parameters whose names have this in them are not trained."""
-    pp, keys, store, chunks = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), {}
-    config, last = layout.applied_to(config), pp.size * layout.v - 1
-    for stage in range(pp.rank, last + 1, pp.size):
-        options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False}
-        model = subject.make(
+    keys, store, chunks = DropoutKeys(SEED), WeightGradStore(), {}
+    config, stages = layout.applied_to(config), layout.stages
+    options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False}
+    models = {
+        stage: subject.make(
             config,
             vocab_size=vocab,
-            layers=split_layers(config.num_layers, last + 1)[stage],
+            layers=split_layers(config.num_layers, stages.last + 1)[stage],
             context=LayerContext.on(mesh, config.params_dtype, keys, tier=tier, **options),
             pre_process=stage == 0,
-            post_process=stage == last,
+            post_process=stage == stages.last,
         )
+        for stage in stages.of_rank(mesh["pp"].rank)
+    }
+    if stages.last > 0:
+        share_tables(models)
+    for stage, model in models.items():
         initialize_parameters(model, SEED, mesh)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or frozen not in name)
@@ -393,10 +399,16 @@ def run(
         group_of=group_of,
     )
     sharing = config.ranks_per_kv_head(layout.tp)
-    ranks = run_ranks(layout.sizes, work, delayed=layout.delayed, ranks_per_kv_head=sharing)
+    ranks = run_ranks(
+        layout.sizes,
+        work,
+        delayed=layout.delayed,
+        ranks_per_kv_head=sharing,
+        stages=layout.stages if layout.pp > 1 else None,
+    )
     assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), "ranks disagree on the gradient norm"
     return Outcome(
-        losses=ranks[-1]["losses"],
+        losses=[rank for rank in ranks if rank["calls"][0] == layout.stages.rank_of_last][-1]["losses"],
         norms=ranks[0]["norms"],
         grads=[put_together([rank["grads"][step] for rank in ranks]) for step in range(steps)],
         weights=put_together([rank["weights"] for rank in ranks]),

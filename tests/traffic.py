@@ -57,6 +57,21 @@ class Setting:
     def tied(self) -> bool:
         return not self.model.untie_embeddings_and_output_weights
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether the first and the last stage are on one rank, which has a tied table once."""
+        return self.layout.pp == 1 or self.folded
+
+    @property
+    def folded(self) -> bool:
+        """Whether the stages go up the ranks and back, so that two in the middle, and the two ends, are on one rank."""
+        return self.layout.schedule == "zb-v"
+
+    def stages(self, pp_rank: int) -> list[int]:
+        if self.folded:
+            return [pp_rank, self.last_stage - pp_rank]
+        return list(range(pp_rank, self.last_stage + 1, self.layout.pp))
+
     def layers(self, stage: int) -> int:
         assert self.model.num_layers % (self.last_stage + 1) == 0
         return self.model.num_layers // (self.last_stage + 1)
@@ -65,11 +80,11 @@ class Setting:
 def calls_of_step(setting: Setting, pp_rank: int) -> Counter:
     """(op, axis, bytes) -> how often a rank of this pipeline stage calls it in one training step."""
     layout, calls = setting.layout, Counter()
-    for stage in range(pp_rank, setting.last_stage + 1, layout.pp):
+    for stage in setting.stages(pp_rank):
         per_microbatch = _tensor_parallel(setting, stage) + _boundaries(setting, stage)
         calls += Counter({call: count * layout.m for call, count in per_microbatch.items()})
         calls += _gradients(setting, stage)
-    last = pp_rank == layout.pp - 1
+    last = setting.last_stage in setting.stages(pp_rank)
     calls += _once("mp", layout.tp * layout.pp, setting.element) + _once("pp", layout.pp, 2 * 8)
     return calls + (_once("dp", layout.dp, 4 * 8) if last else Counter())
 
@@ -115,7 +130,8 @@ def _boundaries(setting: Setting, stage: int) -> Counter:
         return Counter()
     in_parts = layout.tp > 1 and layout.scatter and not layout.sp
     size = setting.activation // (layout.tp if in_parts or layout.sp else 1)
-    before, after = stage > 0, stage < setting.last_stage
+    turn = layout.pp - 1 if setting.folded else None  # the next stage is on the same rank
+    before, after = stage > 0 and stage - 1 != turn, stage < setting.last_stage and stage != turn
     return Counter(
         {
             ("recv", "pp_forward", size): before,
@@ -132,7 +148,7 @@ def _boundaries(setting: Setting, stage: int) -> Counter:
 def _gradients(setting: Setting, stage: int) -> Counter:
     layout, calls = setting.layout, Counter()
     ends = stage in (0, setting.last_stage)
-    table = _rounded(_table(setting)) if setting.tied and layout.pp > 1 and ends else 0
+    table = _rounded(_table(setting)) if setting.tied and not setting.ends_together and ends else 0
     config = layout.data_parallel
     buckets = _buckets(_parameters(setting, stage), config.ddp_bucket_size if config.overlap_grad_reduce else None)
     for elements in [*buckets, table]:
@@ -165,8 +181,8 @@ def _table(setting: Setting) -> int:
 
 def _parameters(setting: Setting, stage: int) -> list[int]:
     """Elements of a rank's parameters in the order of the forward, but for a table that two stages share."""
-    model, layout, h = setting.model, setting.layout, setting.model.hidden_size
-    first, last, alone = stage == 0, stage == setting.last_stage, layout.pp == 1
+    model, h = setting.model, setting.model.hidden_size
+    first, last, alone = stage == 0, stage == setting.last_stage, setting.ends_together
     sizes = [_table(setting)] * (first and (alone or not setting.tied))
     sizes += [setting.sequence * h] * (first and model.position_embedding_type == "learned_absolute")
     sizes += _layer(setting) * setting.layers(stage)

@@ -66,8 +66,9 @@ def test_a_smaller_limit_keeps_the_order():
 def test_the_main_product_has_every_combination_once():
     cases = main_product()
     layouts = {(c.tp, c.sp, c.pp, c.v, c.dp, c.schedule, c.microbatches) for c in cases}
-    # By hand: 5 choices of tp and sp, 3 of dp; schedules without chunks x microbatches, then interleaved x v x microbatches.
-    alone, several = 3 * 2, 3 * 3 + 3 * 2
+    # By hand: 5 choices of tp and sp, 3 of dp; 3 schedules without chunks x microbatches; then on several ranks also interleaved
+    # and zb-interleaved x v x microbatches, and zb-v.
+    alone, several = 3 * 2, 3 * 3 + 3 * 2 + 2 * 2 + 3
     assert len(layouts) == 5 * 3 * (alone + 2 * several)
     assert len(cases) == len(set(cases)) == len(layouts) * 3 * 2 * 2 * 2
     dealt = Counter(c.corner for c in cases)

@@ -15,6 +15,7 @@ import pytest
 from layout_space import (
     COVERED_RANKS,
     DIMENSIONS,
+    NOT_COVERED,
     Case,
     all_cases,
     combinations_of,
@@ -59,6 +60,7 @@ def test_combinations_that_can_be_are_those_of_the_product():
     cases = list(all_cases(max_ranks=2))
     assert len(cases) == count_cases(2)
     assert len({str(case) for case in cases}) == len(cases), "two cases have one name"
+    cases = [case for case in cases if case.schedule not in NOT_COVERED]
     found = {c for case in cases[::7] for c in combinations(numbers_of(case.choices), 2)}
     assert found == combinations_of(2, 2)
     assert {name for name, _ in DIMENSIONS.items()} == set(Case.__dataclass_fields__)
