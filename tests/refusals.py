@@ -173,6 +173,25 @@ REFUSALS = {
         + "--pipeline-model-parallel-size 4 --num-layers 8 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 12",
         "interleaved 6 4 --global-batch-size",
     ),
+    "V without a pipeline": (1, MOCK + "--pipeline-schedule zb-v", "zb-v 2 chunks --pipeline-model-parallel-size"),
+    "V of four chunks": (
+        2,
+        MOCK
+        + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 4 --num-layers 8",
+        "zb-v 2 chunks 4 --num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage",
+    ),
+    "layers of a V": (
+        2,
+        MOCK + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 6",
+        "6 4 --num-layers --pipeline-model-parallel-size",
+    ),
+    "microbatches by stages, split": (
+        4,
+        MOCK
+        + "--pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 12 "
+        + "--pipeline-schedule zb-interleaved",
+        "zb-interleaved 6 4 zb-v --global-batch-size",
+    ),
     "sequence by ranks": (
         4,
         MOCK + "--seq-length 30 --tensor-model-parallel-size 4 --sequence-parallel",

@@ -87,6 +87,8 @@ CASES = [  # (model, where it waits, settings, layout)
     ("gated", "device", SLOTS, {**TP2SP, "pp": 2, "m": 4, "schedule": "zb-h1", "recompute": "uniform 1"}),
     ("dropout", "device", SLOTS, {"pp": 2, "v": 2, "m": 4, "schedule": "interleaved", "recompute": "block 1"}),
     ("gated", "file", ALL | SAVED, {**TP2SP, "m": 2}),
+    ("gated", "file", HALF | SLOTS, {"pp": 2, "v": 2, "m": 3, "schedule": "zb-v", "recompute": "uniform 1"}),
+    ("dropout", "late", HALF | SAVED, {"pp": 2, "v": 2, "m": 3, "schedule": "zb-v"}),
     ("dropout", "file", ALL | PARTS, {"tp": 4, "recompute": "uniform 1"}),
     ("dropout", "late", HALF | SAVED, {"pp": 2, "v": 2, "m": 4, "schedule": "interleaved", "recompute": "block 1"}),
     ("gated", "late", HALF | SAVED, {"pp": 2, "m": 4, "schedule": "zb-h1", "tp": 2}),
@@ -321,6 +323,7 @@ SCHEDULES_AND_PEAKS = [
     ("zb-h1", 1, {0: 2, 1: 1}),
     ("gpipe", 1, {0: 4, 1: 4}),
     ("interleaved", 2, {0: 4, 1: 3, 2: 2, 3: 1}),
+    ("zb-v", 2, {0: 4, 1: 3, 2: 2, 3: 1}),
 ]
 
 
