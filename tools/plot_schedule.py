@@ -196,7 +196,7 @@ def schedules_page() -> str:
         said = inspect.getdoc(make).split("\n\n")[0]
         lines += [f"## {name}\n", f"{said}\n", f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "") + ":\n"]
         lines += ["```", plot_text(make(p, m, v)), "```\n"]
-    lines += [_TABLE_HEAD, *_table_rows(), ""]
+    lines += [_TABLE_HEAD, *_table_rows(), _REFUSED]
     lowered = add_reduce(add_transfers(SCHEDULES["zb-h1"](2, 2, 1)))
     rows = [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(lowered)]
     lines += [_LOWERED_HEAD, "```", *rows, "```"]
@@ -245,6 +245,29 @@ v m (tF + tI + tW) if m >= p and W is the cheapest, and for zb-v (p - 1) / (6 m)
 
 | p | m | schedule | v | bubble | closed form | alive | closed form | worst rank |
 |---|---|---|---|---|---|---|---|---|"""
+_REFUSED = """\
+
+The plots have F, I and W of equal time, which no model has. `--input-cost` and `--weight-cost` of tools/plot_schedule.py
+draw others: with I = 1.3 and W = 0.8 the bubble for p = 4, m = 8 is 7.9% by zb-v and 18.1% by zb-h1.
+
+## What stands together
+
+Every schedule runs with tensor and sequence parallelism, ZeRO 0 to 3, tied or untied tables, recompute, offloading, and fewer
+microbatches than pipeline ranks where the table does not say otherwise. A checkpoint of one schedule resumes under any other.
+Rank 0 of zb-v holds the embedding and the output layer: `--account-for-embedding-in-pipeline-split` and
+`--account-for-loss-in-pipeline-split` give it fewer layers. These pairs are refused, with a line that says what to change:
+
+| schedule | refused with | since | instead |
+|---|---|---|---|
+| interleaved, zb-interleaved | m not a multiple of p | microbatches pass the chunks in groups of p | zb-v, zb-h1, 1f1b |
+| gpipe, 1f1b, zb-h1 | several chunks per rank | they have one | interleaved, zb-interleaved, zb-v |
+| zb-v | other than two chunks per rank | a V has two; they need no flag | interleaved, zb-interleaved |
+| zb-v, or several chunks | one pipeline rank | there is no bubble | no schedule |
+| zb-v | layers that do not divide by 2p | each stage has as many | the flags of uneven stages |
+| zb-v | both `--decoder-first-...` and `--decoder-last-pipeline-num-layers` | both mean rank 0 | one of them |
+| zb-v, tied table | `--zero-stage 3` | two chunks use one parameter | stage 2, or `--untie-embeddings-and-output-weights` |
+| zb-v, tied table | `--fixed-order-grad-reduce` | the same | `--untie-embeddings-and-output-weights` |
+"""
 _LOWERED_HEAD = """\
 ## What a rank runs
 

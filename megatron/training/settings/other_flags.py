@@ -93,7 +93,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "transfers between stages are always begun early and waited for late": """
         --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
         --use-ring-exchange-p2p""",
-    "--pipeline-schedule zb-h1 is the schedule that defers weight gradients": """
+    "--pipeline-schedule zb-h1, zb-interleaved and zb-v are the schedules that defer weight gradients": """
         --defer-embedding-wgrad-compute --wgrad-deferral-limit N""",
     "tensor-parallel communication and products are overlapped where the code can, which changes no number": """
         --tp-comm-overlap --tp-comm-overlap-cfg FILE --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs

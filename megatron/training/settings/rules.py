@@ -170,10 +170,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     except ValueError:
         return []  # reported by `_layer_problems`
     if chunks > 1 and stages == 1:
-        return [
-            f"{chunks} chunks per rank (--pipeline-schedule {config.schedule_name}) need a pipeline: raise "
-            "--pipeline-model-parallel-size to 2 or more"
-        ]
+        return [f"{chunks} chunks per rank ({config.schedule_name}): raise --pipeline-model-parallel-size to 2 or more"]
     tokens_unknown = training.step_batch_size_schedule is not None and config.data.seq_length is None
     if training.micro_batch_size is None or tokens_unknown:
         return []
