@@ -307,7 +307,7 @@ BUDGETS = {
     "megatron/core/job": 610,
     "megatron/core/models": 290,
     "megatron/core/optimizer": 965,
-    "megatron/core/pipeline_parallel": 1_150,
+    "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 140,
     "megatron/core/tensor_parallel": 580,
     "megatron/core/tiers": 580,
