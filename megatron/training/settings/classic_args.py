@@ -1,11 +1,11 @@
 """`args` as Megatron's scripts read it: a namespace of all flags that any of its releases has, settings here or not."""
 
 import argparse
-import ast
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.tables import names_by_value
 from megatron.training.settings.config import Config
 from megatron.training.settings.other_flags import OTHERS, OtherFlag
 
@@ -219,14 +219,4 @@ _TABLE = """
 """
 
 
-def _parsed(table: str) -> dict[str, Any]:
-    """name -> value"""
-    values, value = {}, None
-    for line in table.strip().splitlines():
-        *starts, names = line.rsplit(": ", 1)  # a line without a value goes on with the names of the one before
-        value = ast.literal_eval(starts[0].strip()) if starts else value
-        values |= dict.fromkeys(names.split(), value)
-    return values
-
-
-DEFAULTS = _parsed(_TABLE)
+DEFAULTS = names_by_value(_TABLE)

@@ -1,0 +1,60 @@
+"""Layer specs of Megatron core: what a layer is made of, as data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module as _import
+from typing import Any
+
+from torch import nn
+
+
+@dataclass
+class ModuleSpec:
+    """A module to build: its class, or (path, name) of one; the arguments that the spec adds; the specs of its parts."""
+
+    module: type | tuple[str, str]
+    params: dict[str, Any] = field(default_factory=dict)
+    submodules: Any = None
+
+
+def import_module(module_path: tuple[str, str]) -> Any:
+    """The object `name` of the module at `path`, for (path, name)."""
+    path, name = module_path
+    return getattr(_import(path), name)
+
+
+def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
+    """The class or function that a spec names."""
+    del additional_kwargs  # in Megatron's signature
+    named = getattr(spec_or_module, "module", spec_or_module)
+    return import_module(named) if isinstance(named, tuple) else named
+
+
+def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module that a spec describes, built with these arguments and its own; a function is returned as it is."""
+    made = get_module(spec_or_module)
+    if not isinstance(made, type):
+        return made
+    if getattr(spec_or_module, "submodules", None) is not None:
+        kwargs["submodules"] = spec_or_module.submodules
+    try:
+        return made(*args, **getattr(spec_or_module, "params", {}), **kwargs)
+    except Exception as error:
+        error.add_note(f"while {made.__name__} was built from its spec")
+        raise
+
+
+class OurLayer(nn.Module):
+    """Stands in a spec for the layer of this project, which a model builds itself."""
+
+
+def get_gpt_layer_local_spec(*_: Any, num_experts: int | None = None, **options: Any) -> ModuleSpec:
+    """A GPT layer of ours. Options that config decides here (qk_layernorm, normalization) are read from the config."""
+    refused = {"num_experts": num_experts, **{name: options.get(name) for name in ("multi_latent_attention", "qk_l2_norm")}}
+    if given := [name for name, value in refused.items() if value]:
+        raise ValueError(f"get_gpt_layer_local_spec: {', '.join(given)} is not built yet; leave it out")
+    return ModuleSpec(OurLayer)
+
+
+get_gpt_layer_with_transformer_engine_spec: Callable[..., ModuleSpec] = get_gpt_layer_local_spec
+bert_layer_local_spec = bert_layer_with_transformer_engine_spec = ModuleSpec(OurLayer)
