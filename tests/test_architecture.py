@@ -21,7 +21,11 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
+<<<<<<< HEAD
     "config device grid boxes enums errors pending lazy batch_size parallel_config stage_map storage table",
+=======
+    "config device grid boxes enums errors pending lazy tables batch_size parallel_config stage_map storage",
+>>>>>>> dbda423 (pretrain_gpt.py and pretrain_bert.py of Megatron core 0.5.0 train unchanged: TransformerConfig, specs, models and data sets of its paths are thin forms of ours)
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -298,24 +302,30 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
+<<<<<<< HEAD
     "megatron/core": 2_035,
+=======
+    "megatron/core": 2_034,
+>>>>>>> dbda423 (pretrain_gpt.py and pretrain_bert.py of Megatron core 0.5.0 train unchanged: TransformerConfig, specs, models and data sets of its paths are thin forms of ours)
     "megatron/core/checkpoint": 780,
-    "megatron/core/classic": 350,
+    "megatron/core/classic": 815,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_230,
     "megatron/core/inference": 350,
     "megatron/core/job": 610,
+<<<<<<< HEAD
     "megatron/core/models": 290,
     "megatron/core/optimizer": 965,
+=======
+    "megatron/core/models": 292,
+    "megatron/core/optimizer": 960,
+>>>>>>> dbda423 (pretrain_gpt.py and pretrain_bert.py of Megatron core 0.5.0 train unchanged: TransformerConfig, specs, models and data sets of its paths are thin forms of ours)
     "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 140,
     "megatron/core/tensor_parallel": 580,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 915,
-    "megatron/data": 10,
-    "megatron/model": 10,
-    "megatron/mpu": 10,
     "megatron/training": 1_740,
     "megatron/training/classic": 200,
     "megatron/training/ending": 240,
@@ -364,7 +374,8 @@ def test_a_file_of_tests_and_examples_stays_short():
 def test_no_package_grows_past_its_budget():
     lines: Counter[str] = Counter()
     for path in product_files():
-        lines[package_of(path)] += len(code_lines(path.read_text()))
+        if not is_import_path(path):  # they have a limit of their own
+            lines[package_of(path)] += len(code_lines(path.read_text()))
     assert not {package: size for package, size in lines.items() if size > BUDGETS.get(package, 0)}
 
 

@@ -123,22 +123,23 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
         _override.runtime = runtime
     else:
         _runtime = runtime
+    if parallel_state.model_parallel_is_initialized():
+        current().run = runtime
 
 
 @contextlib.contextmanager
 def acting_as(runtime: Runtime) -> Iterator[None]:
     """Inside, in this thread, the run is another one, on its own mesh: for a rank of it that is not this process'."""
     before, acted = getattr(_override, "runtime", None), is_dry_run()
-    set_runtime(runtime, this_thread_only=True)
-    _override.acts = True
+    _override.runtime, _override.acts = runtime, True
     try:
         with acting_on(runtime.mesh) as here:
-            here.device, here.products = runtime.device.torch_device, runtime.products
+            here.run, here.device = runtime, runtime.device.torch_device
+            here.products = runtime.products
             here.sequence_parallel = runtime.config.parallel.sequence_parallel_on
             yield
     finally:
-        _override.acts = acted
-        set_runtime(before, this_thread_only=True)
+        _override.runtime, _override.acts = before, acted
 
 
 def is_dry_run() -> bool:

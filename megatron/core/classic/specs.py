@@ -50,7 +50,10 @@ class OurLayer(nn.Module):
 
 def get_gpt_layer_local_spec(*_: Any, num_experts: int | None = None, **options: Any) -> ModuleSpec:
     """A GPT layer of ours. Options that config decides here (qk_layernorm, normalization) are read from the config."""
-    refused = {"num_experts": num_experts, **{name: options.get(name) for name in ("multi_latent_attention", "qk_l2_norm")}}
+    refused = {
+        "num_experts": num_experts,
+        **{name: options.get(name) for name in ("multi_latent_attention", "qk_l2_norm")},
+    }
     if given := [name for name, value in refused.items() if value]:
         raise ValueError(f"get_gpt_layer_local_spec: {', '.join(given)} is not built yet; leave it out")
     return ModuleSpec(OurLayer)

@@ -72,6 +72,12 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     _joined = True
 
 
+def join_alone() -> None:
+    """Gives a job of one process torch.distributed, for scripts of Megatron core, which ask it for the rank."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
     """Waits for all ranks; returns the job's store."""
     global _store

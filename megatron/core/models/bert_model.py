@@ -119,5 +119,5 @@ class BertModel(LanguageModelStage):
         scores = self.word_bias(self.language_model.scores(self.lm_head(x)))
         if lm_labels is None:
             return scores.transpose(0, 1), order
-        compiled = compiles(self.config, scores.device)
+        compiled = compiles(self.settings, scores.device)
         return sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, compiled=compiled).t(), order

@@ -36,8 +36,8 @@ class GPTModel(LanguageModelStage):
         scores = self.language_model.scores(x if cache is None else x[-1:])  # [s, b, v/t]
         if labels is None:
             return scores.transpose(0, 1)
-        smoothing, z_loss = self.config.label_smoothing, self.config.z_loss_coeff
-        compiled = compiles(self.config, scores.device)
+        smoothing, z_loss = self.settings.label_smoothing, self.settings.z_loss_coeff
+        compiled = compiles(self.settings, scores.device)
         losses = sharded_cross_entropy(
             scores,
             labels.t(),

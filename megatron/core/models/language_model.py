@@ -83,7 +83,8 @@ class LanguageModelStage(nn.Module):
     def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
         """parts: further arguments of `TransformerLanguageModel`."""
         super().__init__()
-        self.config, self.context = config, context
+        self.config, self.context = config, context  # a script's model may show another config, of Megatron's names
+        self.settings = config
         self.vocab_size, self.axis = vocab_size, context.tp.axis
         self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, context=context, **parts)
 
@@ -92,4 +93,4 @@ class LanguageModelStage(nn.Module):
 
     def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
         """The tensors that a stage sends to the next."""
-        return (self.context.hidden_states(self.config, micro_batch_size, seq_length),)
+        return (self.context.hidden_states(self.settings, micro_batch_size, seq_length),)

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
 from megatron.core.tensor_parallel import mappings
 from megatron.training.runtime import get_runtime
@@ -12,6 +13,7 @@ from megatron.training.runtime import get_runtime
 
 def parts_of_stage(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> dict[str, Any]:
     """The arguments of a model's stage that follow from the run. vp_stage: the chunk; None: the one that is being built."""
+    join_alone()
     if vp_stage is None:
         vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()
     return get_runtime().model_parts(pre_process, post_process, vp_stage)
