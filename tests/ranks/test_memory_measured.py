@@ -68,8 +68,8 @@ def test_a_rank_takes_what_is_predicted(flags: str, world_size: int, rank: int):
 @pytest.mark.parametrize("values", [False, True], ids=["shapes", "values"])
 @pytest.mark.parametrize("record", RECORD, ids=lambda one: one["flags"].replace("--", "") or one["model"])
 def test_recorded_peaks_are_the_predicted(record: dict, values: bool):
-    """What ranks of 56 layouts took when they were trained, the others silent."""
-    job = read(f"{SMALL} {flags_of(record)} --device cpu".split()).job
+    """What ranks of 58 layouts took when they were trained, the others silent."""
+    job = read(f"{SMALL} {flags_of(record)} --measure --device cpu".split()).job
     profile = dry_run(job, record["rank"], values=values)
     pp_rank = mesh_of(job.runtime.config, job.runtime.world_size, record["rank"])["pp"].rank
     check(predicted_of(profile, pp_rank), record["bytes"], record["all"], record["in_file"])
