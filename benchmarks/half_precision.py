@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.benchmarking.contest import Process
+from tools.benchmarking.records import cpu_name
 from tools.benchmarking.work import OURS, Work
 
 MASKS = {
@@ -62,17 +63,6 @@ def measure(works: dict[str, Work], rounds: int) -> dict[str, list[dict]]:
     finally:
         for process in running.values():
             process.close()
-
-
-def cpu_name() -> str:
-    """As Linux says it; nothing elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "CPU"
-    wanted = ("model name", "cpu family", "model")
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines) if value}
-    return ", ".join(f"{key} {found[key]}" for key in wanted if key in found)
 
 
 def table(works: dict[str, Work], steps: dict[str, list[dict]]) -> list[str]:

@@ -3,6 +3,7 @@
     python tools/benchmark.py --model gpt2-small --bf16
     python tools/benchmark.py --model gpt2-small --num-layers 4 --bf16 --peers none --json result.json
     python tools/benchmark.py --model gpt-28m --parallel tp
+    python tools/benchmark.py --works readme --peers plain-compiled transformers-compiled --records readme.jsonl
 
 Each contender is a process, or one a rank; they take steps in turns. Prints Markdown.
 """
@@ -10,18 +11,23 @@ Each contender is a process, or one a rank; they take steps in turns. Prints Mar
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
+from megatron.core.device import Device, multiplies_bfloat16
+from tools.benchmarking import records, works
 from tools.benchmarking.contest import Contest, Plan, ceilings
-from tools.benchmarking.report import markdown
+from tools.benchmarking.picture import draw
+from tools.benchmarking.records import Record
+from tools.benchmarking.report import markdown, overview
 from tools.benchmarking.work import MODELS, OURS, PARALLEL, PEERS, Contender, Work
-from tools.errors import run_tool
+from tools.errors import naming_flag, run_tool
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,34 @@ class BenchmarkConfig(FlagConfig):
     ceilings: bool = knob(True, "do not measure the limits of the device", flags=("--no-ceilings",))
     device: Literal["auto", "cpu"] = knob("auto", "device to run on; auto: an accelerator if there is one")
     json: str | None = knob(None, "file for all measurements", metavar="FILE")
+    works: list[str] = knob(
+        [],
+        "instead of --model: works by name or prefix; readme: all of README's table, parallel: those on two ranks. Prints a row "
+        "for each",
+        metavar="NAME",
+    )
+    records: str | None = knob(
+        None,
+        "JSON lines with the rounds of --works; rounds that are there, of the same code, machine and contenders, are not taken "
+        "again",
+        metavar="FILE",
+    )
+    picture: str | None = knob(None, "PNG with a bar for each contender and a dot for each round", metavar="FILE")
 
     def problems(self) -> Iterator[str]:
         if unknown := [name for name in self.peers if name not in (*PEERS, "none")]:
             yield f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}, and none"
+        if unknown := works.unknown(self.works):
+            yield f"--works {' '.join(unknown)}: there are {', '.join([*works.GROUPS, *works.chosen(works.GROUPS)])}"
+        if self.records and not self.works:
+            yield "--records holds the rounds of --works; give works, or --json for the measurements of one model"
+        if self.picture and Path(self.picture).suffix.lower() != ".png":
+            yield f"--picture ({self.picture}) must end in .png: the tool writes a PNG"
         yield from self.work.problems()
 
     @property
     def work(self) -> Work:
+        """The work of --model."""
         given = {f.name: getattr(self, f.name) for f in fields(Work) if getattr(self, f.name, None) is not None}
         given["ranks"] = 1 if self.parallel == "none" else self.ranks
         sizes = {**MODELS[self.model], **given}
@@ -79,46 +105,70 @@ class BenchmarkConfig(FlagConfig):
         batch = one.micro_batch_size * one.replicas * (4 if self.parallel == "pp" else 1)
         return Work(**{"global_batch_size": batch, **sizes})
 
-    @property
-    def contenders(self) -> list[Contender]:
+    def contenders(self, work: Work) -> list[Contender]:
         peers = [PEERS[name] for name in self.peers if name != "none"]
-        if self.parallel != "none":  # transformers' loops leave the layout to torch's parts too
+        if work.ranks > 1:  # transformers leaves the layout to the same parts of torch
             peers = [one for one in peers if one.library == "plain"]
-        return [OURS, *(Contender(**asdict(one) | {"same_allocator": self.same_allocator}) for one in peers)]
-
-    @property
-    def plan(self) -> Plan:
-        limit = float("inf") if self.limit_seconds is None else self.limit_seconds
-        return Plan(self.rounds, self.warmup, self.steps, limit, self.profile)
+        return [OURS, *(replace(one, same_allocator=self.same_allocator) for one in peers)]
 
 
-def measure(config: BenchmarkConfig) -> dict[str, Any]:
-    """All measurements, as written to --json."""
-    work, contenders = config.work, config.contenders
-    missing: dict[str, str] = {}
-    if importlib.util.find_spec("transformers") is None:
-        without = [one for one in contenders if one.library == "transformers"]
-        contenders = [one for one in contenders if one not in without]
-        reason = "transformers is not installed (pip install transformers)"
-        missing = {one.title(work.parallel): reason for one in without}
-    contest = Contest(contenders, work, config.device, config.plan)
+def installed(contenders: list[Contender], work: Work) -> tuple[list[Contender], dict[str, str]]:
+    """(contenders that can run, {title of another: reason})"""
+    if importlib.util.find_spec("transformers") is not None:
+        return contenders, {}
+    reason = "transformers is not installed (pip install transformers)"
+    without = {one.title(work.parallel): reason for one in contenders if one.library == "transformers"}
+    return [one for one in contenders if one.library != "transformers"], without
+
+
+def measure(config: BenchmarkConfig, work: Work, limits: dict[str, float], rounds: int, until: float) -> Record:
+    """A contest at one work. limits: the ceilings of the device; until: no turn begins later, by `time.monotonic()`."""
+    contenders, missing = installed(config.contenders(work), work)
+    contest = Contest(contenders, work, config.device, Plan(rounds, config.warmup, config.steps, until, config.profile))
     contest.run()
-    return {
-        "work": asdict(work),
-        "parameters": work.parameters,
-        "flops_per_token": work.flops_per_token,
-        "flops_per_token_full_attention": work.shape.flops_per_token(full_attention=True),
-        "ceilings": ceilings(config.device, Work(**asdict(work) | {"ranks": 1})) if config.ceilings else {},
-        "results": contest.results(),
-        "not_measured": missing | contest.failed,
-    }
+    return records.record_of(contest, limits, missing)
+
+
+def limits_of(config: BenchmarkConfig) -> dict[str, float]:
+    return ceilings(config.device) if config.ceilings else {}
+
+
+def measure_works(config: BenchmarkConfig, until: float) -> dict[str, Record]:
+    """The works of --works by name, with rounds from --records and those that are missing there."""
+    half = multiplies_bfloat16(Device.select(config.device).torch_device)
+    path = Path(config.records) if config.records else None
+    limits: dict[str, float] = {}
+    found: dict[str, Record] = {}
+    for name, work in works.chosen(config.works, half=half).items():
+        wanted = records.identity(work, installed(config.contenders(work), work)[0])
+        mine = records.same(records.read_records(path), wanted) if path else []
+        rounds = config.rounds - records.rounds_of(mine)
+        if rounds > 0 and time.monotonic() < until:
+            limits = limits or limits_of(config)
+            mine.append(measure(config, work, limits, rounds, until))
+            if path:
+                records.append_record(path, mine[-1])
+        if mine:
+            found[name] = records.merged(mine)
+            print(f"{name}: {records.rounds_of(mine)} of {config.rounds} rounds", file=sys.stderr)
+    return found
 
 
 def run(config: BenchmarkConfig) -> None:
-    measured = measure(config)
+    until = time.monotonic() + (config.limit_seconds or float("inf"))
+    if config.works:
+        measured = measure_works(config, until)
+        print(overview(measured))
+    else:
+        only = records.merged([measure(config, config.work, limits_of(config), config.rounds, until)])
+        measured = {config.model: only}
+        print(markdown(only))
     if config.json:
-        Path(config.json).write_text(json.dumps(measured, indent=1) + "\n")
-    print(markdown(measured))
+        with naming_flag("--json", config.json, "choose a file that can be written"):
+            written = measured if config.works else only
+            Path(config.json).write_text(json.dumps(written, indent=1) + "\n")
+    if config.picture:
+        draw(measured, config.picture)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,13 +1,15 @@
 """tools/benchmark.py: its FLOPs against a hand count, its table, and what it says to mistakes."""
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 from said import tells
 
 import tools.benchmark as benchmark
-from tools.benchmarking.contest import ratio
-from tools.benchmarking.report import markdown, table
+from tools.benchmarking import records, works
+from tools.benchmarking.contest import check_losses, ratio
+from tools.benchmarking.report import markdown, overview, table
 from tools.benchmarking.work import MODELS, Work
 
 TINY = [
@@ -60,11 +62,13 @@ def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
     found = tmp_path / "found.json"
     assert (
-        benchmark.main([*TINY, "--peers", "transformers", "--bf16", "--no-ceilings", "--profile", "--json", str(found)])
+        benchmark.main(
+            [*TINY, "--peers", "transformers", "plain", "--bf16", "--no-ceilings", "--profile", "--json", str(found)]
+        )
         == 0
     )
     printed, measured = capsys.readouterr().out, json.loads(found.read_text())
-    assert list(measured["results"]) == ["ours"]
+    assert list(measured["results"]) == ["ours", "plain PyTorch"]  # and they have the same losses
     assert "transformers is not installed" in printed
     ours = measured["results"]["ours"]
     assert sum(ours["phases"].values()) == pytest.approx(ours["seconds"], rel=0.5)
@@ -73,11 +77,86 @@ def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys
     assert len(row.split("|")) == 10 and "| operator of our step" in printed
 
 
+def test_works_are_chosen_by_prefix_and_group():
+    assert len(works.chosen(["readme"])) == 20 and len(works.chosen(["readme"], half=False)) == 10
+    assert list(works.chosen(["parallel", "llama-4x512-fp32"])) == [
+        *("llama-4x512-fp32", "llama-4x512-fp32-dropout"),
+        *("parallel-dp", "parallel-zero3", "parallel-tp", "parallel-pp"),
+    ]
+    assert works.unknown(["gpt2", "gpt3"]) == ["gpt3"]
+
+
+def test_every_named_work_has_the_sizes_of_a_run():
+    for name, work in works.chosen(works.GROUPS).items():
+        assert not list(work.problems()) and work.num_microbatches >= 1, name
+        assert work.tokens == {"gpt-28m": 1024}.get(name[:7], 512 * work.global_batch_size if work.ranks > 1 else 2048)
+
+
+PARAMETERS = {"llama-small": 8 * (768 * (2 * 768 + 2 * 256) + 3 * 768 * 2048) + 2 * 32000 * 768 + 17 * 768}
+
+
+def test_parameters_of_other_families_equal_a_count_by_hand():
+    assert Work(**MODELS["llama-small"]).parameters == PARAMETERS["llama-small"]
+    h, words, s = 8, 10, 4
+    bert = Work(1, h, 2, words, s, family="bert")
+    tables, layer = words * h + s * h + 2 * h, 12 * h * h + 13 * h
+    heads = (h * h + h) + 2 * h + words + (h * h + h) + (2 * h + 2)
+    assert bert.parameters == tables + layer + 2 * h + heads
+
+
+def said_of(**losses: float) -> dict[str, dict]:
+    return {name: {"loss_before": loss, "loss_after": loss} for name, loss in losses.items()}
+
+
+def test_contenders_with_other_losses_are_refused():
+    work = Work(**MODELS["tiny"])
+    check_losses(said_of(ours=5.0, peer=5.00004), work)
+    check_losses(said_of(ours=5.0, peer=5.005), replace(work, bf16=True))
+    with pytest.raises(ValueError, match="ours 5[.]000000, peer 5[.]000100"):
+        check_losses(said_of(ours=5.0, peer=5.0001), work)
+
+
+def record(seconds: float, peer: float, code: str = "a") -> dict:
+    def step(s: float) -> dict:
+        return {"seconds": s, "cpu_seconds": s, "phases": {"forward": s}, "peak_bytes": 2**30}
+
+    contenders = {title: {"library": kind, "bf16": None} for title, kind in (("ours", "ours"), ("x", "plain"))}
+    work = Work(**MODELS["tiny"])
+    return {
+        "work": asdict(work),
+        "code": code,
+        "contenders": contenders,
+        "ceilings": {"fp32_tflops": 1.0, "bf16_tflops": 2.0},
+        "flops_per_token": work.flops_per_token,
+        "about": {"ours": {}, "x": {}},
+        "steps": {"ours": [step(seconds)], "x": [step(peer)]},
+        "not_measured": {},
+    }
+
+
+def test_rounds_of_several_runs_count_together_where_all_is_the_same(tmp_path):
+    file = tmp_path / "r.jsonl"
+    for one in (record(1.0, 2.0), record(1.0, 9.0, code="b"), record(2.0, 3.0)):
+        records.append_record(file, one)
+    file.write_text(file.read_text() + '{"cut')
+    mine = records.same(records.read_records(file), {"code": "a"})
+    assert records.rounds_of(mine) == 2
+    merged = records.merged(mine)
+    assert merged["results"]["ours"]["all_seconds"] == [1.0, 2.0]
+    (row,) = [line for line in overview({"tiny": merged}).splitlines() if line.startswith("| tiny")]
+    assert "1.500 / 2.500" in row and "1.75 (1.50-2.00)" in row
+
+
 FLAGS_AND_SAID = [
     (["--micro-batch-size", "3", "--global-batch-size", "4"], "--micro-batch-size 3"),
     (["--hidden-size", "70", "--num-attention-heads", "4"], "--num-attention-heads 4"),
     (["--peers", "jax"], "--peers fp32 bf16"),
     (["--layers", "3"], "--layers"),
+    (["--works", "gpt3"], "--works gpt3"),
+    (["--records", "rounds.jsonl"], "--records --works"),
+    (["--parallel", "tp", "--num-attention-heads", "1"], "--parallel tp 1"),
+    (["--parallel", "pp", "--num-layers", "3"], "--parallel --num-layers 3 2"),
+    (["--parallel", "dp", "--global-batch-size", "6"], "--global-batch-size 6 4"),
 ]
 
 

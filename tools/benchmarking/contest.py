@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.benchmarking.work import OURS, Contender, Work
+from tools.benchmarking.work import Contender, Work
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TURN = 0.5  # seconds that a turn of the slowest contender takes at least: a step may be much shorter
@@ -90,8 +90,9 @@ def _environments(ranks: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in env.items()} for env in given]
 
 
-def ceilings(device: str, work: Work) -> dict[str, float]:
-    with contextlib.closing(Process("ceilings", device, work)) as process:
+def ceilings(device: str) -> dict[str, float]:
+    """The limits of the device, measured by one process."""
+    with contextlib.closing(Process("ceilings", device, Work(1, 1, 1))) as process:
         return process.answer()
 
 
@@ -102,7 +103,7 @@ class Plan:
     rounds: int
     warmup: int
     steps: int | None = None
-    limit_seconds: float = float("inf")  # begin no turn later
+    until: float = float("inf")  # no turn begins later, by `time.monotonic()`
     profile: bool = False
 
 
@@ -129,15 +130,13 @@ class Contest:
             check_losses({title: self.about[title] for title in running if self._is_same_model(title)}, self.work)
             number = self.plan.steps or self._steps_of_a_turn()
             self.steps = {title: [] for title in running}
-            end = time.monotonic() + self.plan.limit_seconds
             for turn in range(self.plan.rounds):
-                if turn and time.monotonic() > end:
+                if turn and time.monotonic() > self.plan.until:
                     break
                 for title in list(running)[:: 1 if turn % 2 == 0 else -1]:
                     self.steps[title].append(running[title].ask(f"step {number}"))
             if self.plan.profile:
-                ours = next(title for title, one in self.contenders.items() if one.is_ours)
-                self.operators = running[ours].ask("profile")
+                self.operators = running[next(iter(running))].ask("profile")
 
     def _is_same_model(self, title: str) -> bool:
         """transformers' BERT has its norms after the blocks: another function of other weights, at the same work."""
@@ -171,12 +170,6 @@ class Contest:
             (about["first_seconds"][-1] for about in self.about.values() if about["first_seconds"]), default=TURN
         )
         return max(1, round(TURN / slowest))
-
-    def results(self) -> dict[str, dict[str, Any]]:
-        found = {title: {**self.about[title], **summary(steps)} for title, steps in self.steps.items()}
-        if self.operators:
-            found[OURS.title()]["operators"] = self.operators
-        return found
 
 
 def check_threads(about: dict[str, dict[str, Any]]) -> None:

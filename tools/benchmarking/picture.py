@@ -1,0 +1,35 @@
+"""A picture of measurements: a panel a work, each contender's median step as a bar, its rounds as dots."""
+
+from pathlib import Path
+
+from tools.benchmarking.records import Record
+from tools.errors import naming_flag
+
+
+def draw(measured: dict[str, Record], output: str) -> None:
+    """measured: by the names of works."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("drawing needs the package matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")  # no screen is needed
+    from matplotlib import pyplot
+
+    columns = min(3, len(measured))
+    rows = -(-len(measured) // columns)
+    options = {"figsize": (6 * columns, 2.4 * rows), "layout": "constrained", "squeeze": False}
+    figure, grid = pyplot.subplots(rows, columns, **options)
+    for axes in grid.flat[len(measured) :]:
+        axes.set_visible(False)
+    for axes, (name, of) in zip(grid.flat, measured.items()):
+        titles = list(of["results"])[::-1]  # bars are drawn from below
+        colours = ["C0" if of["contenders"][title]["library"] == "ours" else "C7" for title in titles]
+        axes.barh(titles, [of["results"][title]["seconds"] for title in titles], color=colours)
+        for title in titles:
+            taken = of["results"][title]["all_seconds"]
+            axes.plot(taken, [title] * len(taken), ".", color="black", markersize=3)
+        axes.set(title=name, xlabel="seconds a step")
+    with naming_flag("--picture", output, "choose a file that can be written"):
+        Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=120, format="png")
+    pyplot.close(figure)
