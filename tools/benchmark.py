@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.core.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
 from megatron.core.device import Device, multiplies_bfloat16
 from tools.benchmarking import records, works
@@ -26,8 +27,10 @@ from tools.benchmarking.contest import Contest, Plan, ceilings
 from tools.benchmarking.picture import draw
 from tools.benchmarking.records import Record
 from tools.benchmarking.report import markdown, overview
-from tools.benchmarking.work import MODELS, OURS, PARALLEL, PEERS, Contender, Work
+from tools.benchmarking.work import MODELS, PARALLEL, PEERS, Contender, Work
 from tools.errors import naming_flag, run_tool
+
+COMPILED = get_args(get_type_hints(CompileConfig)["compile"])
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class BenchmarkConfig(FlagConfig):
         "bfloat16 autocast, compiled with autocast; none",
         metavar="NAME",
     )
+    compile: list[str] = knob(
+        ["off"],
+        "ways in which ours competes, each a contender: off, or another choice of training's --compile",
+        metavar="NAME",
+    )
     same_allocator: bool = knob(False, "peers keep freed memory in the process, too, as ours does on a CPU")
     rounds: Count = knob(9, "measured turns of each contender")
     warmup: WholeNumber = knob(2, "unmeasured iterations of each contender; the first one compiles")
@@ -87,6 +95,8 @@ class BenchmarkConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         if unknown := [name for name in self.peers if name not in (*PEERS, "none")]:
             yield f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}, and none"
+        if unknown := [name for name in self.compile if name not in COMPILED]:
+            yield f"--compile {' '.join(unknown)}: there are {', '.join(COMPILED)}"
         if unknown := works.unknown(self.works):
             yield f"--works {' '.join(unknown)}: there are {', '.join([*works.GROUPS, *works.chosen(works.GROUPS)])}"
         if self.records and not self.works:
@@ -109,7 +119,8 @@ class BenchmarkConfig(FlagConfig):
         peers = [PEERS[name] for name in self.peers if name != "none"]
         if work.ranks > 1:  # transformers leaves the layout to the same parts of torch
             peers = [one for one in peers if one.library == "plain"]
-        return [OURS, *(replace(one, same_allocator=self.same_allocator) for one in peers)]
+        ours = [Contender("ours", way) for way in dict.fromkeys(self.compile)]
+        return [*ours, *(replace(one, same_allocator=self.same_allocator) for one in peers)]
 
 
 def installed(contenders: list[Contender], work: Work) -> tuple[list[Contender], dict[str, str]]:

@@ -74,7 +74,7 @@ def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys
     assert sum(ours["phases"].values()) == pytest.approx(ours["seconds"], rel=0.5)
     assert markdown(measured) in printed
     (row,) = [line for line in printed.splitlines() if line.startswith("| ours bf16")]
-    assert len(row.split("|")) == 10 and "| operator of our step" in printed
+    assert len(row.split("|")) == 11 and "| operator of our step" in printed
 
 
 def test_works_are_chosen_by_prefix_and_group():
@@ -112,7 +112,7 @@ def test_contenders_with_other_losses_are_refused():
     work = Work(**MODELS["tiny"])
     check_losses(said_of(ours=5.0, peer=5.00004), work)
     check_losses(said_of(ours=5.0, peer=5.005), replace(work, bf16=True))
-    with pytest.raises(ValueError, match="ours 5[.]000000, peer 5[.]000100"):
+    with pytest.raises(ValueError, match=r"ours 5[.]000000, peer 5[.]000100"):
         check_losses(said_of(ours=5.0, peer=5.0001), work)
 
 
@@ -152,6 +152,7 @@ FLAGS_AND_SAID = [
     (["--hidden-size", "70", "--num-attention-heads", "4"], "--num-attention-heads 4"),
     (["--peers", "jax"], "--peers fp32 bf16"),
     (["--layers", "3"], "--layers"),
+    (["--compile", "whole"], "--compile whole regions"),
     (["--works", "gpt3"], "--works gpt3"),
     (["--records", "rounds.jsonl"], "--records --works"),
     (["--parallel", "tp", "--num-attention-heads", "1"], "--parallel tp 1"),

@@ -144,9 +144,10 @@ class Contest:
 
     def _start(self, open_ones: contextlib.ExitStack) -> Iterator[tuple[str, Process]]:
         for title, contender in self.contenders.items():
+            began = time.monotonic()
             process = open_ones.enter_context(contextlib.closing(Process(contender, self.device, self.work)))
             try:
-                self.about[title] = process.answer() | self._warm_up(process)
+                self.about[title] = process.answer() | self._warm_up(process, began)
             except Stopped as error:
                 if contender.is_ours:
                     raise Stopped(f"{title}: {error}") from None
@@ -156,14 +157,17 @@ class Contest:
                 continue
             yield title, process
 
-    def _warm_up(self, process: Process) -> dict[str, Any]:
+    def _warm_up(self, process: Process, began: float) -> dict[str, Any]:
         """The first steps compile; the peak of memory begins after them."""
         before = process.ask("loss")
-        first = [process.ask("step") for _ in range(self.plan.warmup)]
+        first, start = [], 0.0
+        for _ in range(self.plan.warmup):
+            first.append(process.ask("step"))
+            start = start or time.monotonic() - began
         after = process.ask("loss")
         process.ask("measure")
         seconds = [step["seconds"] for step in first]
-        return {"loss_before": before, "loss_after": after, "first_seconds": seconds}
+        return {"loss_before": before, "loss_after": after, "first_seconds": seconds, "start_seconds": start}
 
     def _steps_of_a_turn(self) -> int:
         slowest = max(

@@ -1,11 +1,14 @@
 """This project's trainer as a contender, built from a command line like any run."""
 
 import contextlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pretrain_bert
 import pretrain_gpt
 from megatron.core import comm
+from megatron.core.compiler import CompileConfig, Region, spent, why_not
 from megatron.core.config import flag_of
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron
@@ -43,6 +46,8 @@ class Ours:
 
     def __init__(self, contender: Contender, work: Work, device_name: str):
         script = _SCRIPTS[work.family]
+        self.compiled, self.chosen_eager = contender.compile != "off", []
+        self._note_regions_that_run_eager()
         with contextlib.redirect_stdout(None):
             runtime = initialize_megatron(argv=command_line(work, contender, device_name))
             self.trainer = Trainer(
@@ -61,10 +66,29 @@ class Ours:
         optimizer.step = timed("optimizer")(optimizer.step)
         optimizer.clip_factor = timed("clipping")(optimizer.clip_factor)
 
+    def _note_regions_that_run_eager(self) -> None:
+        choose = Region.chosen
+
+        def noted(region: Region, config: CompileConfig, device: Any) -> Callable[..., Any]:
+            found = choose(region, config, device)
+            if found == region.eager:
+                self.chosen_eager.append(region.eager.__name__)
+            return found
+
+        Region.chosen = noted  # type: ignore[method-assign]
+
+    def check_compiled(self) -> None:
+        """RuntimeError if --compile was asked for and something that it compiles ran eager. After the first step."""
+        if self.compiled and (self.chosen_eager or not spent().programs):
+            what = ", ".join(sorted({*self.chosen_eager})) or "everything"
+            reason = why_not(self.trainer.device.type) or "the log of a run says why"
+            raise RuntimeError(f"--compile: {what} ran eager ({reason}); there is nothing to compare")
+
     def _new_batches(self) -> dict[int, Batches]:
         return {stage: Batches(self.work, self.replica) for stage in self.trainer.pipeline.chunks}
 
     def loss(self) -> float | None:
+        """Every rank must call."""
         size = self.work.global_batch_size
         options = {"num_batches": 1, "first_sample": 0, "global_batch_size": size}
         found = evaluate(self.trainer.pipeline, lambda first: self._new_batches(), **options)

@@ -70,19 +70,25 @@ def versus(measured: Record, ours: str, peer: str, kind: str = "all_seconds") ->
 
 
 def _contenders(measured: Record) -> str:
-    """A row per contender. The last columns are the speedup of our fastest, by wall time and by CPU time (for a busy machine)."""
+    """A row per contender.
+
+    start: from the process to the end of the first step. The last columns are the speedup of our fastest, by wall time, and by
+    CPU time for a busy machine.
+    """
     work, results = measured["work"], measured["results"]
     ours, rows = best(measured, ours=True), []
     for title, result in results.items():
         tokens = work["seq_length"] * work["global_batch_size"] / result["seconds"]
         numbers = [f"{result['seconds']:.3f}", f"{tokens:,.0f}", f"{tflops_of(measured, title):.3f}"]
         numbers += [share_of_gemm(measured, title), f"{result['peak_bytes'] / 2**30:.2f}"]
+        numbers.append(f"{result['start_seconds']:.1f}")
         kinds = ("all_seconds", "all_cpu_seconds")
         ratios = ["" if title == ours else versus(measured, ours, title, kind) for kind in kinds]
         shown = f"{title} {'bf16' if work['bf16'] else 'fp32'}" if title == "ours" else title
         rows.append([shown, *numbers, *ratios])
     faster = f"{ours}: faster (min-max)" if ours != "ours" else "ours faster (min-max)"
-    return table(["", "s/step", "tokens/s", "model TFLOP/s", "of GEMM", "peak GiB", faster, "by CPU time"], rows)
+    head = ["", "s/step", "tokens/s", "model TFLOP/s", "of GEMM", "peak GiB", "start s", faster, "by CPU time"]
+    return table(head, rows)
 
 
 def _phases(results: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ python -m tools.benchmarking.worker CONTENDER DEVICE WORK        CONTENDER and W
 
     loss        of the first batch without dropout
     step N      N training steps, all measured together
+    measure     begin the peak of memory anew; an error if a part that should be compiled ran eager
     profile     the operators with the largest share of a step
 """
 
@@ -95,6 +96,7 @@ def answer_to(line: str, contender: Any, device: Device) -> Any:
     if what == "profile":
         return top_operators(contender)
     if what == "measure":
+        contender.check_compiled()
         return forget_peak()
     return steps(contender, device, int(numbers[0]) if numbers else 1)
 

@@ -74,7 +74,8 @@ class Plain:
             self.replica = dist.get_rank() if work.replicas > 1 else 0
         torch.manual_seed(SEED + self.replica)  # dropout of replicated activations is the same on tensor-parallel ranks
         self.model = self.make_model().to(self.where).train()
-        self.wrapped = self.wrap(compiled=contender.compile != "off")
+        self.compiled = contender.compile != "off"
+        self.wrapped = self.wrap(compiled=self.compiled)
         self.parameters = list(self.model.parameters())
         self.optimizer = make_adamw(self.parameters)
         self.batches, self.phases = Batches(work, self.replica), Phases(self.device)
@@ -138,6 +139,11 @@ class Plain:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._mean(loss.detach().clone())  # ours reports the mean over the replicas, and reading it synchronizes
+
+    def check_compiled(self) -> None:
+        """torch.compile raises where it cannot; a graph break would leave a part to eager code."""
+        if self.compiled and (breaks := torch._dynamo.utils.counters["graph_break"]):
+            raise RuntimeError(f"compiled in parts: {dict(breaks)}")
 
     def meet(self) -> None:
         """Wait for all ranks."""
