@@ -1,5 +1,6 @@
 """Build model chunks, optimizer and data from the settings and a script's providers."""
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -35,14 +36,9 @@ def get_model(
     forecast: Forecast | None = None,
 ) -> dict[int, DistributedDataParallel]:
     """This rank's model chunks by stage: initialized, in contiguous buffers. Every rank must call."""
-    room, problem = Room.now(runtime), None
-    try:
+    room = Room.now(runtime)
+    with refused_alike(runtime):
         made = make_chunks(model_provider, runtime)
-    except ConfigError as error:
-        problem = error
-    with comm.together(runtime.mesh["world"], runtime.device.torch_device):  # one stage's refusal ends all ranks alike
-        if problem is not None:
-            raise problem
     if problems := name_problems(made, runtime.mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
     check_room(runtime, made.values(), room, forecast)
@@ -50,7 +46,21 @@ def get_model(
         warn_of_room(runtime, forecast)
     for chunk in made.values():
         initialize_parameters(chunk, runtime.config.training.seed, runtime.mesh)
-    return in_buffers(made, runtime, group_of)
+    with refused_alike(runtime):
+        return in_buffers(made, runtime, group_of)
+
+
+@contextlib.contextmanager
+def refused_alike(runtime: Runtime) -> Iterator[None]:
+    """A ConfigError of some stages only ends all ranks, with one message. Every rank must enter."""
+    problem = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = error
+    with comm.together(runtime.mesh["world"], runtime.device.torch_device):
+        if problem is not None:
+            raise problem
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
@@ -83,7 +93,8 @@ def setup_model_and_optimizer(
     runtime = get_runtime()
     chunks = get_model(model_provider, runtime, group_of)
     schedule = learning_rate_schedule(runtime.config.learning_rate, runtime.run_length)
-    return list(chunks.values()), build_optimizer(chunks, runtime, group_of), schedule
+    with refused_alike(runtime):
+        return list(chunks.values()), build_optimizer(chunks, runtime, group_of), schedule
 
 
 def build_train_valid_test_data_iterators(

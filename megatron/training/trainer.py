@@ -22,7 +22,7 @@ from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learni
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
-from megatron.training.build import DatasetsProvider, get_model
+from megatron.training.build import DatasetsProvider, get_model, refused_alike
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
@@ -78,7 +78,8 @@ class Trainer:
             # chunks by stage
             forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
             self.chunks = get_model(model_provider, runtime, group_of, forecast)
-            self.optimizer = build_optimizer(self.chunks, runtime, group_of)
+            with refused_alike(runtime):
+                self.optimizer = build_optimizer(self.chunks, runtime, group_of)
         self.model = list(self.chunks.values())
         ranks_here = parallel_state.launched().local_size
         self.contention = Contention(ranks_here, available_cores()[0], torch.get_num_threads())

@@ -1,12 +1,15 @@
 """Predicted memory against published figures, closed forms, and what the tool is asked."""
 
 import json
+import random
 import re
 import subprocess
 import sys
 from functools import cache
 
+import numpy as np
 import pytest
+import torch
 from documents import ROOT, commands_of
 from said import tells
 from script_run import leaving_nothing_of
@@ -188,6 +191,18 @@ def test_the_model_of_a_script_is_estimated_with_its_flags_and_tables(script: st
     with leaving_nothing_of((ROOT / script).parent):
         assert estimate_memory.main(["--model", str(ROOT / script), *words.split()]) == 0
     assert "2 rank(s)" in capsys.readouterr().out
+
+
+def test_what_a_script_draws_is_drawn_again_in_the_run():
+    job, drawn = job_of(f"{LAYERS} --num-layers 2"), []
+
+    def model_provider(*args, **options):
+        drawn.append((random.random(), np.random.rand(), torch.rand(1, device="cpu")))
+        return job.model_provider(*args, **options)
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    forecast(job._replace(model_provider=model_provider))
+    assert drawn and before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
 SCRIPT = """

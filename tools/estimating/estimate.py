@@ -15,7 +15,10 @@ from tools.estimating.measure import measure, measured_report
 def run(words: Sequence[str]) -> int:
     """Print the prediction of a command line; 0 is success, 2 a mistake in the flags."""
     try:
-        if own_flags_in(words).measure:
+        own = own_flags_in(words)
+        if own.rank is not None and not own.measure:
+            raise ConfigError(f"--rank {own.rank} is the rank that --measure trains; add --measure, or leave it out")
+        if own.measure:
             lines = measured_report(measure(words))
         else:
             job, args = read(words)

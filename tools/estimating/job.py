@@ -63,8 +63,6 @@ def read(words: Sequence[str]) -> Read:
         raise _refused(error.problems + apart_from(error.problems, error.parts, found)) from None
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
-    if args.rank is not None and not args.measure:
-        raise ConfigError(f"--rank {args.rank} is the rank that --measure trains; add --measure, or leave it out")
     if not 0 <= (args.rank or 0) < args.world_size:
         ranks = f"ranks 0 to {args.world_size - 1}" if args.world_size > 1 else "rank 0 alone"
         raise ConfigError(f"--rank is {args.rank}, and a job of --world-size {args.world_size} has {ranks}; change one")

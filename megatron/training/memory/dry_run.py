@@ -6,11 +6,13 @@ dry_run(job, pp_rank)      with shapes only: what each action of the pipeline ad
 
 import contextlib
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -193,6 +195,18 @@ class ShapesTier:
 # ---------------------------------------------------------------- a step with shapes only
 
 
+@contextlib.contextmanager
+def _drawing_nothing() -> Iterator[None]:
+    """What a script draws inside is drawn again in the run: afterwards the generators are as before."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
 def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
     """The step of one rank. values: with real tensors, on this CPU; else with shapes only, which takes no memory to speak of."""
     config = job.runtime.config
@@ -204,7 +218,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
     if job.accelerator:
         device.torch_device = META
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([]))  # what the script draws is drawn again in the run
+        stack.enter_context(_drawing_nothing())
         runtime = stack.enter_context(alone(job.runtime, mesh, device=device, tier=tier))
         if shapes is not None:
             stack.enter_context(META)

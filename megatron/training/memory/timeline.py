@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from megatron.core import comm
+from megatron.core.config import ConfigError
 from megatron.core.pipeline_parallel.schedule import Op
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
 
@@ -95,8 +96,14 @@ class Forecast:
                     found = {"ranks": [asdict(one) for one in forecast(self.job)]}
                 except Exception as error:  # in the script; the run itself may succeed
                     found = {"problem": f"{type(error).__name__}: {error}".splitlines()[0]}
+                    # Settings that a stage or a kernel refuses end the run here, not in its first step. The device of
+                    # shapes is not the run's accelerator, so what is refused for it says nothing.
+                    if isinstance(error, ConfigError) and not self.job.accelerator:
+                        found["refused"] = error.problems
             text = comm.broadcast_text(json.dumps(found), world, self.job.runtime.device.torch_device)
             found = json.loads(text)
+            if "refused" in found:
+                raise ConfigError(found["refused"])
             self.problem = found.get("problem", "")
             self._ranks = [RankMemory(**one) for one in found.get("ranks", [])]
         return self._ranks
