@@ -21,11 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-<<<<<<< HEAD
-    "config device grid boxes enums errors pending lazy batch_size parallel_config stage_map storage table",
-=======
-    "config device grid boxes enums errors pending lazy tables batch_size parallel_config stage_map storage",
->>>>>>> dbda423 (pretrain_gpt.py and pretrain_bert.py of Megatron core 0.5.0 train unchanged: TransformerConfig, specs, models and data sets of its paths are thin forms of ours)
+    "config device grid boxes enums errors pending lazy tables batch_size parallel_config stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -35,7 +31,7 @@ ROWS = [
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
     core.grid core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
-    core.parallel_config core.stage_map core.table core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
+    core.parallel_config core.stage_map core.open_table core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
     core.optimizer.lr_schedule core.optimizer.grad_scaler core.optimizer.optimizer_config
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
@@ -302,24 +298,15 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-<<<<<<< HEAD
-    "megatron/core": 2_035,
-=======
-    "megatron/core": 2_034,
->>>>>>> dbda423 (pretrain_gpt.py and pretrain_bert.py of Megatron core 0.5.0 train unchanged: TransformerConfig, specs, models and data sets of its paths are thin forms of ours)
+    "megatron/core": 2_060,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 815,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_230,
     "megatron/core/inference": 350,
     "megatron/core/job": 610,
-<<<<<<< HEAD
-    "megatron/core/models": 290,
-    "megatron/core/optimizer": 965,
-=======
     "megatron/core/models": 292,
-    "megatron/core/optimizer": 960,
->>>>>>> dbda423 (pretrain_gpt.py and pretrain_bert.py of Megatron core 0.5.0 train unchanged: TransformerConfig, specs, models and data sets of its paths are thin forms of ours)
+    "megatron/core/optimizer": 965,
     "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 140,
     "megatron/core/tensor_parallel": 580,
@@ -329,7 +316,7 @@ BUDGETS = {
     "megatron/training": 1_740,
     "megatron/training/classic": 200,
     "megatron/training/ending": 240,
-    "megatron/training/memory": 1_146,
+    "megatron/training/memory": 1_162,
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_185,
     "megatron/training/watch": 990,

@@ -7,11 +7,11 @@ from functools import partial
 
 from megatron.core import optimizer
 from megatron.core.config import BelowOne, ConfigError, NotNegative, Positive, knob
+from megatron.core.open_table import Table
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.muon_config import MuonConfig
 from megatron.core.optimizer.param_groups import GroupRule, others_to
 from megatron.core.placement import Placement
-from megatron.core.table import Table
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import product
 
+from megatron.core.open_table import Table
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     Op,
@@ -19,7 +20,6 @@ from megatron.core.pipeline_parallel.schedule import (
 )
 from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
 from megatron.core.stage_map import StageMap
-from megatron.core.table import Table
 
 # Name -> (p, m, v) -> Schedule, ValueError if the sizes do not fit. Scripts may add entries. The stage map is read from the
 # lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m. A schedule for one number of

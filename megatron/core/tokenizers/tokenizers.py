@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron.core.table import Table
+from megatron.core.open_table import Table
 from megatron.core.tokenizers import library, sentence_piece
 
 

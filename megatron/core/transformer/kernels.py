@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.config import ConfigError
+from megatron.core.open_table import Table
 from megatron.core.random import AttentionDropout
-from megatron.core.table import Table
 from megatron.core.transformer.band import attention_in_band
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 
