@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.kernels import fused_attention, plain_attention
+from megatron.core.transformer.masks import Documents, Window
 
 _found = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = os.environ.get("GPU_TESTS_ON") or (_found.type if _found else None)
@@ -39,14 +40,19 @@ def on_device(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -
 
 
 @pytest.mark.parametrize("groups", [8, 2])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", ["", "by hand", "window", "window of documents"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3), (torch.float32, 1e-4)])
-def test_fused_attention_equals_the_plain_kernel_in_float64(groups: int, masked: bool, dtype, bound: float):
+def test_fused_attention_equals_the_plain_kernel_in_float64(groups: int, masked: str, dtype, bound: float):
     """Both ways. The bounds are a few roundings of the type, relative to values near one."""
     tensors = [on_device(2, heads, 128, 64, seed=i, dtype=dtype) for i, heads in enumerate((8, groups, groups))]
     grad = on_device(2, 8, 128, 64, seed=3, dtype=dtype)
     none = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
-    mask = torch.ones(128, 128, dtype=torch.bool, device=DEVICE).triu(1)[None, None] if masked else None
+    mask = {
+        "": None,
+        "by hand": torch.ones(128, 128, dtype=torch.bool, device=DEVICE).triu(1)[None, None],
+        "window": Window(40, None),
+        "window of documents": Window(40, Documents((torch.arange(128, device=DEVICE) // 50).expand(2, 128))),
+    }[masked]
     results = []
     for kernel, wide in ((fused_attention, dtype), (plain_attention, torch.float64)):
         inputs = [x.to(wide, copy=True).requires_grad_() for x in tensors]

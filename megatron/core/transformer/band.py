@@ -45,8 +45,10 @@ def attention_in_band(q: Tensor, k: Tensor, v: Tensor, before: int, mask: Tensor
     queries, keys = q.shape[2], k.shape[2]
     rows = _ROWS_ON_CPU if q.device.type == "cpu" else _ROWS
     blocks = blocks_of(queries, keys, before, rows)
-    shared = torch.zeros(rows, before + rows, dtype=q.dtype, device=q.device)  # added to scores; a bool would be copied
-    shared.masked_fill_(~_visible(rows, before + rows, before, q.device), float("-inf"))
+    width = before + rows
+    # Added to scores; a bool mask would be copied for each block, and on accelerators so would rows of an odd length.
+    shared = q.new_zeros(rows, width + -width % 16)[:, :width]
+    shared.masked_fill_(~_visible(rows, width, before, q.device), float("-inf"))
     masked = None if mask is None else mask.expand(*mask.shape[:-2], queries, keys)
     pieces = q.split([stop - start for start, stop, *_ in blocks], dim=2)
     ranges, parts = [(first, end) for *_, first, end in blocks], []
