@@ -82,6 +82,7 @@ LAYOUTS = [
         tp=2, sp=True, pp=2, dp=2, m=2, schedule="zb-h1", data_parallel=DataParallelConfig(zero_stage=2), delayed=True
     ),
     Layout(tp=2, pp=2, v=2, dp=2, m=2, schedule="interleaved", data_parallel=OVERLAP, recompute="block 1"),
+    Layout(tp=2, sp=True, pp=2, v=2, dp=2, m=2, schedule="zb-v", data_parallel=ZERO, recompute="uniform 1"),
 ]
 
 
