@@ -6,7 +6,7 @@
 
 Model and tokenizer are the checkpoint's, from any layout; if the tokenizer's files have moved, give --vocab-file, --merge-file or
 --tokenizer-model. The same --seed gives the same text in every layout. Only the first rank reads prompts and tokenizer files, and
-prints.
+prints. --model mine/pretrain.py brings the tokenizers and attention kernels that a script of yours adds.
 """
 
 import argparse
@@ -50,6 +50,7 @@ from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.training.initialize import available_cores
 from megatron.training.watch.contention import Contention
 from tools.errors import naming_flag
+from tools.script import script_at
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class GenerateConfig(FlagConfig):
 
     prompt: list[str] = field(default_factory=list)
     load: str | None = knob(None, "checkpoint folder", metavar="DIR", required=True)
+    model: str | None = knob(
+        None,
+        "script that trained, if it adds a tokenizer or an attention kernel; it runs up to pretrain()",
+        metavar="FILE",
+    )
     iteration: WholeNumber | None = knob(None, "iteration to load; default: the latest")
     prompt_file: str | None = knob(None, "file with one prompt; -: standard input", metavar="FILE")
     sample_input_file: str | None = knob(None, "file with a prompt per line; -: standard input", metavar="FILE")
@@ -100,6 +106,8 @@ def read_settings(arguments: list[str] | None) -> Settings:
     """The command line, checked on this rank alone. Raises ConfigError with the problems."""
     given = read_flags(make_parser(), arguments)
     settings, sampling = build(GenerateConfig, given), build(SamplingConfig, given)
+    if settings.model is not None:
+        script_at(settings.model)
     if sampling.greedy and settings.num_samples > 1:
         raise ConfigError(f"--greedy gives {settings.num_samples} equal texts; leave out --num-samples")
     layout = settings.tensor_model_parallel_size * settings.pipeline_model_parallel_size

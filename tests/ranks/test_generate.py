@@ -10,23 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 from local_ranks import run_ranks
-from said import tells
+from said import raises_telling, tells
+from script_run import leaving_nothing_of
 from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 import pretrain_gpt
 from megatron.core.checkpoint import format, open_checkpoint, save_checkpoint
-from megatron.core.config import add_flags, knob
+from megatron.core.config import ConfigError, add_flags, knob
 from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.generate import generate, next_scores, text_pieces
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import greedy
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain
 from megatron.training.checkpointing import model_tensors
-from tools.generate import main
+from tools.generate import main, read_settings
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -388,6 +390,17 @@ def test_a_state_that_names_no_model_is_refused():
     saved = {"transformer": {"num_layers": 2, "num_wings": 2}, "data": {}, "tokenizer": {}}
     with pytest.raises(ValueError, match="num_wings"):
         read_saved_settings({"vocab_size": 5, "config": saved}, "X")
+
+
+def test_a_tokenizer_that_a_script_adds_is_there_with_that_script():
+    script = Path(__file__).parents[1] / "promises/tokenizer/pretrain.py"
+    config = {"transformer": {}, "data": {}, "tokenizer": {"tokenizer_type": "Letters"}}
+    with raises_telling(ConfigError, "X --tokenizer-type Letters --model"):
+        read_saved_settings({"vocab_size": 5, "config": config}, "X")
+    with leaving_nothing_of(script.parent):
+        read_settings(["--load", "X", "--prompt", "fox", "--model", str(script)])
+        saved = read_saved_settings({"vocab_size": 5, "config": config}, "X")
+        assert build_tokenizer(saved.tokenizer).tokenize("ab") == [0, 1]
 
 
 # ---------------------------------------------------------------- the parts

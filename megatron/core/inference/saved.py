@@ -37,7 +37,13 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
         raise ConfigError(
             f"{source} is of a script's own model, with settings {own}; generate with that script's model"
         )
-    return SavedSettings(state["vocab_size"], **{name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()})
+    try:
+        return SavedSettings(
+            state["vocab_size"], **{name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()}
+        )
+    except ConfigError as error:
+        added = "if the script that trained adds it, give that script by --model"
+        raise ConfigError([f"{source}: {problem}; {added}" for problem in error.problems]) from None
 
 
 def notes_on(state: dict[str, Any]) -> list[str]:
