@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+MASKS_VERSION = 2  # of the masks of a key, kept in checkpoints; 1: torch's generators, one for each sample and head
 _BLOCK_PER_THREAD = (
     2**17
 )  # elements drawn at once on a CPU: their two int32 buffers, input and output fill an L2 cache of 2 MiB

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm, products
+from megatron.core import comm, dropout_masks, products
 from megatron.core.boxes import pieces_of_run, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -113,6 +113,7 @@ def save(
             "vocab_size": runtime.vocab_size_if_any,
             "tokenizer_sha256": runtime.tokenizer_sha256,
             "data_sha256": runtime.data_sha256,
+            "dropout_masks": dropout_masks.MASKS_VERSION,
             "config": runtime.config.as_json(),
             **_products_of(runtime),
         },

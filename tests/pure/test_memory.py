@@ -259,7 +259,7 @@ def test_a_vocabulary_size_is_asked_for_and_no_tokenizer(more: str):
     assert error.value.problems[-1].startswith("--vocab-size N is required: the number of words is enough")
 
 
-# Of each of 2 x 4 x 256 x 256 scores a plain kernel keeps 7 bytes in a layer: a float32 softmax, a mask, and what is dropped in bfloat16.
+# Of each of 2 x 4 x 256 x 256 scores a plain kernel keeps 6 bytes in a layer: a float32 softmax and what is dropped in bfloat16.
 def test_dropout_that_keeps_a_fused_kernel_away_is_hinted_at(capsys):
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 --bf16 --vocab-size 60"
     plain, fused = (ranks_of(words + more)[0].bytes["activations"] for more in ("", " --attention-dropout 0"))

@@ -104,7 +104,16 @@ def test_an_older_checkpoint_is_loaded_and_what_it_lacks_is_said(checkpoints, sa
     older = edited(checkpoints, tmp_path / "older", age)
     text = said(f"--train-iters 4 --load {older}")
     assert "the checkpoint does not name its model" in text and "loaded checkpoint of iteration 4" in text
-    assert "resumed with another" not in text
+    assert "resumed with another" not in text and "dropout masks" not in text
+
+
+def test_other_masks_of_dropout_are_said(checkpoints, said, tmp_path):
+    older = edited(checkpoints, tmp_path / "older", lambda state: state.pop("dropout_masks"))
+    assert "resumed with other dropout masks: drawn by version 1 before, 2 now" in said(
+        f"--train-iters 4 --load {older}"
+    )
+    assert "dropout masks" not in said(f"--train-iters 4 --load {checkpoints}")
+    assert "dropout masks" not in said(f"--train-iters 4 --load {older} --hidden-dropout 0 --attention-dropout 0")
 
 
 def test_a_setting_of_the_model_that_this_code_does_not_know_is_refused(checkpoints, refused, said, tmp_path):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm
+from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
@@ -44,7 +44,7 @@ _COUNTS = ("scheduled_train_samples", "samples_per_iter", "requested_train_sampl
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("train/schedules", "train/schedules/*", "log/sums", "grad_scaler"), (dict,)),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
-    **dict.fromkeys(("log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
+    **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }
 
@@ -211,6 +211,11 @@ def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = Tru
         print_rank_0(f"{what} with another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}")
     if goes_on and _is_other(saved, "data_sha256", runtime.data_sha256):
         print_rank_0(f"resumed with other data: {_flags_then_and_now(runtime, saved, 'data', BY_DATA)}")
+    masks, model = saved.get("dropout_masks", 1), runtime.config.transformer
+    if goes_on and masks != dropout_masks.MASKS_VERSION and (model.hidden_dropout or model.attention_dropout):
+        print_rank_0(
+            f"resumed with other dropout masks: drawn by version {masks} before, {dropout_masks.MASKS_VERSION} now"
+        )
     before = saved.get("global_batch_size")  # older checkpoints lack it
     before = before or TrainState.from_json(saved["train"]).samples_per_iter
     if goes_on and runtime.global_batch_size != before:
