@@ -3,9 +3,10 @@
     python benchmarks/optimizers.py results.jsonl --limit-minutes 30          about a minute of one core a run; goes on where it stopped
     python benchmarks/optimizers.py results.jsonl --report docs/optimizers.md
 
-All runs share the model, data, batch, schedule (a twentieth warm-up, cosine to a tenth), weight decay and clipping; Muon's tables and
-norms have AdamW's settings. Data and tokenizer are the quickstart's, made in --folder if they are not there. A process that trains
-writes --metrics-file; a line of results.jsonl is one finished run. The report needs matplotlib for its picture.
+All runs share the model, data, batch, schedule (a tenth warm-up, cosine to a tenth), weight decay and clipping; Muon's tables and norms
+have AdamW's settings. Data and tokenizer are the quickstart's, made in --folder if they are not there. The first seed runs at every
+rate, the others at the rates that were best with it, the best first. A line of results.jsonl is one finished run. The report needs
+matplotlib for its picture.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.plot_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-RATES = {"adam": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)}
-MIDDLE, ENDS = (2, 1, 3), (0, 4)  # places in a grid
+# From the middle of each grid outwards.
+RATES = {"adam": (1e-3, 2e-3, 5e-4, 4e-3, 2.5e-4), "muon": (8e-3, 16e-3, 4e-3, 32e-3, 2e-3)}
 SEEDS = (1, 2, 3)
 FLAGS = {
     "adam": "--optimizer adam",
@@ -39,7 +40,7 @@ MODEL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length
     --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"""
 TRAINING = """--micro-batch-size 16 --global-batch-size 16 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --split 95,5,0 --eval-iters 10 --log-interval 20 --device cpu"""
-STEPS, VALIDATIONS = 150, 5
+STEPS, VALIDATIONS = 100, 4
 
 
 def prepare(folder: Path) -> str:
@@ -62,18 +63,24 @@ def prepare(folder: Path) -> str:
     return f"--data-path {tokens}_text_document {read}"
 
 
-def cases() -> Iterator[tuple[str, float, int]]:
-    """(optimizer, rate, seed): all rates of the first seed, the middle ones of the others, then the rest."""
-    first, *others = SEEDS
-    wanted = [*product((first,), MIDDLE + ENDS), *product(others, MIDDLE), *product(others, ENDS)]
-    return ((name, RATES[name][place], seed) for seed, place in wanted for name in RATES)
+def next_case(results: list[dict], optimizer: str) -> tuple[float, int] | None:
+    """(rate, seed) of the next run: all rates of the first seed, then all seeds of its best rate, of its second best, ..."""
+    lasts = {(r["lr"], r["seed"]): _last(r["validation"]) for r in results if r["optimizer"] == optimizer}
+    by_loss = sorted(RATES[optimizer], key=lambda rate: lasts.get((rate, SEEDS[0]), math.inf))
+    wanted = [*product(RATES[optimizer], SEEDS[:1]), *product(by_loss, SEEDS[1:])]
+    return next((case for case in wanted if case not in lasts), None)
+
+
+def _last(losses: dict) -> float:
+    """The loss after the last step; infinite if the run has diverged, which leaves it out."""
+    return {int(step): loss for step, loss in losses.items()}.get(STEPS, math.inf)
 
 
 def train(optimizer: str, rate: float, seed: int, data: str) -> dict:
     """One run, as a line of results: validation losses by step, and seconds of processor time."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        schedule = f"--train-iters {STEPS} --lr-warmup-iters {STEPS // 20} --eval-interval {STEPS // VALIDATIONS}"
+        schedule = f"--train-iters {STEPS} --lr-warmup-iters {STEPS // 10} --eval-interval {STEPS // VALIDATIONS}"
         flags = (
             f"{MODEL} {TRAINING} {schedule} {FLAGS[optimizer]} --lr {rate} --min-lr {rate / 10} --seed {seed} {data}"
         )
@@ -104,11 +111,11 @@ def _seconds_of_children() -> float:
 
 
 def curves(results: list[dict]) -> dict[tuple[str, float], list[dict[int, float]]]:
-    """(optimizer, rate) -> of each seed: step -> validation loss. A diverged run has no last loss, and counts as infinite."""
+    """(optimizer, rate) -> of each seed: step -> validation loss."""
     found: dict[tuple[str, float], list[dict[int, float]]] = {}
     for result in sorted(results, key=lambda result: (result["optimizer"], result["lr"], result["seed"])):
-        losses = {int(step): loss for step, loss in result["validation"].items()}
-        found.setdefault((result["optimizer"], result["lr"]), []).append({STEPS: math.inf} | losses)
+        losses = {int(step): loss for step, loss in result["validation"].items()} | {STEPS: _last(result["validation"])}
+        found.setdefault((result["optimizer"], result["lr"]), []).append(losses)
     return found
 
 
@@ -123,7 +130,7 @@ def report(results: list[dict], picture: str) -> str:
         "# AdamW and Muon on the quickstart's model",
         "",
         f"The GPT of [the quickstart](../README.md#two-commands), 1.0 M parameters, trained for {STEPS} steps of 16 x 128 tokens in one",
-        "process: each optimizer over a grid of learning rates, with the same schedule (a twentieth warm-up, cosine to a tenth), weight",
+        "process: each optimizer over a grid of learning rates, with the same schedule (a tenth warm-up, cosine to a tenth), weight",
         "decay (0.1), clipping (1.0) and seeds. AdamW has betas 0.9 and 0.95. Muon runs with",
         f"`{FLAGS['muon'].partition(' --')[2].join(['--', ''])}`,",
         "and AdamW's settings for tables and norms. Written by",
@@ -176,8 +183,6 @@ def _ends(found: dict, best: dict[str, float]) -> Iterator[str]:
         tried = sorted(means(found, name))
         if rate in (tried[0], tried[-1]):
             yield f"{NAMES[name]}'s best rate, {rate:g}, is at the end of its grid."
-    if missing := [case for case in cases() if len(found.get(case[:2], ())) < len(SEEDS)]:
-        yield f"Runs that are missing: at least {len({case[:2] for case in missing})} rates lack a seed."
 
 
 def draw(results: list[dict], path: Path) -> None:
@@ -219,7 +224,9 @@ def main() -> None:
     parser.add_argument(
         "--report", type=Path, help="write this page, and a picture beside it, of the results; train nothing"
     )
-    parser.add_argument("--shard", default="1/1", help="i/n: every n-th run, from the i-th on")
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=RATES, default=list(RATES), help="to run, one after the other"
+    )
     given = parser.parse_args()
     results = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
     if given.report is not None:
@@ -228,15 +235,12 @@ def main() -> None:
         given.report.write_text(report(results, picture.name))
         return
     data, began = prepare(given.folder.absolute()), time.monotonic()
-    done = {(result["optimizer"], result["lr"], result["seed"]) for result in results}
-    first, step = map(int, given.shard.split("/"))
-    for case in islice(cases(), first - 1, None, step):
-        if case in done or time.monotonic() - began > 60 * given.limit_minutes:
-            continue
-        result = train(*case, data)
-        with given.results.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(json.dumps(result), flush=True)
+    for optimizer in given.optimizers:
+        while (case := next_case(results, optimizer)) and time.monotonic() - began < 60 * given.limit_minutes:
+            results.append(train(optimizer, *case, data))
+            with given.results.open("a") as file:
+                file.write(json.dumps(results[-1]) + "\n")
+            print(json.dumps(results[-1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,27 @@ REFUSALS = {
     ),
     "masters in halves of another kind": (1, MOCK + "--reuse-fp32-param --fp16", "--reuse-fp32-param --bf16 --fp16"),
     "masters in halves of float32": (1, MOCK + "--reuse-fp32-param", "--reuse-fp32-param --bf16"),
+    "parts of whole matrices": (
+        1,
+        MOCK + "--optimizer muon --zero-stage 2 --optimizer-cpu-offload --bf16 --reuse-fp32-param",
+        "--optimizer muon --zero-stage 1 --optimizer-cpu-offload --reuse-fp32-param",
+    ),
+    "parts of matrices in files": (
+        1,
+        MOCK + "--optimizer muon --offload-dir {tmp}/o",
+        "--optimizer muon --offload-dir",
+    ),
+    "matrices by blocks": (1, MOCK + "--optimizer muon --muon-tp-mode blockwise", "--muon-tp-mode tensor-parallel"),
+    "more steps than coefficients": (
+        1,
+        MOCK + "--optimizer muon --muon-coefficient-type aol",
+        "--muon-num-ns-steps 5 --muon-coefficient-type aol 4",
+    ),
+    "matrices alone": (
+        1,
+        MOCK + "--optimizer muon --muon-scalar-optimizer muon",
+        "--muon-scalar-optimizer muon adam sgd",
+    ),
     "recomputed experts": (
         1,
         MOCK + "--recompute-granularity selective --recompute-modules mlp moe_act",

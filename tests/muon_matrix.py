@@ -1,0 +1,179 @@
+"""Muon in every layout, at ZeRO 0 and 1, with every kind of fused matrix: against one process.
+
+    python tests/muon_matrix.py results.jsonl --limit-minutes 10         the product; goes on where it stopped
+    python tests/muon_matrix.py results.jsonl --report docs/muon_matrix.md
+
+Ranks are threads, in float64: losses, norms, gradients and weights of three steps, each tensor to 1e-10 of its largest value. Exit
+code 1 if any case differs.
+"""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from random import Random
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import local_ranks
+from parity_cases import TOLERANCE, worst_of
+from parity_sweep import PATIENCE, read_results, run_case, sweep
+from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
+from zero_matrix import cover
+
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+LAYOUTS = {
+    "tp1": {},
+    "tp2": {"tp": 2},
+    "tp4sp": {"tp": 4, "sp": True},
+    "pp2": {"pp": 2, "schedule": "zb-h1"},
+    "tp2sp-pp2-v2": {"tp": 2, "sp": True, "pp": 2, "v": 2, "schedule": "interleaved"},
+    "tp4-pp2": {"tp": 4, "pp": 2, "schedule": "gpipe", "recompute": "uniform 1"},
+}
+_OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 1500}
+SHARDS = {
+    "one": {},
+    "0": {"zero_stage": 0},
+    "0 overlapped": _OVERLAP,
+    "1": {"zero_stage": 1},
+    "1 overlapped": {"zero_stage": 1, "overlap_param_gather": True} | _OVERLAP,
+    "1 hybrid": {"zero_stage": 1, "num_distributed_optimizer_instances": 2},
+    "0 in order": {"fixed_order_grad_reduce": True},
+}
+MODELS = {
+    "gpt2": TINY_GPT2,
+    "untied": replace(TINY_GPT2, untie_embeddings_and_output_weights=True),
+    "llama": TINY_LLAMA,
+    "one group": replace(TINY_LLAMA, num_query_groups=1),  # ranks share its key and value head
+}
+MUON = {
+    "default": {},
+    "nesterov": {"muon_nesterov": True, "muon_coefficient_type": "simple", "muon_num_ns_steps": 7},
+    "fused": {"muon_split_qkv": False, "muon_scale_mode": "shape_scaling", "muon_momentum": 0.0},
+    "sgd": {
+        "muon_scalar_optimizer": "sgd",
+        "muon_scale_mode": "unit_rms_norm",
+        "muon_coefficient_type": "polar_express",
+    },
+}
+DIMENSIONS = {"layout": tuple(LAYOUTS), "shards": tuple(SHARDS), "model": tuple(MODELS), "muon": tuple(MUON)}
+
+
+@dataclass(frozen=True)
+class MuonCase:
+    """One choice of each dimension, in the order of DIMENSIONS."""
+
+    layout: str
+    shards: str
+    model: str
+    muon: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return self.layout, self.shards, self.model, self.muon
+
+    def __str__(self) -> str:
+        return "-".join(self.choices).replace(" ", "_")
+
+    @property
+    def run_layout(self) -> Layout:
+        dp = 1 if self.shards == "one" else 4 if "hybrid" in self.shards else 2
+        parallel = DataParallelConfig(**SHARDS[self.shards])
+        return Layout(dp=dp, m=2, delayed="overlapped" in self.shards, data_parallel=parallel, **LAYOUTS[self.layout])
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        shared = {"optimizer": "muon", "clip_grad": 0.5, "weight_decay": 0.1, "muon_extra_scale_factor": 0.2}
+        return OptimizerConfig(**shared | MUON[self.muon])
+
+
+def all_cases() -> tuple[MuonCase, ...]:
+    return tuple(MuonCase(*choices) for choices in product(*DIMENSIONS.values()))
+
+
+@cache
+def covering_cases() -> tuple[MuonCase, ...]:
+    """Some cases in which every two choices of different dimensions occur together."""
+    return cover(all_cases(), lambda case: frozenset(combinations(zip(DIMENSIONS, case.choices), 2)))
+
+
+@cache
+def _one_process(model: str, muon: str) -> Outcome:
+    return run(MODELS[model], Layout(), optimizer=MuonCase("tp1", "one", model, muon).optimizer)
+
+
+def outcomes(case: MuonCase) -> tuple[Outcome, Outcome]:
+    """What the case computes, and what one process does."""
+    got = run(MODELS[case.model], case.run_layout, optimizer=case.optimizer)
+    return got, _one_process(case.model, case.muon)
+
+
+def ordered_cases() -> list[MuonCase]:
+    """All cases, the covering ones first, the rest shuffled, so that what has run is a fair sample."""
+    rest = list(all_cases())
+    Random(0).shuffle(rest)
+    return list(dict.fromkeys((*covering_cases(), *rest)))
+
+
+def report(results: list[dict]) -> str:
+    failed = [result for result in results if not result["ok"]]
+    worst = max((result["worst"] for result in results if result["ok"]), default=0.0)
+    lines = [
+        "# Muon: how much of any layout, same numbers, has been run",
+        "",
+        "Each case trains a small GPT for three steps with `--optimizer muon` in float64, with ranks as threads, and compares every loss,",
+        "gradient norm, gradient and weight with one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. Written by",
+        "",
+        "    python tests/muon_matrix.py results.jsonl --limit-minutes 10",
+        "    python tests/muon_matrix.py results.jsonl --report docs/muon_matrix.md",
+        "",
+        f"**{len(results)} of {len(all_cases())} cases have been run; {len(failed)} differ.** The largest difference is {worst:.1e}.",
+        "",
+        "| dimension | cases run, by choice |",
+        "|---|---|",
+    ]
+    for name, choices in DIMENSIONS.items():
+        counts = Counter(result["choices"][name] for result in results)
+        lines.append(f"| {name} | " + ", ".join(f"{choice}: {counts[choice]}" for choice in choices) + " |")
+    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a file of JSON lines, one per finished case; added to")
+    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    local_ranks.TIMEOUT = PATIENCE
+    if given.report is None:
+        compare = lambda case: worst_of(*outcomes(case))  # noqa: E731
+        cases = ordered_cases()
+        sweep(
+            cases,
+            len(cases),
+            [given.results],
+            given.limit_minutes * 60,
+            lambda case: run_case(case, compare, DIMENSIONS),
+        )
+    results = list(read_results(given.results).values())
+    if given.report is not None:
+        given.report.write_text(report(results))
+    failed = sum(not result["ok"] for result in results)
+    print(f"{len(results)} of {len(all_cases())} cases have been run, {failed} differ")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    assert TOLERANCE == 1e-10  # what the page says
+    sys.exit(main())
