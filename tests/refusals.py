@@ -51,8 +51,8 @@ REFUSALS = {
     "masters in halves of float32": (1, MOCK + "--reuse-fp32-param", "--reuse-fp32-param --bf16"),
     "parts of whole matrices": (
         1,
-        MOCK + "--optimizer muon --zero-stage 2 --optimizer-cpu-offload --bf16 --reuse-fp32-param",
-        "--optimizer muon --zero-stage 1 --optimizer-cpu-offload --reuse-fp32-param",
+        MOCK + "--optimizer muon --zero-stage 2 --bf16 --reuse-fp32-param",
+        "--optimizer muon --zero-stage 1 --reuse-fp32-param",
     ),
     "parts of matrices in files": (
         1,
