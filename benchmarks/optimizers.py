@@ -29,7 +29,7 @@ from tools.plot_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 # From the middle of each grid outwards.
-RATES = {"adam": (1e-3, 2e-3, 5e-4, 4e-3, 2.5e-4), "muon": (8e-3, 16e-3, 4e-3, 32e-3, 2e-3)}
+RATES = {"adam": (2e-3, 4e-3, 1e-3, 8e-3, 5e-4), "muon": (16e-3, 32e-3, 8e-3, 64e-3, 4e-3)}
 SEEDS = (1, 2, 3)
 FLAGS = {
     "adam": "--optimizer adam",
