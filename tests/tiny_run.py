@@ -176,7 +176,7 @@ def build(
     mesh: Mesh, config: TransformerConfig, sp: bool, vocab: int = VOCAB
 ) -> tuple[DistributedDataParallel, DropoutKeys]:
     """This rank's only stage in its buffers."""
-    chunks, keys, _ = build_chunks(mesh, config, Layout(sp=sp), vocab)
+    chunks, keys, _ = build_chunks(mesh, config, Layout(sp=sp, pp=mesh["pp"].size), vocab)
     return chunks[mesh["pp"].rank], keys
 
 
