@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser
+from megatron.core.config import ConfigError, FlagParser, knobs
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
@@ -27,7 +27,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.initialize import examine_without_device
 from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request
-from megatron.training.settings.config import Config
+from megatron.training.settings.config import COMPONENTS, Config
 from tools.errors import exit_status
 
 
@@ -54,6 +54,31 @@ def _build_bert(config: Config, *request: Any, **heard: Any) -> tuple:
 SCRIPTS = {
     "gpt": Script("GPT2BPETokenizer", GPT_RULES, _build_gpt),
     "bert": Script("BertWordPieceLowerCase", BERT_RULES, _build_bert),
+}
+_SIZES = {  # of the run, which say how many samples are asked for; --lr is required as in training
+    *(
+        "micro_batch_size",
+        "global_batch_size",
+        "rampup_batch_size",
+        "step_batch_size_schedule",
+        "train_iters",
+        "train_samples",
+    ),
+    *(
+        "decrease_batch_size_if_needed",
+        "eval_interval",
+        "eval_iters",
+        "seed",
+        "lr",
+        "num_distributed_optimizer_instances",
+    ),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+}
+UNREAD = {
+    field.name: "no index depends on it"
+    for name, component in COMPONENTS.items()
+    for field in knobs(component)
+    if name not in ("data", "fim", "masked_data", "tokenizer") and field.name not in _SIZES
 }
 
 
@@ -87,7 +112,7 @@ def world_size_of(config: Config, given: int | None) -> int:
 def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str, int]:
     """Build the indices of the run of this command line; returns {split: samples}. Raises ConfigError or ValueError."""
     script = script_of(argv)
-    parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer})
+    parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer}, UNREAD)
     config = parsed.config
     world_size = world_size_of(config, parsed.args.prepare_cache_world_size)
     problems, tokenizer = examine_without_device(config, world_size, script.rules)

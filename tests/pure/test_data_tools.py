@@ -217,6 +217,16 @@ def test_planning_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments
 RUN = [*NULL, *shlex.split("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1")]
 
 
+def test_the_help_of_prepare_cache_shows_what_it_reads(capsys):
+    with pytest.raises(SystemExit):
+        prepare_cache.main(["--help"])
+    said = capsys.readouterr().out
+    assert tells(
+        said, "--prepare-cache-world-size --data-path --seq-length --split --fim-rate --eval-iters --seed --mask-prob"
+    )
+    assert "--adam-beta1" not in said and "--recompute-granularity" not in said
+
+
 def test_a_cache_is_prepared_once_for_all_that_a_run_asks_for(tmp_path, capsys):
     """3 steps of 4 samples, validation after each second one and at the end: 2 x 2 batches of 4; at the end 2 for the test."""
     prefix, cache = write(tmp_path / "a", [[[1] * 10]] * 100), tmp_path / "cache"
