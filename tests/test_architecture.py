@@ -298,7 +298,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_065,
+    "megatron/core": 2_066,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 815,
     "megatron/core/datasets": 1_960,
@@ -320,7 +320,7 @@ BUDGETS = {
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_185,
     "megatron/training/watch": 990,
-    "tools": 1_680,
+    "tools": 1_710,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,
     "tools/estimating": 215,
