@@ -224,7 +224,7 @@ def test_the_help_of_prepare_cache_shows_what_it_reads(capsys):
     assert tells(
         said, "--prepare-cache-world-size --data-path --seq-length --split --fim-rate --eval-iters --seed --mask-prob"
     )
-    assert "--adam-beta1" not in said and "--recompute-granularity" not in said
+    assert "--adam-beta1" not in said and "--hidden-dropout" not in said
 
 
 def test_a_cache_is_prepared_once_for_all_that_a_run_asks_for(tmp_path, capsys):
