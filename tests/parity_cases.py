@@ -66,25 +66,25 @@ def one_process(config: TransformerConfig, texts: Texts, global_batch: int) -> O
     return run(config, Layout(), global_batch=global_batch, texts=texts)
 
 
-def outcomes(case: Case) -> tuple[Outcome, Outcome]:
-    """What the case computes, and what one process does."""
+def outcomes(case: Case, compile: str = "off") -> tuple[Outcome, Outcome]:
+    """What the case computes, and what one process does, eagerly."""
     config, texts = model_of(case), texts_of(case)
-    got = run(config, layout_of(case), global_batch=case.global_batch, texts=texts)
+    got = run(replace(config, compile=compile), layout_of(case), global_batch=case.global_batch, texts=texts)
     return got, one_process(config, texts, case.global_batch)
 
 
-def assert_as_one_process(case: Case) -> None:
+def assert_as_one_process(case: Case, compile: str = "off") -> None:
     """The numbers of one process, for the calls worked out by hand: every call of every rank, and nothing else."""
-    got, expected = outcomes(case)
+    got, expected = outcomes(case, compile)
     assert_equal(got, expected, TOLERANCE)
     setting = Setting(model_of(case), layout_of(case), SEQ, texts_of(case).vocab, case.global_batch)
     for pp_rank, calls in got.calls:
         assert calls == calls_of_step(setting, pp_rank)
 
 
-def worst_difference(case: Case) -> tuple[float, str]:
+def worst_difference(case: Case, compile: str = "off") -> tuple[float, str]:
     """The largest difference from one process, and where it is."""
-    return worst_of(*outcomes(case))
+    return worst_of(*outcomes(case, compile))
 
 
 def worst_of(got: Outcome, expected: Outcome) -> tuple[float, str]:

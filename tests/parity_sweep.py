@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -172,6 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-ranks", type=int, default=64, help="leave out larger jobs")
     parser.add_argument("--only", default="", help="only cases whose name has this in it, such as zb-v")
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, from the i-th on; each with its own file")
+    compiled = "run the layouts compiled, and one process eagerly; with a file of results of its own"
+    parser.add_argument("--compile", choices=("off", "regions"), default="off", help=compiled)
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -185,7 +188,8 @@ def main(arguments: list[str] | None = None) -> int:
             cases = [case for case in cases if given.only in str(case)]
             count = len(cases)
         cases = islice(cases, i - 1, None, n)
-        sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60)
+        run_one = partial(run_case, compare=partial(worst_difference, compile=given.compile))
+        sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60, run_one)
     results = list(read_results(*given.results).values())
     if given.report is not None:
         given.report.write_text(report(results))

@@ -119,13 +119,14 @@ def _compile(formula: Formula) -> Formula:
     began = time.perf_counter()
     cache_folder()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    run = torch.compile(formula, fullgraph=True)
+    run = torch.compile(formula, fullgraph=True, backend=BACKEND)
     if not _imported_in:
         torch._dynamo.config.recompile_limit = _MOST_PROGRAMS
         _imported_in = time.perf_counter() - began
     return run
 
 
+BACKEND = "inductor"  # of torch.compile; tests of many layouts trace with one that needs no C++
 _MOST_PROGRAMS = 64  # of one formula; beyond it torch raises an error
 
 
@@ -139,7 +140,8 @@ class Compiled:
     """
 
     def __init__(self, formula: Formula):
-        self.formula, self._run = formula, None
+        self.formula = formula
+        self._runs: dict[str, Formula] = {}  # by backend
 
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
         # Plain tensors of one kind: parameters, and what requires a gradient, would each be compiled anew.
@@ -148,15 +150,16 @@ class Compiled:
             with _disable_current_modes():
                 made = self.formula(*plain)
             return tuple(None if x is None else torch.empty_like(x) for x in made)
-        if self._run is None:
-            self._run = _compile(self.formula)
-        if (
-            is_in_torch_dispatch_mode()
-        ):  # a mode that counts memory sees results alone, as copies, since it saw nothing make them
-            with _disable_current_modes():
-                made = self._run(*plain)
-            return tuple(None if x is None else x.clone() for x in made)
-        return self._run(*plain)
+        if BACKEND not in self._runs:
+            self._runs[BACKEND] = _compile(self.formula)
+        run = self._runs[BACKEND]
+        if not is_in_torch_dispatch_mode():
+            return run(*plain)
+        with (
+            _disable_current_modes()
+        ):  # a mode that counts memory sees results alone, as copies of what it saw nothing make
+            made = run(*plain)
+        return tuple(None if x is None else x.clone() for x in made)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from megatron.core.compiler import compiles
 from megatron.core.placement import Normal, Rows
 from megatron.core.random import AttentionDropout
 from megatron.core.tensor_parallel.linear_layers import (
@@ -19,6 +20,7 @@ from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Mask, windowed
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.rotary import apply_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig, query_group_problem
 
@@ -31,13 +33,14 @@ class CoreAttention(nn.Module):
         first_head = context.tp.axis.rank * config.num_attention_heads // context.tp.axis.size
         self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
         self.backend, self.way = config.attention_backend, context.tp.products.attention
+        self.compiled = compiles(config, context.tp.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         dtype = q.dtype
         heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
         if self.way == "widened":  # to round once, at the end
             heads = [x.float() for x in heads]
-        case = AttentionCase(*heads[:2], mask, self.dropout.probability if self.training else 0.0)
+        case = AttentionCase(*heads[:2], mask, self.dropout.probability if self.training else 0.0, self.compiled)
         out = kernel_for(self.backend, case).compute(*heads, mask, self.dropout)
         return out.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, n * d]
 
@@ -92,6 +95,7 @@ class ParallelAttention(nn.Module):
         if config.qk_layernorm:
             # Whole on every rank, with a partial gradient: each rank normalizes its own heads only.
             self.q_layernorm, self.k_layernorm = (make_norm(config, context, width=d, partial=True) for _ in range(2))
+        self.compiled = compiles(config, tp.device)
         self.core_attention = make_core(config, layer, context)
         self.keys, self.layer = context.keys, layer
         self.keys_before = config.keys_before(layer)  # None: no window
@@ -103,21 +107,25 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        heads = self.project(x)
-        q, k = heads.q, heads.k
-        if self.q_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if angles is not None:
-            q, k = apply_rotary(q, angles), apply_rotary(k, angles)
-        k, v = (k, heads.v) if cache is None else cache.append(self.layer, k, heads.v)
+        heads = self.project(x, angles)
+        k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
-        out, _ = self.linear_proj(attend(q, k, v, windowed(mask, self.keys_before, len(k))))
+        out, _ = self.linear_proj(attend(heads.q, k, v, windowed(mask, self.keys_before, len(k))))
         return out
 
-    def project(self, x: Tensor) -> "Heads":
+    def project(self, x: Tensor, angles: Tensor | None = None) -> "Heads":
+        """The heads of x, normalized and rotated."""
         fused, _ = self.linear_qkv(x)
         fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
-        return Heads(*(part.flatten(2, 3) for part in fused.split([self.heads_per_group, 1, 1], dim=3)))
+        if self.compiled and angles is not None and self.q_layernorm is None:
+            of_angles = angles.cos().to(fused.dtype), angles.sin().to(fused.dtype)
+            return Heads(*REGIONS["heads"].compiled(fused, *of_angles, self.heads_per_group))
+        heads = Heads(*(part.flatten(2, 3) for part in fused.split([self.heads_per_group, 1, 1], dim=3)))
+        if self.q_layernorm is not None:
+            heads = heads._replace(q=self.q_layernorm(heads.q), k=self.k_layernorm(heads.k))
+        if angles is not None:
+            heads = heads._replace(q=apply_rotary(heads.q, angles), k=apply_rotary(heads.k, angles))
+        return heads
 
 
 class Heads(NamedTuple):

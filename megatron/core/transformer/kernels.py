@@ -19,6 +19,7 @@ from megatron.core.open_table import Table
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.band import attention_in_band
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
+from megatron.core.transformer.tiled_attention import tiled_attention
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
@@ -83,6 +84,7 @@ class AttentionCase(NamedTuple):
     k: Tensor  # [b, groups, s, d], longer than q where a cache holds earlier tokens
     mask: Mask
     dropout: float  # 0 in evaluation
+    compiled: bool = False  # regions run compiled
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,24 @@ class Kernel:
     instead: str | None = None
 
 
+def _not_for_tiles(case: AttentionCase) -> str | None:
+    if not case.compiled:
+        return "is compiled (--compile regions)"
+    causal = case.mask is None and case.q.shape[2] == case.k.shape[2]
+    return None if causal else "is for causal attention"
+
+
+def _not_for_fused(case: AttentionCase) -> str | None:
+    if case.dropout:
+        return "has no dropout by samples"
+    on_cpu = case.q.device.type == "cpu" and case.q.dtype in (torch.bfloat16, torch.float16)
+    return "takes half again as long as compiled tiles" if on_cpu and _not_for_tiles(case) is None else None
+
+
 _PLAIN = Kernel(plain_attention)
-_FUSED = Kernel(fused_attention, lambda case: "has no dropout by samples" if case.dropout else None, instead="unfused")
-_OURS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "unfused": _PLAIN, "local": _PLAIN}
+_TILED = Kernel(tiled_attention, _not_for_tiles, instead="unfused")
+_FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled")
+_OURS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "tiled": _TILED, "unfused": _PLAIN, "local": _PLAIN}
 KERNELS: Table[Kernel] = Table("KERNELS", Kernel, _OURS)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.compiler import Region
+from megatron.core.dropout_masks import MaskWords, dropped
+from megatron.core.transformer.rotary import rotated
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -115,11 +117,57 @@ def _gated_silu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[
     return grad_x.to(x.dtype), _of_rows(grad_x, bias)
 
 
+# ---------------------------------------------------------------- the residual stream: (x, block's result, its mask) -> sum
+
+
+def _eager_residual(
+    x: Tensor, out: Tensor, lines: Tensor, columns: Tensor, probability: float, dtype: torch.dtype
+) -> Tensor:
+    return x + dropped(out, MaskWords(lines, columns), probability)
+
+
+def _residual(
+    x: Tensor, out: Tensor, lines: Tensor, columns: Tensor, probability: float, dtype: torch.dtype
+) -> tuple[Tensor]:
+    return (_eager_residual(x, _wide(out), lines, columns, probability, dtype).to(torch.promote_types(x.dtype, dtype)),)
+
+
+def _residual_backward(
+    grad: Tensor, lines: Tensor, columns: Tensor, probability: float, dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    return grad, dropped(_wide(grad), MaskWords(lines, columns), probability).to(dtype), None, None, None, None
+
+
+# ---------------------------------------------------------------- heads: (fused, cos, sin, heads of a group) -> q, k, v
+# fused: [s, b, groups, heads of a group + 2, d], its last two heads key and value; cos, sin: [s, b or 1, width / 2]
+
+
+def _eager_heads(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
+    *both, v = (part.flatten(2, 3) for part in fused.split([queries, 1, 1], dim=3))
+    return *(rotated(x, cos, sin) for x in both), v
+
+
+def _heads(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
+    *both, v = (part.flatten(2, 3) for part in fused.split([queries, 1, 1], dim=3))
+    return *(rotated(_wide(x), cos, sin).to(fused.dtype) for x in both), v.contiguous()
+
+
+def _heads_backward(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, queries: int
+) -> tuple[Tensor | None, ...]:
+    groups = grad_k.shape[2]
+    grads = rotated(_wide(grad_q), cos, -sin), rotated(_wide(grad_k), cos, -sin), _wide(grad_v)
+    fused = torch.cat([x.unflatten(2, (groups, -1)) for x in grads], dim=3)
+    return fused.to(grad_v.dtype), None, None, None
+
+
 # ---------------------------------------------------------------- the table
 
 REGIONS = {
     "LayerNorm": Region(_eager_layer_norm, _layer_norm, _layer_norm_backward, reads=(0, 1, 2), carries=True),
     "RMSNorm": Region(_eager_rms_norm, _rms_norm, _rms_norm_backward, reads=(0, 1, 2), carries=True),
     "gelu": Region(gelu, _gelu, _gelu_backward, reads=(0, 1)),
+    "residual": Region(_eager_residual, _residual, _residual_backward, reads=(2, 3, 4, 5)),
+    "heads": Region(_eager_heads, _heads, _heads_backward, reads=(1, 2, 3), results=3),
     "gated_silu": Region(gated_silu, _gated_silu, _gated_silu_backward, reads=(0, 1)),
 }

@@ -19,8 +19,13 @@ def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
 
     x: [s, b, n, d], angles: [s, b or 1, width / 2] -> [s, b, n, d]
     """
-    half = angles.shape[-1]
-    cos, sin = (f(angles).unsqueeze(2).to(x.dtype) for f in (torch.cos, torch.sin))  # [s, b or 1, 1, width / 2]
+    return rotated(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rotary` by the cosines and sines of the angles."""
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [s, b or 1, 1, width / 2]
     first, second = x[..., :half], x[..., half : 2 * half]
     rest = x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -61,7 +61,8 @@ class ShapeConfig(FlagConfig):
     )
     attention_backend: str = knob(
         "auto",
-        "auto, fused, flash: torch's fused kernel where it applies; unfused, local: plain torch operations",
+        "auto, fused, flash: torch's fused kernel where it applies; tiled: with --compile, for causal attention; unfused, "
+        "local: plain torch operations",
         names=KERNELS,
     )
 

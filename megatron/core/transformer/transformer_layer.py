@@ -5,12 +5,15 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from megatron.core.compiler import compiles
+from megatron.core.random import HiddenDropout
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import give_up, recomputed
+from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -42,7 +45,7 @@ class ParallelTransformerLayer(nn.Module):
         self.attention_dropout = context.hidden_dropout(config.hidden_dropout, "after attention", layer)
         self.pre_mlp_layernorm = make_norm(config, context)
         self.mlp = make_mlp(config, layer, context)
-        self.keys = context.keys
+        self.keys, self.compiled = context.keys, compiles(config, context.tp.device)
         self.recomputes_mlp, self.recomputes_norms = config.recomputes("mlp"), config.recomputes("layernorm")
         self.mlp_dropout = context.hidden_dropout(config.hidden_dropout, "after mlp", layer)
 
@@ -51,10 +54,16 @@ class ParallelTransformerLayer(nn.Module):
     ) -> Tensor:
         attend = lambda normed: self.self_attention(normed, mask, angles, cache)  # noqa: E731
         x, out = self._of_norm(self.input_layernorm, x, attend)
-        x = x + self.attention_dropout(out)
+        x = self._sum(x, out, self.attention_dropout)
         mlp = partial(recomputed, self.mlp, self.keys) if self.recomputes_mlp else self.mlp
         x, out = self._of_norm(self.pre_mlp_layernorm, x, mlp)
-        return x + self.mlp_dropout(out)
+        return self._sum(x, out, self.mlp_dropout)
+
+    def _sum(self, x: Tensor, out: Tensor, dropout: nn.Module) -> Tensor:
+        """x + drop(out)"""
+        if not (self.compiled and isinstance(dropout, HiddenDropout) and dropout.is_active):
+            return x + dropout(out)
+        return REGIONS["residual"].compiled(x, out, *dropout.words_for(out), dropout.probability, out.dtype)
 
     def _of_norm(self, norm: nn.Module, x: Tensor, block: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """(x, block(norm(x)))"""

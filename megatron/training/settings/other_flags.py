@@ -62,9 +62,10 @@ def parse_table(table: Mapping[str, str]) -> dict[str, OtherFlag]:
 NO_EFFECT_BY_REASON: dict[str, str] = {
     # ---- the model and its numbers
     "there is one implementation": "--use-mcore-models --use-legacy-models --enable-experimental",
+    "--compile regions fuses this work, for all kinds at once": """
+        --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion""",
     "kernels are chosen by what the device can do": """
-        --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion
-        --no-persist-layer-norm --no-rope-fusion --use-te-activation-func --use-fused-weighted-squared-relu
+        --no-masked-softmax-fusion --no-persist-layer-norm --use-te-activation-func --use-fused-weighted-squared-relu
         --no-scaled-masked-softmax-fusion --scaled-masked-softmax-fusion --scaled-upper-triang-masked-softmax-fusion""",
     "the fused attention kernel is used wherever it can do the work": "--use-flash-attn",
     "weight gradients are written straight into their buffer": "--no-gradient-accumulation-fusion",

@@ -1,0 +1,135 @@
+"""Causal attention in tiles of queries, compiled, with dropout or without: no s x s tensor.
+
+    keys        0   1   2   3           a tile of queries meets the keys up to its own last: 10 of 16 tiles of scores here;
+    queries 0   x                       its scores stay in the cache between the product that makes them and the product
+            1   x   x                   that reads them
+            2   x   x   x
+            3   x   x   x   x
+
+As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of each
+row, and the backward computes the scores again. A tile holds all of its keys, so its softmax needs no rescaling.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.compiler import Compiled
+from megatron.core.dropout_masks import MaskWords, kept
+from megatron.core.random import AttentionDropout
+from megatron.core.transformer.masks import Mask
+
+
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
+    """`plain_attention` of a causal mask, q and k of one length."""
+    assert mask is None and q.shape[2] == k.shape[2], "only causal"
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    words = dropout.words_for((*q.shape[:3], k.shape[2]), q.device) if dropout.is_active else (None, None)
+    return _Tiled.apply(q / math.sqrt(q.shape[-1]), k, v, *words, dropout.probability)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *dropout: Any) -> Tensor:
+        """dropout: the words of its masks, lines and columns, or None and None; its probability."""
+        q, k = _by_head(q), _by_head(k)
+        of_heads, out = _by_head(v), torch.empty_like(q)
+        log_sums = _wide_empty(q.shape[:2], q)
+        for tile in _tiles(q):
+            rows, keys = tile, (tile[0], slice(tile[1].stop))
+            probabilities, log_sums[rows] = _FORWARD(q[rows] @ k[keys].transpose(1, 2), *_of_tile(dropout, *tile))
+            torch.bmm(probabilities, of_heads[keys], out=out[rows])
+        ctx.save_for_backward(q, k, of_heads, out, log_sums, *dropout[:2])
+        ctx.probability = dropout[2]
+        return out.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: recomputation fills it when it is read
+        q, k = saved[:2]
+        v, out = saved[2:4]
+        log_sums, *words = saved[4:]
+        shape, grad = grad.shape, _by_head(grad)
+        inner = (grad.to(log_sums.dtype) * out).sum(dim=-1)  # of each row: sum of probability x its gradient
+        grad_q, grad_k = torch.empty_like(q), _wide_empty(k.shape, k).zero_()
+        grad_v = torch.zeros_like(grad_k)  # wide, since it is a sum over tiles
+        for tile in _tiles(q):
+            rows, keys = tile, (tile[0], slice(tile[1].stop))
+            products = q[rows] @ k[keys].transpose(1, 2), grad[rows] @ v[keys].transpose(1, 2)
+            masks = _of_tile((*words, ctx.probability), *tile)
+            probabilities, by_scores = _BACKWARD(*products, log_sums[rows], inner[rows], *masks)
+            torch.bmm(by_scores, k[keys], out=grad_q[rows])
+            grad_k[keys] += by_scores.transpose(1, 2) @ q[rows]
+            grad_v[keys] += probabilities.transpose(1, 2) @ grad[rows]
+        return *(x.to(q.dtype).view(shape) for x in (grad_q, grad_k, grad_v)), None, None, None
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[b, n, ...] -> [b n, ...]"""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _wide_empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _tiles(q: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(heads, queries) of each tile, for q [b n, s, d]."""
+    heads, length = q.shape[:2]
+    for start in range(0, length, _QUERIES):
+        stop = min(start + _QUERIES, length)
+        at_once = max(1, _ELEMENTS // (_QUERIES * stop))
+        for first in range(0, heads, at_once):
+            yield slice(first, min(first + at_once, heads)), slice(start, stop)
+
+
+_QUERIES, _ELEMENTS = 256, 2**20  # _ELEMENTS: of scores at once, 2 to 4 MB, beside their probabilities
+
+
+def _of_tile(dropout: tuple[Any, ...], heads: slice, queries: slice) -> tuple[Any, ...]:
+    """The words of the masks of a tile, and the probability."""
+    lines, *others = dropout
+    if lines is None:
+        return None, None, 0.0
+    return _by_head(lines)[heads, queries], others[0][: queries.stop], others[1]
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def _probabilities(scores: Tensor, log_sum: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    rows, keys = scores.shape[1:]
+    later = torch.arange(keys, device=scores.device) > torch.arange(keys - rows, keys, device=scores.device)[:, None]
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(later, -math.inf)
+    if log_sum is None:
+        largest = wide.amax(dim=-1)
+        log_sum = (wide - largest.unsqueeze(-1)).exp().sum(dim=-1).log() + largest
+    return (wide - log_sum.unsqueeze(-1)).exp(), log_sum
+
+
+def _dropped(x: Tensor, lines: Tensor | None, columns: Tensor | None, probability: float) -> Tensor:
+    if lines is None:
+        return x
+    return torch.where(kept(MaskWords(lines, columns), probability), x * (1 / (1 - probability)), 0)
+
+
+def _forward(scores: Tensor, *dropout: Any) -> tuple[Tensor, Tensor]:
+    probabilities, log_sum = _probabilities(scores)
+    return _dropped(probabilities, *dropout).to(scores.dtype), log_sum
+
+
+def _backward(
+    scores: Tensor, by_dropped: Tensor, log_sum: Tensor, inner: Tensor, *dropout: Any
+) -> tuple[Tensor, Tensor]:
+    """The dropped probabilities again, and the gradient of the scores."""
+    probabilities, _ = _probabilities(scores, log_sum)
+    by_probabilities = _dropped(by_dropped.to(log_sum.dtype), *dropout)
+    by_scores = probabilities * (by_probabilities - inner.unsqueeze(-1))
+    return _dropped(probabilities, *dropout).to(scores.dtype), by_scores.to(scores.dtype)
+
+
+_FORWARD, _BACKWARD = Compiled(_forward), Compiled(_backward)
