@@ -5,11 +5,11 @@
 Two kinds of group. One completes a call when it starts. The other (`delayed=True`) completes it at `wait()`, as late as a network
 may: until then a result is filled with NaN (integers with their smallest value), and what is sent or gathered is read from the
 caller's own tensor, so that touching either before the wait is loud. A receive is always of the second kind: it is posted before
-the send. In both, a call that nobody waits for is an error at the end. A call that the other ranks do not join fails after
-`TIMEOUT` seconds and says which call each rank is in.
+the send. In both, a call that nobody waits for is an error at the end. A call that the other ranks do not join fails as soon as
+no rank can run, and says which call each rank is in.
 
-One rank runs at a time and hands over where it waits for others. Threads that all want the interpreter would pass it on at every
-operator, which costs more than the operators.
+One rank runs at a time, and hands over to one other where it waits: the same order in every run. Threads that all want the
+interpreter would pass it on at every operator, which costs more than the operators.
 """
 
 import threading
@@ -27,17 +27,57 @@ from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.parallel_config import ORDER
 from megatron.core.stage_map import StageMap
 
-TIMEOUT = 30.0
+
+class _Turns:
+    """Which rank runs. Whoever calls has the turn, so that nothing changes under its hands but in `wait`."""
+
+    def __init__(self, ranks: int):
+        self.able = deque(range(ranks))
+        self.waiting: dict[int, tuple[object, str]] = {}  # rank -> (where, for which call)
+        self.stuck: dict[int, str] = {}  # the same once no rank is able
+        self.failed = False  # a rank has raised an error
+        self._gates = [threading.Lock() for _ in range(ranks)]
+        for gate in self._gates:
+            gate.acquire()
+
+    def enter(self, rank: int) -> None:
+        """Block until this rank has the turn."""
+        self._gates[rank].acquire()
+
+    def hand_over(self) -> None:
+        """Let the next rank run. The caller waits, or has ended."""
+        if not self.able:
+            self.stuck = {rank: call for rank, (_, call) in self.waiting.items()}
+            self.wake_all()  # each finds out for itself
+        if self.able:
+            self._gates[self.able.popleft()].release()
+
+    def wait(self, rank: int, where: object, call: str, ready: Callable[[], bool]) -> None:
+        """Hand over until somebody wakes whoever waits there, and `ready`."""
+        while not ready():
+            if self.failed:
+                raise threading.BrokenBarrierError(call)
+            if self.stuck:
+                raise TimeoutError(f"{call}: not all ranks came; rank -> call in which it waits: {self.stuck}")
+            self.waiting[rank] = where, call
+            self.hand_over()
+            self.enter(rank)
+
+    def wake(self, where: object) -> None:
+        for rank in [rank for rank, (place, _) in self.waiting.items() if place == where]:
+            del self.waiting[rank]
+            self.able.append(rank)
+
+    def wake_all(self) -> None:
+        self.able.extend(self.waiting)
+        self.waiting.clear()
 
 
 class _Meeting:
-    """Where the ranks of one group meet: the k-th collective of each rank is the same collective.
+    """Where the ranks of one group meet: the k-th collective of each rank is the same collective."""
 
-    Whoever calls has the turn, so that nothing here changes under its hands but in `_until`.
-    """
-
-    def __init__(self, size: int, turn: threading.Lock, failed: threading.Event):
-        self.size, self.failed, self.changed = size, failed, threading.Condition(turn)
+    def __init__(self, ranks: tuple[int, ...], turns: _Turns):
+        self.ranks, self.size, self.turns = ranks, len(ranks), turns
         self.deposits: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
         self.letters: dict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
         self.taken: dict[int, int] = defaultdict(int)
@@ -45,17 +85,17 @@ class _Meeting:
     def put(self, call: int, rank: int, op: str, x: Tensor) -> None:
         self.deposits[call][rank] = (op, x)
         if len(self.deposits[call]) == self.size:  # nobody is woken who would have to wait on
-            self.changed.notify_all()
+            self.turns.wake((self, call))
 
     def seal(self, call: int, mine: int) -> None:
         """From now on rank `mine` may change the tensor that it put into its `call`-th collective."""
         op, own = self.deposits[call][mine]
         self.deposits[call][mine] = op, own.clone()
 
-    def take_all(self, call: int, op: str) -> list[Tensor]:
+    def take_all(self, call: int, mine: int, op: str) -> list[Tensor]:
         """What every rank put into its `call`-th collective, in rank order. To be read before the turn is handed over."""
         deposits = self.deposits[call]
-        self._until(lambda: len(deposits) == self.size, op)
+        self.turns.wait(self.ranks[mine], (self, call), op, lambda: len(deposits) == self.size)
         got = [deposits[rank] for rank in range(self.size)]
         self.taken[call] += 1
         if self.taken[call] == self.size:
@@ -66,17 +106,12 @@ class _Meeting:
 
     def post(self, source: int, to: int, letter: "_Letter") -> None:
         self.letters[source, to].append(letter)
-        self.changed.notify_all()
+        self.turns.wake((self, source, to))
 
     def receive(self, source: int, to: int) -> Tensor:
-        self._until(lambda: len(self.letters[source, to]) > 0, f"recv from {source}")
-        return self.letters[source, to].popleft().x.clone()
-
-    def _until(self, ready: Callable[[], bool], what: str) -> None:
-        if not self.changed.wait_for(lambda: ready() or self.failed.is_set(), TIMEOUT):
-            raise TimeoutError(f"{what}: not all ranks came; waiting calls {dict(self.deposits)}")
-        if not ready():
-            raise threading.BrokenBarrierError(what)
+        letters = self.letters[source, to]
+        self.turns.wait(self.ranks[to], (self, source, to), f"recv from {source}", lambda: len(letters) > 0)
+        return letters.popleft().x.clone()
 
 
 class _Letter:
@@ -95,6 +130,8 @@ def unseen(call: Callable) -> Callable:
 
     @wraps(call)
     def inside(*args: object) -> object:
+        if not torch._C._len_torch_dispatch_stack():
+            return call(*args)
         with _disable_current_modes():
             return call(*args)
 
@@ -163,7 +200,7 @@ class ThreadGroup:
         def complete() -> None:
             if reads_late:
                 self.meeting.seal(call, self.rank)
-            out.detach().copy_(combine(self.meeting.take_all(call, op)).view_as(out))
+            out.detach().copy_(combine(self.meeting.take_all(call, self.rank, op)).view_as(out))
 
         return self._later(op, out, complete, delayed=self.delayed)
 
@@ -193,8 +230,8 @@ def run_ranks(
 ) -> list:
     """work(mesh) of every rank, run as threads; results in rank order. `sizes`: those of `AxisSizes`."""
     sizes = AxisSizes(**sizes, order=order)
-    turn, failed = threading.Lock(), threading.Event()
-    meetings: dict[tuple, _Meeting] = defaultdict(lambda: None)
+    turns = _Turns(sizes.world_size)
+    meetings: dict[tuple, _Meeting] = {}
     results: list = [None] * sizes.world_size
     errors: list[tuple[int, BaseException]] = []
 
@@ -202,28 +239,29 @@ def run_ranks(
         groups: list[ThreadGroup] = []
 
         def make_group(name: str, ranks: tuple[int, ...]) -> ThreadGroup:
-            meeting = meetings[name, ranks] = meetings[name, ranks] or _Meeting(len(ranks), turn, failed)
+            meeting = meetings.setdefault((name, ranks), _Meeting(ranks, turns))
             groups.append(ThreadGroup(meeting, ranks.index(rank), delayed))
             return groups[-1]
 
-        with turn:
-            try:
-                mesh = build_mesh(sizes, rank, make_group, ranks_per_kv_head, stages=stages)
-                parallel_state.use_mesh(mesh)
-                results[rank] = work(mesh)
-                left = [what for group in groups for what in group.unfinished()]
-                assert not left, f"nobody waited for {left}"
-            except BaseException as error:
-                errors.append((rank, error))
-                failed.set()
-                for meeting in meetings.values():
-                    meeting.changed.notify_all()
-            finally:
-                parallel_state.use_mesh(None)
+        turns.enter(rank)
+        try:
+            mesh = build_mesh(sizes, rank, make_group, ranks_per_kv_head, stages=stages)
+            parallel_state.use_mesh(mesh)
+            results[rank] = work(mesh)
+            left = [what for group in groups for what in group.unfinished()]
+            assert not left, f"nobody waited for {left}"
+        except BaseException as error:
+            errors.append((rank, error))
+            turns.failed = True
+            turns.wake_all()
+        finally:
+            parallel_state.use_mesh(None)
+            turns.hand_over()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(sizes.world_size)]
     for thread in threads:
         thread.start()
+    turns.hand_over()
     for thread in threads:
         thread.join()
     if errors:

@@ -25,11 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import local_ranks
 from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases, main_product
 from parity_cases import TOLERANCE, worst_difference
-
-PATIENCE = 600.0  # seconds that a rank waits for the others: a busy machine is no difference
 
 
 def ordered_cases(max_ranks: int) -> Iterator[Case]:
@@ -178,7 +175,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    local_ranks.TIMEOUT = PATIENCE
     if given.report is None:
         i, n = (int(part) for part in given.shard.split("/"))
         if not 1 <= i <= n:

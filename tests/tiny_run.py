@@ -147,6 +147,7 @@ def build_chunks(
     """This rank's stages in their buffers. frozen: parameters whose names have this in them are not trained."""
     keys, store, chunks = DropoutKeys(SEED), WeightGradStore(), {}
     config, stages = layout.applied_to(config), layout.stages
+    poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
     options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False}
     models = {
         stage: subject.make(
@@ -163,11 +164,11 @@ def build_chunks(
         share_tables(models)
     for stage, model in models.items():
         initialize_parameters(model, SEED, mesh)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not frozen or frozen not in name)
+        named = dict(model.named_parameters())
+        for name, parameter in named.items() if frozen else ():
+            parameter.requires_grad_(frozen not in name)
         params_tier = tier if layout.offload.offload_params else None
-        whole = whole_among({name: p.placement for name, p in model.named_parameters()})
-        poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
+        whole = whole_among({name: p.placement for name, p in named.items()})
         chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier, whole=whole)
     return chunks, keys, store
 

@@ -27,9 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import local_ranks
 from parity_cases import TOLERANCE, worst_of
-from parity_sweep import PATIENCE, read_results, run_case, sweep
+from parity_sweep import read_results, run_case, sweep
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
@@ -229,7 +228,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="write this page of the results so far, and run nothing")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    local_ranks.TIMEOUT = PATIENCE
     cases = list(ordered_cases() if given.strength is None else covering_cases(given.strength))
     if given.report is None:
         run_one = partial(run_case, compare=worst_difference, dimensions=DIMENSIONS)

@@ -110,3 +110,14 @@ def test_a_call_that_nobody_waits_for_is_an_error(delayed: bool):
 
     with pytest.raises(RuntimeError, match=r"rank 0 failed: nobody waited for \['send to 1'\]"):
         run_ranks({"tp": 2}, work, delayed=delayed)
+
+
+def test_a_call_that_the_others_do_not_join_names_the_call_of_each():
+    def work(mesh):
+        x = torch.zeros(4)
+        if mesh["world"].is_last:
+            return None
+        return comm.all_reduce(x, mesh["tp"]) if mesh["pp"].is_first else comm.start_recv(x, mesh["pp"], 0).wait()
+
+    with pytest.raises(RuntimeError, match=r"not all ranks came; .*\{2: 'recv from 0'\}"):
+        run_ranks({"tp": 2, "pp": 2}, work)
