@@ -134,24 +134,37 @@ _IN_WORDS = {"[0, inf)": "not be negative", "(0, inf)": "be positive", "[1, inf)
 
 def out_of_range(config: Any) -> Iterator[str]:
     """One line for each value outside its knob's interval or table of names, or that its reader refuses."""
-    for field in knobs(type(config)):
+    for field, interval in _limited(type(config)):
         names, value = field.metadata["names"], getattr(config, field.name)
-        if names is not None and value is not None and value not in names:
+        if value is None:
+            continue
+        if names is not None and value not in names:
             yield f"{flags_of(field)[0]} is {value}; it must be one of {', '.join(names)}"
-        if field.metadata["read"] is not None and value is not None:
+        if field.metadata["read"] is not None:
             try:
                 field.metadata["read"](value)
             except argparse.ArgumentTypeError as error:
                 yield f"{flags_of(field)[0]}: {error}"
-        interval = interval_of(type(config), field)
-        if interval is None or value is None:
+        if interval is None:
             continue
-        ends = _INTERVAL.fullmatch(interval)
-        low, high = _bound(ends["low"]), _bound(ends["high"])
+        low, high = _ends_of(interval)
         above = low < value or (interval[0] == "[" and value == low)
         below = value < high or (interval[-1] == "]" and value == high)
         if not (above and below):
             yield f"{flags_of(field)[0]} is {value}; it must {_IN_WORDS.get(interval, f'be in {interval}')}"
+
+
+@cache
+def _limited(config_class: type) -> list[tuple[dataclasses.Field, str | None]]:
+    """The knobs with an interval, a table of names or a reader."""
+    pairs = ((field, interval_of(config_class, field)) for field in knobs(config_class))
+    return [(f, i) for f, i in pairs if i or f.metadata["names"] is not None or f.metadata["read"] is not None]
+
+
+@cache
+def _ends_of(interval: str) -> tuple[float, float]:
+    ends = _INTERVAL.fullmatch(interval)
+    return _bound(ends["low"]), _bound(ends["high"])
 
 
 def _bound(text: str) -> float:
