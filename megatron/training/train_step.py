@@ -65,7 +65,8 @@ def train_step(
     """
     chunks = list(pipeline.chunks.values())
     for chunk in chunks:
-        chunk.train()
+        if not chunk.training:  # after a validation; the call visits every module
+            chunk.train()
         chunk.zero_grad_buffer(num_microbatches or pipeline.batch.num_microbatches)
     scaler, batch = optimizer.scaler, pipeline.batch
     num_microbatches = num_microbatches or batch.num_microbatches

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron.core.config import Count, FlagConfig, knob
@@ -100,13 +101,13 @@ class DataParallelConfig(FlagConfig):
         asked = {f"--zero-stage {stage}": stage, f"--data-parallel-sharding-strategy {name}": _STAGE_OF.get(name)}
         return {flag: stage for flag, stage in asked.items() if stage is not None}
 
-    @property
+    @cached_property
     def stage(self) -> int:
         """The tensors in shards: 0 none, 1 masters and moments, 2 also gradients, 3 also parameters (ZeRO,
         arXiv:1910.02054)."""
         return max([int(self.use_distributed_optimizer), *self._stages_asked().values()])
 
-    @property
+    @cached_property
     def zero(self) -> "Zero":
         return Zero(shards_state=self.stage > 0, passes_grads=self.stage > 1, passes_params=self.stage > 2)
 

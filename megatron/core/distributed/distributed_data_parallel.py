@@ -287,10 +287,12 @@ class DistributedDataParallel(nn.Module):
         would stay resident until the linear layers' gradients come.
         """
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and self.config.zero.passes_grads and self._weight_grads.is_collecting:
+        if gradient is None:
+            return
+        if self.config.zero.passes_grads and self._weight_grads.is_collecting:
             self._weight_grads.keep(partial(_add_to_main_grad, parameter, gradient))
             grad_was_put_off(parameter)
-        elif gradient is not None:
+        else:
             _add_to_main_grad(parameter, gradient)
 
 

@@ -126,7 +126,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y = self.tp.column_linear(x, self.weight)
         if self.bias is not None and not self.skip_bias_add:
-            y = y + self.bias
+            y = y.add_(self.bias)  # no backward needs the product without its bias
         if self.gather_output:
             y = _whole_blocks(mappings.gather_last(y, self.tp.axis), self.blocks, self.tp.axis.size)
         return y, self.bias if self.skip_bias_add else None
@@ -170,7 +170,7 @@ class RowParallelLinear(nn.Module):
         z = self.leave(self.tp.linear(y, self.weight), self.tp.axis)
         if self.skip_bias_add:
             return z, self.bias
-        return z if self.bias is None else z + self.bias, None
+        return z if self.bias is None else z.add_(self.bias), None
 
 
 class VocabParallelEmbedding(nn.Module):
