@@ -24,6 +24,7 @@ EXTRAS = {
     "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
     "zstd": ["zstandard"],  # tools/preprocess_data.py --input corpus.jsonl.zst
     "parquet": ["pyarrow"],  # tools/preprocess_data.py --input corpus.parquet
+    "benchmark": ["transformers"],  # a peer of tools/benchmark.py
     "nltk": ["nltk"],  # tools/preprocess_data.py --sentence-splitter nltk, for languages other than English
 }
 

@@ -127,7 +127,7 @@ def installed(contenders: list[Contender], work: Work) -> tuple[list[Contender],
     """(contenders that can run, {title of another: reason})"""
     if importlib.util.find_spec("transformers") is not None:
         return contenders, {}
-    reason = "transformers is not installed (pip install transformers)"
+    reason = "transformers is not installed (pip install -e '.[benchmark]')"
     without = {one.title(work.parallel): reason for one in contenders if one.library == "transformers"}
     return [one for one in contenders if one.library != "transformers"], without
 
