@@ -119,7 +119,7 @@ NotNegative = Annotated[float, "[0, inf)"]
 BelowOne = Annotated[float, "[0, 1)"]
 Share = Annotated[float, "[0, 1]"]
 
-_INTERVAL = re.compile(r"[\[(](?P<low>\S+), (?P<high>\S+)[\])]")
+_INTERVAL = re.compile(r"[\[(](\S+), (\S+)[\])]")
 _annotations_of = cache(partial(typing.get_type_hints, include_extras=True))
 
 
@@ -162,9 +162,8 @@ def _limited(config_class: type) -> list[tuple[dataclasses.Field, str | None]]:
 
 
 @cache
-def _ends_of(interval: str) -> tuple[float, float]:
-    ends = _INTERVAL.fullmatch(interval)
-    return _bound(ends["low"]), _bound(ends["high"])
+def _ends_of(interval: str) -> tuple[float, ...]:
+    return tuple(map(_bound, _INTERVAL.fullmatch(interval).groups()))
 
 
 def _bound(text: str) -> float:
