@@ -159,6 +159,7 @@ def _write_pieces(path: Path, tensors: dict[str, LocalTensor]) -> tuple[dict[str
     records = {name: TensorRecord(local.dtype, tuple(local.shape), ()) for name, local in tensors.items()}
     if not any(local.pieces for local in tensors.values()):
         return records, 0
+    # x: a file that is there belongs to another job that saves here.
     with open(path, "xb") as file:
         for name, local in tensors.items():
             pieces = tuple(_write_piece(file, path.name, local, piece) for piece in local.pieces)
@@ -173,6 +174,7 @@ def _write_piece(file: BinaryIO, name: str, local: LocalTensor, piece: tuple[Box
     offset, digest = file.tell(), hashlib.sha256()
     for chunk in _chunks(local.region(piece)):
         data = chunk.cpu().reshape(-1).view(torch.uint8).numpy().data
+        # Hashed while it passes: reading it back would double the time of a save.
         digest.update(data)
         file.write(data)
     return Piece(piece[0], name, offset, file.tell() - offset, digest.hexdigest())
@@ -211,6 +213,7 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     with _writing(partial / format.MANIFEST):
         write_synced(partial / format.MANIFEST, text)
         for name in names:
+            # The manifest lists the same pieces; two lists could disagree.
             (partial / name).unlink()
         sync_folder(partial)
     return merged

@@ -53,6 +53,7 @@ class Bucket:
         """
         if self._grads is not None:
             self.finish_reduce()
+            # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
             if not self._grads.is_open:
                 self._grads.open()
                 become(Tensor, self._passing_grads)
@@ -68,6 +69,7 @@ class Bucket:
                 continue
             gradients[first : slot.start].zero_()
             if self.buffer.poison:
+                # A reader of what no product has written yet shows as NaN.
                 gradients[slot.start : slot.stop].fill_(float("nan"))
             first = slot.stop
         gradients[first:].zero_()
@@ -80,6 +82,7 @@ class Bucket:
     def begin_step(self) -> None:
         """Forget everything of the last step, which may have ended in an error."""
         if self._reducing is not None:
+            # After an error a collective may still be writing into these buffers.
             self._reducing.wait()
         self._reducing, self.is_written = None, False
         if self._grads is None:
@@ -116,6 +119,7 @@ class Bucket:
         total = self._reducing.wait()
         self._reducing, self.is_written = None, False
         if self._grads is not None:
+            # Sharded sums add up here, over microbatches; whole gradients are not kept from one to the next.
             self.sum.add_(total)
             if self.buffer.poison:
                 total.fill_(float("nan"))
@@ -131,6 +135,7 @@ class Bucket:
         too)."""
         outer = self.buffer.axes.outer
         if outer.size > 1:
+            # Once a step and not once a microbatch: sums over copies can wait until all are added.
             self.sum[comm.my_part(self.sum.numel(), outer)].copy_(comm.reduce_scatter(self.sum, outer))
         else:
             comm.all_reduce(self.sum, self.buffer.axes.replica)
@@ -154,6 +159,7 @@ class Bucket:
         mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)]).wait()
         mine = to_device(mine, self.buffer.device)
         if isinstance(self.held_params, Tensor) and self.held_params.device == self.buffer.device:
+            # Cloned: the input of an all-gather may not overlap its output.
             comm.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
         else:
             start_writing(self.held_params, comm.all_gather(mine, outer)).wait()
@@ -166,6 +172,7 @@ class Bucket:
             self._comes("gathers the parameters")
             reading, self._reading = self._reading or start_reading(self.held_params), None
             mine, out = to_device(reading.wait(), self.buffer.device), self._params.open()
+            # Communication over one rank does nothing, not even a copy.
             if self.buffer.axes.shard.size == 1:
                 out.copy_(mine)
             self._gathering = comm.start_all_gather(mine, self.buffer.axes.shard, out=out)
@@ -174,6 +181,7 @@ class Bucket:
             self._gathering = comm.start_all_gather(
                 mine, self.buffer.axes.shard, out=self.buffer.params.data[self._span]
             )
+            # A forward that uses one outside its module, where no hook waits, waits by its class.
             become(ArrivingParameter, self._holders)
 
     def finish_gather(self) -> None:

@@ -276,6 +276,7 @@ class DistributedDataParallel(nn.Module):
             ]
             if not parts:
                 continue
+            # Norms and biases are small: one message costs less than the latency of many.
             flat = comm.all_reduce(torch.cat(parts), self.mesh[axis_name])
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total)
@@ -328,6 +329,7 @@ def finalize_model_grads(
     if num_tokens is None or not chunks:
         return
     mesh = chunks[0].mesh
+    # Only the last stage knows the tokens; elsewhere a caller's number would be counted again.
     counted = num_tokens if mesh.has_last_stage else 0.0
     total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(current().device)
     for axis in (mesh.tokens, mesh["pp"]):

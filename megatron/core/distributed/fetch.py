@@ -102,6 +102,7 @@ class ParamFetcher(ParamGather):
     def _after_forward(self, unit: str, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         for x in _tensors(output) if self._needs[unit] else ():
             if x.requires_grad:
+                # The gradient of its output is the last moment before a unit's backward needs parameters.
                 x.register_hook(lambda _: self._fetch(unit, -1))
         if not self._in_backward:
             for bucket in self._needs[unit]:

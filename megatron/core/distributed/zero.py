@@ -169,6 +169,7 @@ class ReduceEachMicrobatch(GradReduce):
     def start(self) -> None:
         super().start()
         for bucket in self.buckets:
+            # Only what came after the bucket's last reduction: one that is complete has been sent already.
             if bucket.is_written:
                 bucket.start_reduce()
         for order in self._orders:
@@ -189,6 +190,7 @@ class ParamGather:
         self._buckets, self._overlap = buckets, overlap
         for owner in module.modules() if overlap else ():
             slots = [p.slot for p in owner.parameters(recurse=False) if hasattr(p, "slot")]
+            # `and None`: what a pre-hook returns would replace the module's inputs.
             if own := {slot.bucket for slot in slots}:
                 owner.register_forward_pre_hook(lambda *_, own=own: [bucket.finish_gather() for bucket in own] and None)
 
@@ -209,6 +211,7 @@ class ParamGather:
     def updated(self) -> None:
         """Gather the shards that the other ranks have updated; with overlap, start in the order of the next forward."""
         self.finish()
+        # Buckets are in the order of a backward, the reverse of a forward.
         for bucket in reversed(self._buckets):
             bucket.start_gather()
         if not self._overlap:

@@ -114,6 +114,7 @@ class FlatOptimizer:
 
     def _leave_out_frozen(self) -> None:
         """Drop parameters that were frozen since the last step; with a zero gradient they would still decay."""
+        # Looked at each step, since a script may freeze layers during a run.
         frozen = {id(p) for buffer in self.buffers for p in buffer.parameters.values() if not p.requires_grad}
         if frozen != self._frozen:
             self._frozen = frozen
@@ -173,6 +174,7 @@ class FlatOptimizer:
 
     def _sum_of_squares(self, model: Axis) -> Tensor:
         """The sum of squares of gradients whose copies are spread over `model`. All ranks of `model` must call."""
+        # float64: squares of float32 gradients neither overflow nor lose small ones.
         total, shard_axes = torch.zeros((), dtype=torch.float64, device=self.device), ()
         for buffer, weighted in zip(self.buffers, self._weighted):
             if buffer.axes.model.ranks == model.ranks:  # dense or expert parameters: their copies span other ranks
@@ -204,6 +206,7 @@ class FlatOptimizer:
         The divisor may be negative.
         """
         norm = self.grad_norm() / abs(divisor)
+        # 1e-6 is Megatron's and torch's: the same gradients must be clipped to the same bits.
         limit = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad > 0 else 1.0
         return norm, (limit if limit < 1 else 1.0) / divisor  # a NaN norm clips nothing
 

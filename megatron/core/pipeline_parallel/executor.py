@@ -88,6 +88,7 @@ class Executor:
         del inputs  # the executor keeps no reference, so the chunk can free its input early
         is_last = stage == self.stages.last
         output, loss_func = read_step(self.forward_step(self.data_iterators[stage], chunk), is_last=is_last)
+        # The chunk would keep this input alive until its next microbatch.
         chunk.set_input_tensor(None)
         if is_last:
             loss = read_loss(loss_func(output), self.nominal_tokens)
@@ -99,6 +100,7 @@ class Executor:
         else:
             self.inputs.pop(key, None)
         if stage + 1 in self.chunks:  # the next stage is on this rank: no transfer
+            # Detached, as if received: each stage's backward is an action of its own.
             self.inputs[stage + 1, action.microbatch] = _as_inputs(outputs, self.training)
         elif not is_last:
             self.outputs[key] = outputs
@@ -108,6 +110,7 @@ class Executor:
         stage, key = action.stage, action[1:]
         self.begin(action)
         roots, inputs = self.roots.pop(key), self.inputs.pop(key, ())
+        # None: a loss is a scalar, whose backward starts with 1.
         incoming = (None,) * len(roots) if stage == self.stages.last else self.grads.pop(key)
         pairs = [(root, grad) for root, grad in zip(roots, incoming) if root is not None]
         if pairs:
@@ -132,6 +135,7 @@ class Executor:
 
     def send(self, action: Action) -> None:
         held = self.outputs if action.op is Op.SEND_F else self.grads
+        # A transfer must not keep the graph alive behind the tensor that it sends.
         tensors = tuple(x.detach() for x in held.pop(action[1:]))
         self.transfers[action] = self.transport.send(DIRECTION_OF[action.op], self._peer(action), tensors)
 
@@ -174,6 +178,7 @@ class _Input:
         """The tensor as the root of the stage's graph. May be called once."""
         x, self._x = self._x, None
         assert x is not None, "the forward of a microbatch ran twice"
+        # The empty leaf makes autograd call _Start's backward; the input itself stays no leaf.
         return _Start.apply(torch.empty(0, requires_grad=True), x, self._grads) if self._wants_grad else x
 
     def take_grad(self) -> Tensor:

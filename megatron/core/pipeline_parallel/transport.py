@@ -76,6 +76,7 @@ class Transport:
             )
         axis, over = self.axes[direction], self._copies_over
         if over is not None:
+            # Each rank sends one part of what all hold: between nodes that is 1/t of the traffic.
             tensors = tuple(x.reshape(-1)[comm.my_part(x.numel(), over)] for x in tensors)
         return all_of(comm.start_send(x, axis, to) for x in tensors)
 

@@ -216,6 +216,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
     most_ids = max(-(-words // mesh["tp"].size), config.data.seq_length)  # rows of the tables of words and of positions
     shapes = None if values else ShapesOnly("accelerator" if job.accelerator else "cpu", most_ids)
     if job.accelerator:
+        # Code that asks for the device must choose an accelerator's kernels, not this CPU's.
         device.torch_device = META
     with contextlib.ExitStack() as stack:
         stack.enter_context(_drawing_nothing())
@@ -229,6 +230,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
         tracker.assign_state(parts.chunks.values(), parts.optimizer)
         profile = _described(parts, tracker, tier, config, _microbatches(job.runtime))
         mine, wanted = parts.pipeline.schedule()[mesh["pp"].rank], _to_run(config, mesh, parts.pipeline.batch)
+        # Microbatches in the middle repeat the changes of these; `timeline` puts them in.
         mine[:] = [action for action in mine if action.microbatch is None or action.microbatch in wanted]
         sent = config.data_parallel
         # A step leaves to the next one: gathers under way, the order in which gradients come, slots.

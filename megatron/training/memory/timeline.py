@@ -115,6 +115,7 @@ def forecast(job: Job) -> list[RankMemory]:
     stages, ranks = config.stages, []
     for pp_rank, rank in enumerate(mesh_of(config, job.runtime.world_size, 0)["pp"].ranks):
         mine = stages.of_rank(pp_rank)
+        # Layers of one stage cost the same as those of another; the ends add a table and a loss.
         like = tuple((len(config.layer_split[stage]), stage == 0, stage == stages.last) for stage in mine)
         if like not in tried:
             tried[like] = dry_run(job, rank, values=_is_small(job))

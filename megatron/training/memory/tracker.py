@@ -82,6 +82,7 @@ class MemoryTracker(TorchDispatchMode):
         made = [x.untyped_storage() for x in _tensors_in(result)]
         made = [one for one in made if (one.device.type == "meta") is self._is_meta and not self._is_known(one)]
         if made:
+            # A result in the memory of an argument, such as a view or an update in place, is nothing new.
             given = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
             made = [one for one in made if id(one) not in given]
         changes = func in (torch.ops.aten.view.dtype, torch.ops.aten.detach.default)
@@ -161,6 +162,7 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._passing:
             return
         if key not in self._held:
+            # No operator frees a storage, so the end of its life is the only sign.
             ends = weakref.ref(storage, lambda _: self._forget(key))
             self._held[key] = _Memory(ends, kind, storage.nbytes())
         else:
@@ -182,6 +184,7 @@ class MemoryTracker(TorchDispatchMode):
             is_slice = frame.f_code.co_filename.endswith(_READS) and self._held[id(storage)].kind == "slices"
             kind = "activations" if is_slice and _kind_from(frame) == "activations" else None
         else:
+            # The frame that asked the generator decides, not the generator's own.
             while frame.f_back is not None and frame.f_code.co_name.startswith("<"):  # a generator
                 frame = frame.f_back
             is_ours = frame.f_code.co_filename.endswith("core/pipeline_parallel/executor.py")
