@@ -46,8 +46,7 @@ COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
 class Job(NamedTuple):
-    """What is to be trained: the settings of a run that has begun, or that `tools/estimate_memory.py` was told, and
-    its script."""
+    """A training job: the settings, from a run or from the flags of `tools/estimate_memory.py`, and the script's functions."""
 
     runtime: Runtime
     model_provider: ModelProvider
@@ -57,7 +56,7 @@ class Job(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """Bytes by kind: what an action leaves behind, and its peak, above what was there before; what waits in a tier beside."""
+    """Bytes that an action adds, by kind: `left` at its end, `peak` inside it; `away`: offloaded to a tier."""
 
     left: Counter[str]
     peak: Counter[str]
@@ -66,15 +65,15 @@ class Effect(NamedTuple):
 
 @dataclass
 class Profile:
-    """One rank's step, by its actions. `changes` are by operation, number of the chunk, and microbatch."""
+    """One rank's step, action by action. `changes`: by operation, chunk number and microbatch."""
 
     layers: int
     state: dict[str, Counter[str]]  # tier -> kind -> bytes
-    start: Counter[str]  # what is there of the passing kinds when a step begins
+    start: Counter[str]  # bytes of the PASSING kinds when a step begins
     schedule: Schedule  # all ranks' actions of a whole step
     parameters: int  # elements of its stages, over all tensor-parallel ranks
-    tier: str = "host"  # of activations that are away
-    slices: int = 0  # bytes on the host that state in a file passes through: of a slice that is read, updated, written
+    tier: str = "host"  # the tier of offloaded activations
+    slices: int = 0  # bytes on the host: slices of state in a file while they are read, updated and written
     changes: dict[tuple[Op, int, int | None], Effect] = field(default_factory=dict)
     end: Effect = Effect(Counter(), Counter())
 
@@ -83,7 +82,7 @@ class Profile:
 
 
 def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
-    """The axes of one rank of a job whose others are not there."""
+    """The mesh of one rank of a job; the other ranks are silent."""
     sizes = config.parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
     sharing = config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size)
 
@@ -95,7 +94,7 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
 
 @contextlib.contextmanager
 def alone(runtime: Runtime, mesh: Mesh, **changed: Any) -> Iterator[Runtime]:
-    """Inside, in this thread, the run is that of one rank whose neighbours are silent; what it counts and draws is its own."""
+    """Within the block, this thread acts as one rank with silent neighbours, and with keys, timers and stores of its own."""
     mine = replace(
         runtime,
         mesh=mesh,
@@ -116,20 +115,20 @@ class RankParts(NamedTuple):
 
     @property
     def rooms(self) -> list[StageActivations]:
-        """Of the stages whose activations go to a tier."""
+        """The activations of each stage that offloads them."""
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         found = [getattr(module, "activations", None) for module in modules]
         return [one for one in found if isinstance(one, StageActivations) and one.offloaded]
 
     @property
     def bytes_in_file(self) -> int:
-        """Of activations."""
+        """Bytes of activations that lie in a file."""
         slots = [slot for one in self.rooms for slot in one.room(self.pipeline.device).slots]
         return sum(slot.nbytes for slot in slots if isinstance(slot, FileTensor))
 
 
 def parts_of(runtime: Runtime, job: Job) -> RankParts:
-    """What a rank trains with, made by the code that makes it in a run."""
+    """A rank's chunks, optimizer and pipeline, built by the code of a run."""
     made = make_chunks(job.model_provider, runtime)
     with torch.no_grad():
         for parameter in (p for chunk in made.values() for p in chunk.parameters()):
@@ -141,7 +140,7 @@ def parts_of(runtime: Runtime, job: Job) -> RankParts:
 
 
 class AnyBatch(dict):
-    """A microbatch that has whatever is asked for: [b, s] integers, or what `broadcast_batch` says."""
+    """A microbatch with an entry for every key: [b, s] integers, or the shape that `broadcast_batch` asks for."""
 
     def __init__(self, runtime: Runtime):
         super().__init__()
@@ -166,7 +165,7 @@ def batches_of(runtime: Runtime) -> Iterator[AnyBatch]:
 
 
 class ShapesTier:
-    """Host memory or a file that nothing is written to. `made`: what lies in memory of the host."""
+    """A tier without values. `made`: its tensors in host memory."""
 
     def __init__(self, name: str):
         self.name, self._end = name, 0
@@ -243,7 +242,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
 def _described(
     parts: RankParts, tracker: MemoryTracker, tier: "ShapesTier | None", config: Config, microbatches: int
 ) -> Profile:
-    """What is known of a rank before its first step, which will have so many microbatches."""
+    """The profile of a rank before its first step."""
     parts.pipeline.batch = replace(parts.pipeline.batch, num_microbatches=microbatches)
     optimizer, state = config.optimizer, _by_tier(tracker, tier)
     element = Element.of(
@@ -262,14 +261,13 @@ def _described(
 
 
 def _parameters_of(parts: RankParts) -> int:
-    """Elements of the stages' parameters over all tensor-parallel ranks; of a table that two stages share on the
-    first of them."""
+    """Elements of the stages' parameters, over all tensor-parallel ranks. A tied table counts on the first stage."""
     placements = [(stage, p.placement) for stage, chunk in parts.chunks.items() for p in chunk.parameters()]
     return sum(math.prod(one.shape) for stage, one in placements if stage == 0 or "embd" not in one.partial_grad)
 
 
 def _microbatches(runtime: Runtime) -> int:
-    """Those of a step, without such as repeat: more than 2 a pipeline rank, 4 with chunks; GPipe keeps all."""
+    """Microbatches to plan: at most 2 per pipeline rank (4 with chunks), as later ones repeat. GPipe keeps all in flight."""
     config, m = runtime.config, max(runtime.batch_sizes.sizes) // runtime.samples_at_once
     p = config.parallel.pipeline_model_parallel_size
     enough = (4 if config.chunks_per_rank > 1 else 2) * p
@@ -277,9 +275,8 @@ def _microbatches(runtime: Runtime) -> int:
 
 
 def _to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:
-    """The microbatches that are run: all where units of ZeRO or activations come and go between a stage's actions;
-    else the last, whose
-    gradients are summed, and the first, which finds what the step before has left."""
+    """The microbatches to run. All, if ZeRO units or offloaded activations come and go between actions; else the last,
+    which starts the reduction, and under data parallelism the first, which finds the buffers of the last step."""
     if config.data_parallel.stage > 1 or config.transformer.cpu_offloading_num_layers:
         return set(range(batch.num_microbatches))
     return {batch.num_microbatches - 1} | ({0} if mesh.samples.size > 1 else set())
@@ -295,7 +292,7 @@ def _rooms_in(parts: RankParts, tier: ShapesTier, shapes: ShapesOnly | None) -> 
 
 
 def _by_tier(tracker: MemoryTracker, tier: ShapesTier | None) -> dict[str, Counter[str]]:
-    """The state that was assigned."""
+    """Bytes of resident state: tier -> kind -> bytes."""
     on = {"device": +tracker.live, "file": +tracker.in_file}
     for kind in PASSING[1:]:
         on["device"].pop(kind, None)
@@ -328,7 +325,7 @@ def _step(
     profile.start = tracker.now()
     parts.pipeline.around = around
     data = batches_of(runtime) if parts.pipeline.mesh["tp"].is_first else None
-    # What an update takes in passing is not counted, but for slices of files.
+    # The update's temporary memory is not counted, except slices of state in a file.
     optimizer = parts.optimizer if runtime.config.offload.tier == "file" else _NoUpdate()
     train_step(parts.pipeline, optimizer, dict.fromkeys(parts.chunks, data), first_sample=0, lr=0.0, check_finite=False)
     profile.end = Effect(Counter(), _less(tracker.peak, last["now"]))

@@ -68,7 +68,7 @@ def _is_device(x: Any) -> bool:
 
 
 def _is_count(data: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
-    """Whether a tensor is made of a few integers, by which ranks agree: these keep their values."""
+    """Whether `data` is a few integers. Ranks agree by such tensors, so they keep their values."""
     is_real = dtype is not None and dtype.is_floating_point  # a number to compute with, such as a count of tokens
     return not is_real and len(str(data)) < 100 and _integers(data)
 
@@ -86,7 +86,7 @@ def _number(x: Tensor) -> float | int:
 
 
 def _distinct(most: int, x: Tensor, return_inverse: bool = False, return_counts: bool = False, **_: Any) -> Any:
-    """`most` values, as if the elements differed as far as they can. Counts are a real tensor, as if all were equal."""
+    """The result of torch.unique if as many elements as possible (`most`) differ. Counts: a real tensor, as if all were equal."""
     counts = torch.tensor([x.numel()], device="cpu") if return_counts else None
     found = [torch.empty(most, dtype=x.dtype), *([torch.empty_like(x)] if return_inverse else [])]
     found += [] if counts is None else [counts]
@@ -94,7 +94,7 @@ def _distinct(most: int, x: Tensor, return_inverse: bool = False, return_counts:
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, gradient: Any = None, **kwargs: Any) -> None:
-    """From edges of the graph, which no mode handles."""
+    """torch.autograd.backward from graph edges: a tensor as root would call this mode again."""
     grad_tensors = gradient if grad_tensors is None else grad_tensors
     tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
     torch.autograd.backward(
@@ -103,7 +103,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, gradient: Any 
 
 
 class _Fused(torch.autograd.Function):
-    """A fused attention kernel by what it keeps and makes: q, k, v, the output and a float32 number a row and head."""
+    """The memory of a fused attention kernel: it saves q, k, v, the output, and one float32 per row and head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -147,20 +147,20 @@ _DISTINCT = (Tensor.unique, torch.unique, Tensor.unique_consecutive)
 
 
 class Done:
-    """What is under way elsewhere, and here at once."""
+    """A transfer that is complete at once."""
 
     def __init__(self, value: Any = None):
         self._value = value
 
     def wait(self) -> None:
-        """There is nobody to wait for."""
+        """Nothing is in flight."""
 
     def result(self) -> Any:
         return self._value
 
 
 class SilentGroup:
-    """A communicator whose other ranks say what this one says, or zeros. Takes no memory of its own."""
+    """A communicator whose other ranks send copies of this rank's data, or zeros. Allocates nothing."""
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
