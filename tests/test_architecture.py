@@ -298,7 +298,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_076,
+    "megatron/core": 2_080,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 815,
     "megatron/core/datasets": 1_960,
@@ -312,7 +312,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 580,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 915,
+    "megatron/core/transformer": 1_066,
     "megatron/training": 1_740,
     "megatron/training/classic": 200,
     "megatron/training/ending": 240,

@@ -112,6 +112,20 @@ def spent() -> Spent:
     )
 
 
+_told = 0  # programs
+
+
+def news_of_compiling() -> str | None:
+    """A log line if something was compiled, or read from the cache folder, since the last call."""
+    global _told
+    now = spent()
+    if now.programs == _told:
+        return None
+    _told = now.programs
+    took = f"{now.programs} programs so far, in {now.seconds:.1f} s"
+    return f"compiled regions: {took}; a later start reads them from {cache_folder()}"
+
+
 def _compile(formula: Formula) -> Formula:
     """torch.compile, prepared: small programs one after the other do not repay a pool of compiling processes, and one formula
     serves many dtypes and kinds of argument."""

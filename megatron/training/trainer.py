@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron.core import comm, parallel_state
+from megatron.core.compiler import news_of_compiling
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
 from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learning_rate_schedule, schedule_in_force
@@ -235,6 +236,8 @@ class Trainer:
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self._report(result, batch_size)
+        if news := news_of_compiling():
+            print_rank_last(news)
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
