@@ -22,9 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import local_ranks
 from parity_cases import TOLERANCE, worst_of
-from parity_sweep import PATIENCE, read_results, run_case, sweep
+from parity_sweep import read_results, run_case, sweep
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
 from zero_matrix import cover
 
@@ -155,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    local_ranks.TIMEOUT = PATIENCE
     if given.report is None:
         compare = lambda case: worst_of(*outcomes(case))  # noqa: E731
         cases = ordered_cases()

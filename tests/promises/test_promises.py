@@ -78,7 +78,12 @@ def run(fork: SimpleNamespace, sizes: dict[str, int], flags: str) -> tuple[Outco
     return whole, [rank.memory for rank in ranks]
 
 
-@pytest.mark.parametrize("fork", PROMISES, indirect=True)
+FAST = ("attention_kernel", "layer", "optimizer", "v_schedule")  # the others are left to the whole set
+
+
+@pytest.mark.parametrize(
+    "fork", [pytest.param(name, marks=[pytest.mark.full] * (name not in FAST)) for name in PROMISES], indirect=True
+)
 def test_a_fork_trains_at_tp_2_and_pp_2_as_in_one_process(fork: SimpleNamespace):
     everywhere, spread = fork.flags
     expected, memory = run(fork, {}, everywhere)

@@ -122,6 +122,7 @@ def test_activations_count_the_microbatches_alive(schedule: str, live: tuple[int
         assert abs(kept) < 0.1 * ranks[1].bytes["activations"]
 
 
+@pytest.mark.full
 def test_offloaded_inputs_wait_on_the_host():
     """1F1B has 3 microbatches alive on rank 1 of 4, each with the inputs of two recomputed layers."""
     words = (
@@ -140,6 +141,7 @@ def test_profiles_say_what_a_rank_runs_where_it_is_not_the_first_of_its_stage():
     assert along(profile, 0)[DEVICE]["activations"] > 0 and profile.layers == 2
 
 
+@pytest.mark.full
 def test_the_page_on_offloading_shows_the_table_of_its_own_command(capsys):
     page = ROOT / "docs" / "offload.md"
     (command,) = commands_of(page)
@@ -259,6 +261,7 @@ def test_a_vocabulary_size_is_asked_for_and_no_tokenizer(more: str):
     assert error.value.problems[-1].startswith("--vocab-size N is required: the number of words is enough")
 
 
+@pytest.mark.full
 # Of each of 2 x 4 x 256 x 256 scores a plain kernel keeps 6 bytes in a layer: a float32 softmax and what is dropped in bfloat16.
 def test_dropout_that_keeps_a_fused_kernel_away_is_hinted_at(capsys):
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 --bf16 --vocab-size 60"
@@ -318,6 +321,7 @@ def test_a_run_without_room_says_what_takes_most_and_what_makes_it_less(words, l
     assert largest in line and all(flag in line for flag in flags) and not any(flag in line for flag in others), line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("shares", "tiers"), [(0, ("device",)), (2, IN_MEMORY)], ids=["device", "machine"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_half_precision_is_advised_for_a_state_where_its_masters_do_not_outweigh_it(world, shares, tiers):

@@ -16,7 +16,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     """Six cases, of which the third differs and the fifth raises."""
     cases = list(covering_cases(2)[:6])
 
-    def worst_difference(case: Case) -> tuple[float, str]:
+    def worst_difference(case: Case, **_: str) -> tuple[float, str]:
         if case == cases[4]:
             raise RuntimeError("rank 1 failed")
         return (1e-3, "weight w") if case == cases[2] else (1e-14, "losses of step 0")

@@ -143,7 +143,8 @@ def test_names_of_megatrons_config_classes_are_known(read):
     config, _, notes = read(OF_MEGATRON)
     assert config == parse_args(["--num-layers", "24", "--barrier-with-level-1-timing"])[0]
     assert [note.split(": ")[1] for note in notes] == [
-        "--no-bias-dropout-fusion memory_efficient_layer_norm",
+        "--no-bias-dropout-fusion",
+        "memory_efficient_layer_norm",
         "batch_p2p_comm",
     ]
 

@@ -146,6 +146,7 @@ FORGED = {
 }
 
 
+@pytest.mark.full
 def test_a_state_that_no_run_has_written_is_refused_by_name(checkpoints, refused, tmp_path):
     for number, (where, value) in enumerate(FORGED.items()):
 

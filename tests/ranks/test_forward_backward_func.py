@@ -41,7 +41,7 @@ SHARDS = [
 LAYOUTS = [
     Layout(m=3),
     Layout(pp=2, m=4),
-    Layout(pp=2, v=2, m=4, tp=2, sp=True),
+    Layout(pp=2, v=2, m=4, schedule="interleaved", tp=2, sp=True),
     Layout(dp=2, pp=2, m=2, delayed=True),
     *(Layout(dp=2, pp=2, m=2, delayed=True, data_parallel=shards) for shards in SHARDS),
     Layout(dp=2, tp=2, m=3, data_parallel=SHARDS[2]),
@@ -99,7 +99,7 @@ FINALIZED = {
     "hybrid 2": Layout(dp=4, m=2, data_parallel=HYBRID),
     "3": Layout(dp=2, m=2, delayed=True, data_parallel=SHARDS[2]),
     "overlap": Layout(dp=2, m=2, data_parallel=OVERLAP),
-    "vpp sp": Layout(pp=2, v=2, tp=2, sp=True, m=2),
+    "vpp sp": Layout(pp=2, v=2, tp=2, sp=True, m=2, schedule="interleaved"),
     "1 tp": Layout(dp=2, tp=2, m=2, data_parallel=SHARDS[0]),
     "fixed order": Layout(dp=2, pp=2, m=2, data_parallel=DataParallelConfig(fixed_order_grad_reduce=True)),
 }

@@ -431,6 +431,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
         load_gpt(open_checkpoint(tmp_path), LLAMA, vocab_size=VOCAB, positions=SEQ)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["learned", "rotary"])
 def test_a_text_longer_than_the_window_slides(runs, kind):
     model, count = load(runs / kind), 3 * LENGTH

@@ -45,6 +45,6 @@ def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_us
     q, k, v = torch.randn(3, 5, 2, 4, 8).unbind()
     torch.testing.assert_close(attention(q, k, v), v.mean(dim=0, keepdim=True).expand_as(v).flatten(2))
     (case,) = asked
-    assert case.q.shape == case.k.shape == (2, 4, 5, 8) and case[2:] == (None, 0.5)
+    assert case.q.shape == case.k.shape == (2, 4, 5, 8) and (case.mask, case.dropout) == (None, 0.5)
     with pytest.raises(ConfigError, match=r"--attention-backend mean .*documents"):
         attention(q, k, v, Documents(torch.zeros(2, 5)))

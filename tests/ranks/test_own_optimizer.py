@@ -48,6 +48,7 @@ def in_one_process(model: TransformerConfig):
     return run(model, Layout(), group_of=group_of)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_update_of_whole_matrices_is_that_of_one_process_and_goes_on_from_its_checkpoint(stage: int, tmp_path):
     layout, expected = by_zero(ALL_AXES, stage), in_one_process(TINY_GPT2)

@@ -182,6 +182,7 @@ def test_iterations_and_samples_are_two_words_for_one_run():
 SHORT = "--global-batch-size 4 --train-iters 4 "
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_to_its_schedule(tmp_path):
     folder = f"--save {tmp_path} --load {tmp_path} "
     whole = run(ONE, SHORT)
@@ -202,6 +203,7 @@ def test_a_resumed_run_keeps_to_its_schedule(tmp_path):
 # ---------------------------------------------------------------- what is saved and loaded
 
 
+@pytest.mark.full
 def test_weights_alone_are_saved_and_loaded(tmp_path):
     folder = f"--save {tmp_path} --load {tmp_path} "
     run(FOUR, SHORT + folder + "--no-save-optim --exit-interval 2")
@@ -212,6 +214,7 @@ def test_weights_alone_are_saved_and_loaded(tmp_path):
     assert [step.iteration for step in run(FOUR, SHORT + folder + "--no-load-optim").steps] == [3, 4]
 
 
+@pytest.mark.full
 def test_pretrained_weights_start_a_run_that_has_no_checkpoint(tmp_path, capsys):
     pretrained, own = tmp_path / "pretrained", tmp_path / "own"
     run(ONE, SHORT + f"--save {pretrained}")

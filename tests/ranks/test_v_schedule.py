@@ -81,6 +81,7 @@ def test_a_run_logs_and_validates_once_where_the_last_stage_is(words, capsys):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first, then", [(V, LOOP), (LOOP, V)], ids=["v to loop", "loop to v"])
 def test_a_checkpoint_of_one_map_goes_on_in_the_other(first, then, tmp_path):
     saved = f"--save {tmp_path} --load {tmp_path} "
@@ -91,6 +92,7 @@ def test_a_checkpoint_of_one_map_goes_on_in_the_other(first, then, tmp_path):
 SHARDED = {"1": "", "2": "", "3 untied": UNTIED}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SHARDED)
 def test_gradients_are_summed_in_every_zero_stage(name):
     flags = f"{V} --zero-stage {name[0]} --overlap-grad-reduce --overlap-param-gather "

@@ -139,6 +139,7 @@ STAGES = {
 SOME_STAGES = [pytest.param(name, marks=[pytest.mark.full] * (name != "stage 3 both")) for name in STAGES]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SOME_STAGES)
 def test_an_error_in_a_step_leaves_nothing_to_the_next(name: str):
     """Raised in the second of three microbatches, forward or backward; the step after it has the norm it has without."""
