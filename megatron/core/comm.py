@@ -148,7 +148,23 @@ class TorchGroup:
         return self._start(_all_gather_single, out, x, async_op=True)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
+        if x.device.type == "cpu" and self.process_group.size() == 2:
+            return self._sum_of_two(out, x)
         return self._start(_reduce_scatter_single, out, x, async_op=True)
+
+    def _sum_of_two(self, out: Tensor, x: Tensor) -> Pending[Any]:
+        """A reduce-scatter with the same bits, for less: gloo all-reduces a copy instead, which sends twice the bytes.
+
+        Three or more terms would be added in another order than stage 0's all-reduce adds them.
+        """
+        parts = torch.empty_like(x)
+        exchanging = self.all_to_all(parts, x)
+
+        def finish() -> None:
+            exchanging.wait()
+            torch.add(*parts.chunk(2), out=out)
+
+        return Pending(finish)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending[Any]:
         return self._start(dist.all_to_all_single, out, x, async_op=True)
