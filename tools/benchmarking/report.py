@@ -113,8 +113,18 @@ def overview(measured: dict[str, Record]) -> str:
         peaks = [f"{of['results'][one]['peak_bytes'] / 2**30:.2f}" for one in pair]
         faster = versus(of, ours, peer) if peer else ""
         gemm = " / ".join(share_of_gemm(of, one) for one in pair)
-        rows.append([name, " / ".join(seconds), faster, gemm, " / ".join(peaks), ours, peer or ""])
-    head = ["work", "s/step, ours / peer", "ours faster (min-max)", "of GEMM", "peak GiB", "ours is", "fastest peer"]
+        rounds = str(len(of["results"][ours]["all_seconds"]))
+        rows.append([name, rounds, " / ".join(seconds), faster, gemm, " / ".join(peaks), ours, peer or ""])
+    head = [
+        "work",
+        "rounds",
+        "s/step, ours / peer",
+        "ours faster (min-max)",
+        "of GEMM",
+        "peak GiB",
+        "ours is",
+        "fastest peer",
+    ]
     return table(head, rows)
 
 
