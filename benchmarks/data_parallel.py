@@ -37,7 +37,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step
 
 LR, CLIP, DECAY = 1e-4, 1.0, 0.01
@@ -46,7 +46,7 @@ Step = Callable[[], float]  # one step; its loss on this rank
 
 
 def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, DropoutKeys]:
-    config = TransformerConfig(
+    config = ModelConfig(
         num_layers=options.layers,
         hidden_size=options.hidden,
         num_attention_heads=options.hidden // 64,

@@ -6,7 +6,7 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.pipeline_parallel.table import stage_map
 from megatron.core.stage_map import StageMap
 from megatron.core.tiers.offload_config import OffloadConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Layout:
         replicas = self.data_parallel.num_distributed_optimizer_instances
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "replicas": replicas}
 
-    def applied_to(self, config: TransformerConfig) -> TransformerConfig:
+    def applied_to(self, config: ModelConfig) -> ModelConfig:
         """The model with this layout's recomputation."""
         if self.recompute in ("none", "selective"):
             return replace(config, recompute_granularity=None if self.recompute == "none" else "selective")

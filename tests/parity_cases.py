@@ -9,7 +9,7 @@ from tiny_run import SEQ, TINY_GPT2, TINY_LLAMA, Layout, Outcome, Texts, assert_
 from traffic import Setting, calls_of_step
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 TOLERANCE = 1e-10
 BUCKET = 1500  # elements: several buckets on every rank, with layers of 1000 to 3000
@@ -29,7 +29,7 @@ _CORNERS: dict[str, dict] = {
 }
 
 
-def model_of(case: Case) -> TransformerConfig:
+def model_of(case: Case) -> ModelConfig:
     return replace(
         _STYLES[case.style],
         num_layers=case.layers,
@@ -62,7 +62,7 @@ def layout_of(case: Case) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def one_process(config: TransformerConfig, texts: Texts, global_batch: int) -> Outcome:
+def one_process(config: ModelConfig, texts: Texts, global_batch: int) -> Outcome:
     return run(config, Layout(), global_batch=global_batch, texts=texts)
 
 

@@ -17,7 +17,7 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import TOKENIZERS, build_tokenizer
 from megatron.core.transformer.kernels import KERNELS
 from megatron.core.weight_grads import WeightGradStore
-from megatron.training.arguments import Arguments, parse_args
+from megatron.training.command_line import Arguments, parse_args
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check

@@ -33,17 +33,17 @@ from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.masks import Documents
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing
-from megatron.training.arguments import parse_args
 from megatron.training.chunks import share_tables
+from megatron.training.command_line import parse_args
 from megatron.training.resume.state import TrainState
 from megatron.training.train_step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
 
-GPT2 = TransformerConfig(
+GPT2 = ModelConfig(
     num_layers=4, hidden_size=32, num_attention_heads=8, make_vocab_size_divisible_by=8, fp64=True
 )  # with dropout, biases, learned positions, tied weights
 LLAMA = replace(
@@ -136,7 +136,7 @@ GPT = Subject(lambda config, **parts: GPTModel(config, positions=SEQ, **parts), 
 
 def build_chunks(
     mesh: Mesh,
-    config: TransformerConfig,
+    config: ModelConfig,
     layout: Layout,
     vocab: int = VOCAB,
     subject: Subject = GPT,
@@ -173,9 +173,7 @@ def build_chunks(
     return chunks, keys, store
 
 
-def build(
-    mesh: Mesh, config: TransformerConfig, sp: bool, vocab: int = VOCAB
-) -> tuple[DistributedDataParallel, DropoutKeys]:
+def build(mesh: Mesh, config: ModelConfig, sp: bool, vocab: int = VOCAB) -> tuple[DistributedDataParallel, DropoutKeys]:
     """This rank's only stage in its buffers."""
     chunks, keys, _ = build_chunks(mesh, config, Layout(sp=sp, pp=mesh["pp"].size), vocab)
     return chunks[mesh["pp"].rank], keys
@@ -183,7 +181,7 @@ def build(
 
 def build_pipeline(
     mesh: Mesh,
-    config: TransformerConfig,
+    config: ModelConfig,
     layout: Layout,
     batch: BatchShape,
     parts: tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore],
@@ -213,7 +211,7 @@ class TinyTrainer:
     def __init__(
         self,
         mesh: Mesh,
-        config: TransformerConfig,
+        config: ModelConfig,
         layout: Layout,
         *,
         global_batch: int = 24,
@@ -271,7 +269,7 @@ class TinyTrainer:
             self.tier.close()
 
 
-def runtime_for(mesh: Mesh, config: TransformerConfig, folder: Path, global_batch: int) -> SimpleNamespace:
+def runtime_for(mesh: Mesh, config: ModelConfig, folder: Path, global_batch: int) -> SimpleNamespace:
     """What `checkpointing` asks of a run that saves to, and loads from, `folder`."""
     settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder), "--allow-precision-change"])
     return SimpleNamespace(
@@ -288,7 +286,7 @@ def runtime_for(mesh: Mesh, config: TransformerConfig, folder: Path, global_batc
 
 def train_rank(
     mesh: Mesh,
-    config: TransformerConfig,
+    config: ModelConfig,
     layout: Layout,
     *,
     steps: int,
@@ -376,7 +374,7 @@ def put_together(parts: list[list[tuple]]) -> dict[str, Tensor]:
 
 
 def run(
-    config: TransformerConfig,
+    config: ModelConfig,
     layout: Layout,
     *,
     steps: int = 3,

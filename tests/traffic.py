@@ -31,7 +31,7 @@ ALIGNMENT = 8  # elements
 
 @dataclass(frozen=True)
 class Setting:
-    """What traffic depends on. `model` and `layout` are read, never called: a TransformerConfig and a tiny_run.Layout."""
+    """What traffic depends on. `model` and `layout` are read, never called: a ModelConfig and a tiny_run.Layout."""
 
     model: Any
     layout: Any

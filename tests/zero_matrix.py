@@ -34,7 +34,7 @@ from tiny_run import TINY_GPT2, Layout, Outcome, run
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.tiers.offload_config import OffloadConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 BUCKET = 1500  # elements: several buckets on every rank
 _HYBRID = {"zero_stage": 3, "num_distributed_optimizer_instances": 2}
@@ -88,7 +88,7 @@ class ZeroCase:
         return "-".join([*parts, "tied" if self.tied else "untied", *["overlap"] * self.overlap])
 
     @property
-    def model(self) -> TransformerConfig:
+    def model(self) -> ModelConfig:
         return replace(TINY_GPT2, untie_embeddings_and_output_weights=not self.tied)
 
     @property
@@ -154,7 +154,7 @@ def ordered_cases() -> Iterator[ZeroCase]:
 
 
 @cache
-def one_process(model: TransformerConfig) -> Outcome:
+def one_process(model: ModelConfig) -> Outcome:
     return run(model, Layout())
 
 

@@ -23,7 +23,7 @@ from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
 from megatron.core.models.rules import BERT_RULES, GPT_RULES, ModelRules
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 from megatron.training.initialize import examine_without_device
 from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request

@@ -22,8 +22,8 @@ from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SideBySideConfig:
 class SideBySideLayer(nn.Module):
     """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles) -> the same shape."""
 
-    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext, *, own: SideBySideConfig):
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext, *, own: SideBySideConfig):
         super().__init__()
         self.scale = own.branch_scale
         self.layernorm = make_norm(config, context)
@@ -65,7 +65,7 @@ class SideBySideModel(GPTModel):
     """One pipeline stage. forward(tokens, position_ids, labels=..., restarts=...) -> on the last stage (word losses, restart
     losses), both [b, s]; without labels the output of a GPT."""
 
-    def __init__(self, config: TransformerConfig, *, context: LayerContext, **parts: Any):
+    def __init__(self, config: ModelConfig, *, context: LayerContext, **parts: Any):
         super().__init__(config, context=context, **parts)
         tp = context.tp
         self.gathers = tp.sequence_parallel

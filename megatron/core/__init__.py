@@ -16,4 +16,6 @@ from importlib import import_module
 def __getattr__(name):
     if name == "mpu":
         return import_module("megatron.core.parallel_state")
+    if name == "ModelParallelConfig":
+        return import_module("megatron.core.model_parallel_config").ModelParallelConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """The training loop, and the names that top-level scripts import. They load on first use.
 
     training, trainer, train_step      a run, its loop, one step
-    arguments, initialize, runtime     command line; processes; the parts of a run
+    command_line, initialize, runtime  command line; processes; the parts of a run
     build, chunks, samples             model, optimizer and data of this rank
     checkpointing, resume              a run on disk, and how it continues
     settings, watch, memory, ending    rules between settings; observers; memory; reasons to stop

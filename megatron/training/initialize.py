@@ -31,8 +31,8 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.weight_grads import WeightGradStore
-from megatron.training.arguments import Arguments, ArgumentsError, ExtraArgs, parse_args
 from megatron.training.checkpointing import saved_products
+from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs, parse_args
 from megatron.training.memory.offload import notes_of
 from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of

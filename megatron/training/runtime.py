@@ -18,7 +18,7 @@ from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.context import LayerContext
 from megatron.core.weight_grads import WeightGradStore
-from megatron.training.arguments import Arguments
+from megatron.training.command_line import Arguments
 from megatron.training.settings.config import Config
 from megatron.training.watch.flops import ModelShape
 from megatron.training.watch.timers import Timers

@@ -23,7 +23,6 @@ from megatron.core.errors import write_error_file
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep
-from megatron.training.arguments import ExtraArgs
 from megatron.training.build import (
     DatasetsProvider,
     build_train_valid_test_data_iterators,
@@ -31,6 +30,7 @@ from megatron.training.build import (
     setup_model_and_optimizer,
 )
 from megatron.training.chunks import ModelProvider
+from megatron.training.command_line import ExtraArgs
 from megatron.training.ending import failures, interrupt
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage

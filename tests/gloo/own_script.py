@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core import mpu, tensor_parallel
 from megatron.core.classic.tensor_parallel import tensor_parallel_of
+from megatron.core.classic.transformer_config import model_config
 from megatron.core.enums import ModelType
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.random import DropoutKeys
@@ -36,14 +37,14 @@ class Mixer(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.up = tensor_parallel.ColumnParallelLinear(
             config.hidden_size,
-            config.ffn_size,
+            config.ffn_hidden_size,
             config=config,
             init_method=init,
             gather_output=False,
             skip_bias_add=True,
         )
         self.down = tensor_parallel.RowParallelLinear(
-            config.ffn_size,
+            config.ffn_hidden_size,
             config.hidden_size,
             config=config,
             init_method=init,
@@ -73,7 +74,9 @@ class MixerModel(nn.Module):
         self.layers = nn.ModuleDict({str(i): Mixer(config, args.activation_power) for i in layers})
         if post_process:
             context = LayerContext(tensor_parallel_of(config), DropoutKeys(args.seed))
-            self.head = LanguageModelHead(config, args.padded_vocab_size, context)
+            self.head = LanguageModelHead(
+                model_config(config, untie_embeddings_and_output_weights=True), args.padded_vocab_size, context
+            )
         self.input_tensor = None
 
     def set_input_tensor(self, input_tensor):

@@ -34,7 +34,7 @@ from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 MODEL = replace(TINY_GPT2, fp64=False)
 DP = 2  # data-parallel ranks of a stage; a hybrid has as many groups of them: gloo adds three parts and more in orders of its own
@@ -98,7 +98,7 @@ def bits_cases() -> list[BitsCase]:
     return found
 
 
-def train(mesh: Mesh, model: TransformerConfig, layout: Layout, batch: int, steps: int) -> dict:
+def train(mesh: Mesh, model: ModelConfig, layout: Layout, batch: int, steps: int) -> dict:
     """Losses on the last stage, and whole gradients and weights, of some steps. Without clipping: a norm is summed in the parts that
     a rank has."""
     known = train_rank(
@@ -170,7 +170,7 @@ def compare_with_fsdp2(mesh_of, _: str) -> None:
             assert worst <= 1e-10 * values.abs().max().item(), f"{name} differs by {worst} (tied={tied})"
 
 
-def train_with_fsdp2(mesh: Mesh, model: TransformerConfig, batch: int) -> dict[str, Tensor]:
+def train_with_fsdp2(mesh: Mesh, model: ModelConfig, batch: int) -> dict[str, Tensor]:
     module = build_plain(mesh, model)
     for layer in module.language_model.decoder.layers.values():
         fully_shard(layer)
@@ -196,7 +196,7 @@ def train_with_fsdp2(mesh: Mesh, model: TransformerConfig, batch: int) -> dict[s
     return {name: p.full_tensor() for name, p in module.named_parameters()}
 
 
-def build_plain(mesh: Mesh, model: TransformerConfig) -> torch.nn.Module:
+def build_plain(mesh: Mesh, model: ModelConfig) -> torch.nn.Module:
     """The model with its first weights, in no buffers."""
     module = GPTModel(
         model,

@@ -12,7 +12,7 @@ from said import tells, tells_each
 from megatron.core.config import ConfigError
 from megatron.core.models.rules import text_problems
 from megatron.core.pipeline_parallel.table import SCHEDULES
-from megatron.training.arguments import Arguments, parse_args
+from megatron.training.command_line import Arguments, parse_args
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.settings.rules import check
 

@@ -19,7 +19,7 @@ from megatron.core.checkpoint import save as saving
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis, Grid
 from megatron.core.placement import Constant, Placement, is_counted, pieces
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 from megatron.training.resume.checks import check_same_positions
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]

@@ -8,8 +8,8 @@ import pytest
 from megatron.core.config import default_of, knob, knobs
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import parse_args
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.command_line import parse_args
 from megatron.training.resume import compared
 from megatron.training.resume.compared import (
     BY_DATA,
@@ -67,7 +67,7 @@ def test_the_tables_name_each_setting_once_and_none_that_is_not_there():
 
 
 @dataclass(frozen=True)
-class YoungerModel(TransformerConfig):
+class YoungerModel(ModelConfig):
     squared_relu: bool = knob(False, "another activation")
 
 

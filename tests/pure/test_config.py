@@ -22,7 +22,7 @@ from megatron.core.config import (
     unknown_flag_message,
 )
 from megatron.core.config import knob as declare
-from megatron.training.arguments import make_parser, parse_args
+from megatron.training.command_line import make_parser, parse_args
 from megatron.training.samples import notes_of_no_validation
 from megatron.training.settings.config import COMPONENTS
 from megatron.training.settings.other_flags import NO_EFFECT, REFUSED, SHORTHAND

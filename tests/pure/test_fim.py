@@ -12,7 +12,7 @@ from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets.batches import batches
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig, token_id
 from megatron.core.tokenizers.tokenizers import NullTokenizer
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 from megatron.training.settings.rules import check
 
 PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = 200, 201, 202, 203, 204, 205

@@ -2,15 +2,15 @@
 
 import pytest
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.watch.flops import ModelShape
 
 
 def test_shapes_of_gpt_and_llama_are_counted_by_hand():
-    gpt = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    gpt = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     by_hand = 2 * (8 * 8 * 3 + 8 * 8 + 2 * 8 * 32) + 8 * 10
     assert ModelShape.of(gpt, vocab_size=10, seq_length=4).multiplied_parameters == by_hand
-    llama = TransformerConfig(
+    llama = ModelConfig(
         num_layers=3,
         hidden_size=8,
         num_attention_heads=4,
@@ -44,8 +44,8 @@ def test_full_attention_equals_korthikantis_formula():
 def test_a_window_counts_the_keys_that_its_queries_see():
     """Layers 0, 1, 3 see 3 keys: 3 s - 9 / 2 a sequence, with the triangle at the start; layer 2 half of all, s^2 / 2."""
     sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
-    full = ModelShape.of(TransformerConfig(**sizes), vocab_size=10, seq_length=8)
-    config = TransformerConfig(**sizes, window_size="2,0", window_attn_skip_freq="3")
+    full = ModelShape.of(ModelConfig(**sizes), vocab_size=10, seq_length=8)
+    config = ModelConfig(**sizes, window_size="2,0", window_attn_skip_freq="3")
     shape = ModelShape.of(config, vocab_size=10, seq_length=8)
     fewer, pairs = full.flops_per_token() - shape.flops_per_token(), sum(min(i, 2) + 1 for i in range(8))
     assert (shape.windows, fewer) == ((3, 3, 3), 3 * 12 * 8 * (8 / 2 - (3 * 8 - 9 / 2) / 8))
@@ -53,7 +53,7 @@ def test_a_window_counts_the_keys_that_its_queries_see():
     assert full.flops_per_token(full_attention=True) - shape.flops_per_token(full_attention=True) == 3 * 12 * 8 * (
         8 - 3
     )
-    longer = TransformerConfig(**sizes, window_size="7,0")
+    longer = ModelConfig(**sizes, window_size="7,0")
     assert ModelShape.of(longer, vocab_size=10, seq_length=8) == full
 
 

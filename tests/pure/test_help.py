@@ -7,7 +7,7 @@ import pytest
 from megatron.core.config import ConfigError, flags_of, knobs
 from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.models.rules import BERT_RULES, GPT_RULES
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 from megatron.training.initialize import examine
 from megatron.training.settings.config import COMPONENTS
 from megatron.training.settings.other_flags import NO_EFFECT, REFUSED

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.schedule import one_f_one_b
 from megatron.core.pipeline_parallel.simulate import peak_live
 from megatron.core.pipeline_parallel.table import SCHEDULES
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 from megatron.training.settings.rules import check
 
 FORK = Path(__file__).parents[2] / "examples" / "minimal_fork"

@@ -14,7 +14,7 @@ from megatron.core.model_parallel import stage_ranks
 
 NAMES = {
     "megatron": "get_args get_tokenizer is_last_rank mpu print_rank_0 print_rank_last",
-    "megatron.core": "mpu parallel_state tensor_parallel",
+    "megatron.core": "ModelParallelConfig mpu parallel_state tensor_parallel",
     "megatron.core.enums": "ModelType",
     "megatron.core.utils": "divide ensure_divisibility get_attr_wrapped_model get_model_config init_method_normal "
     "scaled_init_method_normal unwrap_model",
@@ -49,6 +49,7 @@ NAMES = {
     "megatron.core.pipeline_parallel": "get_forward_backward_func",
     "megatron.core.pipeline_parallel.schedules": "get_forward_backward_func",
     "megatron.core.distributed": "DistributedDataParallel MemoryBuffer finalize_model_grads",
+    "megatron.core.model_parallel_config": "ModelParallelConfig",
     "megatron.core.transformer": "TransformerConfig ParallelTransformer ParallelTransformerLayer ParallelAttention ParallelMLP",
     "megatron.core.transformer.transformer_config": "TransformerConfig",
     "megatron.core.models": "GPTModel TransformerLanguageModel",

@@ -4,7 +4,7 @@ import pytest
 from said import tells_each
 
 from megatron.core.config import ConfigError
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 
 REFUSED = """
     --spec a_module a_function      --save-retain-interval 2        --check-for-spiky-loss

@@ -6,7 +6,7 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.config import ConfigError
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 from megatron.training.settings import yaml_settings
 from megatron.training.settings.config import Config
 

@@ -38,8 +38,8 @@ from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tiers.slots import SlotBuffer
 from megatron.core.tiers.tier import FileTier
 from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer import ParallelTransformer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 MODELS = {"dropout": TINY_GPT2, "gated": TINY_LLAMA}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
@@ -171,9 +171,7 @@ class LiveBytes(TorchDispatchMode):
         return sum(self.sizes.values())
 
 
-def live_after_forward(
-    mesh: Mesh, config: TransformerConfig, folder: Path | None, settled: bool = False, m: int = 1
-) -> int:
+def live_after_forward(mesh: Mesh, config: ModelConfig, folder: Path | None, settled: bool = False, m: int = 1) -> int:
     """Bytes alive on the device between so many forwards and their backwards."""
     offloads = OffloadConfig(offload_dir=str(folder), optimizer_offload_fraction=0.0) if folder else OffloadConfig()
     tier = FileTier(folder, mesh["world"].rank, block=4096) if folder else None
@@ -196,7 +194,7 @@ def live_after_forward(
     return total
 
 
-def recompute_of(config: TransformerConfig) -> str:
+def recompute_of(config: ModelConfig) -> str:
     return "none" if config.recompute_granularity is None else f"uniform {config.recompute_num_layers or 1}"
 
 
@@ -303,7 +301,7 @@ def test_a_slot_is_free_when_nothing_looks_into_it():
         buffer.keep(torch.zeros(1000))
 
 
-def pipeline_of(mesh: Mesh, config: TransformerConfig, layout: Layout, step=forward_step) -> Pipeline:
+def pipeline_of(mesh: Mesh, config: ModelConfig, layout: Layout, step=forward_step) -> Pipeline:
     return build_pipeline(mesh, config, layout, BatchShape(2, layout.m), build_chunks(mesh, config, layout), step)
 
 
@@ -373,9 +371,7 @@ class Scale(nn.Module):
 
 
 def scales(mesh: Mesh, log: list, n: int = 3, **settings) -> ParallelTransformer:
-    config = TransformerConfig(
-        num_layers=n, hidden_size=8, num_attention_heads=1, cpu_offloading_num_layers=n, **settings
-    )
+    config = ModelConfig(num_layers=n, hidden_size=8, num_attention_heads=1, cpu_offloading_num_layers=n, **settings)
     context = LayerContext.on(mesh, torch.float32)
     return ParallelTransformer(
         config, range(n), context, post_process=False, make_layer=lambda config, i, context: Scale(i, log)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.core.optimizer.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 PLAIN = {
     "gpt2": replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0),
@@ -42,7 +42,7 @@ PLAIN = {
 WINDOWS = {None: (SEQ,) * 4, "2,0": (2, 2, SEQ, 2), "(4,0)": (4, SEQ, 4, SEQ)}
 
 
-def plain_rotary(x: Tensor, config: TransformerConfig) -> Tensor:
+def plain_rotary(x: Tensor, config: ModelConfig) -> Tensor:
     """By complex numbers: feature pair (i, i + half) of position p turns by p * base^(-2i / width). x: [b, n, s, d]"""
     width = int(config.head_width * config.rotary_percent)
     half = width // 2
@@ -51,7 +51,7 @@ def plain_rotary(x: Tensor, config: TransformerConfig) -> Tensor:
     return torch.cat((turned.real, turned.imag, x[..., width:]), -1)
 
 
-def plain_norm(x: Tensor, w: dict[str, Tensor], name: str, config: TransformerConfig) -> Tensor:
+def plain_norm(x: Tensor, w: dict[str, Tensor], name: str, config: ModelConfig) -> Tensor:
     if config.normalization == "RMSNorm":
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_epsilon) * w[f"{name}.weight"]
     centred = x - x.mean(-1, keepdim=True)
@@ -59,7 +59,7 @@ def plain_norm(x: Tensor, w: dict[str, Tensor], name: str, config: TransformerCo
     return centred / torch.sqrt(variance + config.norm_epsilon) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def plain_losses(w: dict[str, Tensor], config: TransformerConfig, tokens: Tensor, labels: Tensor) -> Tensor:
+def plain_losses(w: dict[str, Tensor], config: ModelConfig, tokens: Tensor, labels: Tensor) -> Tensor:
     """-log p of every label, with the terms that the config adds, [b, s]."""
     prefix = "language_model."
     w = {name.removeprefix(prefix): value for name, value in w.items()}
@@ -138,7 +138,7 @@ def test_three_steps_equal_plain_torch(name: str):
         assert worst <= 1e-8 * expected.abs().max().item(), f"{key} differs by {worst}"
 
 
-def initial_weights(config: TransformerConfig) -> dict[str, Tensor]:
+def initial_weights(config: ModelConfig) -> dict[str, Tensor]:
     from local_ranks import run_ranks
 
     (module,) = run_ranks({}, lambda mesh: build(mesh, config, False)[0].module)

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, assert_equal, run
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 LLAMA = replace(TINY_LLAMA, num_query_groups=4)  # a key head for each of four tensor-parallel ranks
 MODELS = {
@@ -29,7 +29,7 @@ LAYOUTS = [
 
 
 @cache
-def one_process(model: TransformerConfig, global_batch: int) -> Outcome:
+def one_process(model: ModelConfig, global_batch: int) -> Outcome:
     return run(model, Layout(), steps=2, global_batch=global_batch)
 
 

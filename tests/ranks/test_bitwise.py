@@ -16,7 +16,7 @@ from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_same_bits, build, run
 
 from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
 from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 
@@ -25,7 +25,7 @@ WORDS = "language_model.embedding.word_embeddings.weight"
 SAMPLES = 8  # of a step, each a microbatch of its own: dp x m
 SINGLE, HALF = {"fp64": False}, {"fp64": False, "bf16": True}
 SMALL_GPT2, SMALL_LLAMA = replace(GPT2, hidden_size=16), replace(LLAMA, hidden_size=16, ffn_hidden_size=24)
-MODELS: dict[str, TransformerConfig] = {
+MODELS: dict[str, ModelConfig] = {
     "gpt2-float32": replace(SMALL_GPT2, **SINGLE),
     "gpt2-bfloat16": replace(SMALL_GPT2, **HALF),
     "llama-float32": replace(SMALL_LLAMA, **SINGLE),
@@ -75,7 +75,7 @@ def test_a_layout_in_fixed_order_has_the_bits_of_one_process(layout: Layout, mod
 
 
 @pytest.mark.parametrize("model", [SMALL_GPT2, SMALL_LLAMA], ids=["gpt2", "llama"])
-def test_the_pipeline_changes_no_bit_in_float64(model: TransformerConfig):
+def test_the_pipeline_changes_no_bit_in_float64(model: ModelConfig):
     """Where no sum is exact: so nothing but gradients, added in order, and the norm decides. Also beside tensor parallelism."""
     for tp in (1, 2):
         alone = run(model, Layout(tp=tp, m=4, data_parallel=FIXED), global_batch=8)

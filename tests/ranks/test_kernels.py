@@ -12,8 +12,8 @@ from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kernels import KERNELS, AttentionCase, Kernel, kernel_for
 from megatron.core.transformer.masks import Documents
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import parse_args
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.command_line import parse_args
 
 CASE = AttentionCase(torch.empty(2, 4, 9, 8), torch.empty(2, 4, 9, 8), None, 0.0)
 FUSED = ("auto", "fused", "flash")
@@ -40,7 +40,7 @@ def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_us
         parse_args(["--attention-backend", "mean"])
     monkeypatch.setitem(KERNELS, "mean", Kernel(mean_of_values, refuses))
     assert parse_args(["--attention-backend", "mean"])[0].transformer.attention_backend == "mean"
-    config = TransformerConfig(attention_backend="mean", attention_dropout=0.5)
+    config = ModelConfig(attention_backend="mean", attention_dropout=0.5)
     attention = CoreAttention(config, 0, LayerContext(TensorParallel(ALONE), DropoutKeys(0)))
     q, k, v = torch.randn(3, 5, 2, 4, 8).unbind()
     torch.testing.assert_close(attention(q, k, v), v.mean(dim=0, keepdim=True).expand_as(v).flatten(2))

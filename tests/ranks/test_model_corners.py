@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import parse_args
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.checkpointing import model_tensors, optimizer_tensors
+from megatron.training.command_line import parse_args
 from megatron.training.settings.rules import check
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
@@ -35,7 +35,7 @@ TOLERANCE = 1e-10
 SMALL_GPT2, SMALL_LLAMA = replace(GPT2, num_layers=2), replace(LLAMA, num_layers=2)
 TWO_GROUPS = replace(SMALL_LLAMA, num_query_groups=2)
 ONE_GROUP = replace(SMALL_LLAMA, num_query_groups=1)
-CORNERS: dict[str, tuple[TransformerConfig, Texts]] = {
+CORNERS: dict[str, tuple[ModelConfig, Texts]] = {
     "two groups": (TWO_GROUPS, Texts()),
     "two groups, biases, dropout": (
         replace(SMALL_GPT2, group_query_attention=True, num_query_groups=2, add_qkv_bias=True),
@@ -287,7 +287,7 @@ WIDE = replace(SMALL_LLAMA, fp64=False, bf16=True, fp32_residual_connection=True
 
 
 @cache
-def half_precision(config: TransformerConfig, layout: Layout) -> Outcome:
+def half_precision(config: ModelConfig, layout: Layout) -> Outcome:
     return run(config, layout, steps=1, global_batch=8)
 
 
@@ -307,7 +307,7 @@ def test_a_float32_residual_keeps_depth_from_rounding_gradients():
     half = replace(deep, fp64=False, bf16=True)
     exact = run(deep, Layout(), steps=1, global_batch=8).grads[0]
 
-    def error(config: TransformerConfig) -> float:
+    def error(config: ModelConfig) -> float:
         grads = half_precision(config, Layout()).grads[0]
         return sum(((grads[name] - g).norm() / g.norm()).item() for name, g in exact.items()) / len(exact)
 
@@ -352,7 +352,7 @@ def test_blocks_compute_in_half_precision_and_the_stream_is_float32(kind: str):
 )
 def test_settings_that_cannot_be_are_refused(given: dict, message: str):
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**given)
+        ModelConfig(**given)
 
 
 def test_flags_of_half_precision_are_accepted():

@@ -18,7 +18,7 @@ from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.storage.stored import start_reading, start_writing
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tiers.tier import FileTensor, FileTier
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 from megatron.training.watch.statistics import params_norm
@@ -115,7 +115,7 @@ def test_offload_has_the_bits_of_none(stage: str, precision: str, tmp_path):
 # ---------------------------------------------------------------- what else a step does
 
 
-def tiny_trainer(mesh: Mesh, model: TransformerConfig, layout: Layout, **options) -> TinyTrainer:
+def tiny_trainer(mesh: Mesh, model: ModelConfig, layout: Layout, **options) -> TinyTrainer:
     return TinyTrainer(mesh, model, layout, global_batch=8, **options)
 
 
@@ -128,7 +128,7 @@ def state_of(tiny: TinyTrainer) -> list[Tensor]:
 
 
 def trained(
-    mesh: Mesh, model: TransformerConfig, layout: Layout, steps: int = 3, of_step: dict | None = None, **options
+    mesh: Mesh, model: ModelConfig, layout: Layout, steps: int = 3, of_step: dict | None = None, **options
 ) -> tuple[list[Tensor], list[float], float]:
     tiny = tiny_trainer(mesh, model, layout, **options)
     norms = [tiny.step(number, **(of_step or {})).grad_norm for number in range(steps)]

@@ -15,7 +15,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer import OPTIMIZERS, OptimizerConfig, ParamGroup, UpdateRule
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.placement import Placement
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 ALL_AXES = Layout(tp=2, sp=True, pp=2, dp=2, m=2)
 
@@ -44,7 +44,7 @@ def by_zero(layout: Layout, stage: int) -> Layout:
 
 
 @cache
-def in_one_process(model: TransformerConfig):
+def in_one_process(model: ModelConfig):
     return run(model, Layout(), group_of=group_of)
 
 

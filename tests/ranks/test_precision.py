@@ -34,10 +34,10 @@ from megatron.core.products import NATIVE, Products, Way
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tensor_parallel.linear import weight_gradient
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing
-from megatron.training.arguments import parse_args
+from megatron.training.command_line import parse_args
 from megatron.training.resume.checks import check_same_optimizer
 from megatron.training.resume.state import TrainState
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
@@ -73,7 +73,7 @@ def mean_of_microbatch(mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, 
 
 @dataclass(frozen=True)
 class Run:
-    config: TransformerConfig
+    config: ModelConfig
     layout: Layout = field(default_factory=Layout)
     steps: int = 3
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(clip_grad=0.5, weight_decay=0.1))
@@ -399,7 +399,7 @@ LAYOUTS = [
 ]
 
 
-def steep(config: TransformerConfig, layout: Layout, products: Products = NATIVE) -> Run:
+def steep(config: ModelConfig, layout: Layout, products: Products = NATIVE) -> Run:
     """Steps long enough to change weights by much more than rounding does. Plain SGD: Adam's first steps are signs of the
     gradient, and where that is rounding noise two equally good runs part by a whole step."""
     scale = LossScaleConfig(initial_loss_scale=2.0**12)
@@ -561,7 +561,7 @@ def torchs(config: OptimizerConfig, copies: dict[str, nn.Parameter], rule: Group
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [EIGHT_RANKS, Layout(tp=2, sp=True, pp=4, m=6)], ids=str)
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["tied", "untied"])
-def test_sgd_and_decoupled_rates_equal_one_process(layout: Layout, model: TransformerConfig):
+def test_sgd_and_decoupled_rates_equal_one_process(layout: Layout, model: ModelConfig):
     sgd = OptimizerConfig(optimizer="sgd", clip_grad=0.5, weight_decay=0.1)
     run = Run(model, optimizer=sgd, lr=0.5, decoupled_lr=0.05)
     assert_same(outcome(replace(run, layout=layout)), outcome(run))
@@ -598,7 +598,7 @@ FREEZING = [
 
 
 @pytest.mark.parametrize(("layout", "frozen", "model"), FREEZING)
-def test_what_is_not_frozen_trains_as_in_one_process(layout: Layout, frozen: Callable, model: TransformerConfig):
+def test_what_is_not_frozen_trains_as_in_one_process(layout: Layout, frozen: Callable, model: ModelConfig):
     run = Run(model, frozen=frozen)
     got, expected = outcome(replace(run, layout=layout)), outcome(run)
     assert_same(got, expected)

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.masks import Documents
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative
 FAST = {"native": 1.0, "widened": 2.0}
@@ -74,7 +74,7 @@ def test_widened_attention_is_as_good_as_rounding_its_result(backend: str, maske
     q, k, v = (drawn(9, 2, heads, 8, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2))
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]]).expand(2, -1)
     mask = Documents(numbers) if masked else None
-    config = TransformerConfig(attention_backend=backend, attention_dropout=0.0)
+    config = ModelConfig(attention_backend=backend, attention_dropout=0.0)
 
     def run(*factors: Tensor, way: str) -> tuple[Tensor, ...]:
         attention = CoreAttention(

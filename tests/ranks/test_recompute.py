@@ -25,8 +25,8 @@ from tiny_run import (
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.random import DropoutKeys
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.recompute import give_up, recomputed
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 MODELS = {"gpt2": replace(TINY_GPT2, num_layers=2), "llama": replace(TINY_LLAMA, num_layers=2)}
 MODULES = [["mlp"], ["layernorm"], ["core_attn", "mlp", "layernorm"]]
@@ -38,7 +38,7 @@ def one_process(model: str) -> Outcome:
     return run(MODELS[model], Layout())
 
 
-def with_modules(model: str, modules: list[str]) -> TransformerConfig:
+def with_modules(model: str, modules: list[str]) -> ModelConfig:
     return replace(MODELS[model], recompute_granularity="selective", recompute_modules=modules)
 
 
@@ -78,11 +78,11 @@ def test_a_norm_that_was_computed_again_goes_with_its_use():
     assert alive == [False]
 
 
-def without_dropout(config: TransformerConfig) -> TransformerConfig:
+def without_dropout(config: ModelConfig) -> ModelConfig:
     return replace(config, hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def kept_bytes(mesh: Mesh, config: TransformerConfig, layout: Layout) -> int:
+def kept_bytes(mesh: Mesh, config: ModelConfig, layout: Layout) -> int:
     """What autograd keeps between a forward and its backward, parameters left out."""
     chunks, _, _ = build_chunks(mesh, config, layout)
     model, saved = chunks[0].module, {}

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.classic.transformer_config import model_config
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load import lone_mesh
@@ -22,16 +23,17 @@ from megatron.core.transformer.band import blocks_of
 from megatron.core.transformer.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.window import read_pattern, read_window
-from megatron.training.arguments import core_transformer_config_from_args, parse_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.command_line import parse_args
 from megatron.training.resume.compared import compare
 
 # ---------------------------------------------------------------- which layers, which keys
 
 
 def befores(layers: int, **settings) -> list[int | None]:
-    config = TransformerConfig(num_layers=layers, **settings)
+    config = ModelConfig(num_layers=layers, **settings)
     return [config.keys_before(layer) for layer in range(layers)]
 
 
@@ -81,7 +83,7 @@ def test_scripts_read_and_give_the_settings_in_megatrons_types():
     config, args, _ = parse_args(flags)
     assert (args.window_size, args.window_attn_skip_freq) == ((9, 0), [1, 0, 1, 0])
     assert (config.transformer.window_size, config.transformer.window_attn_skip_freq) == ("9,0", "[1,0,1,0]")
-    again = core_transformer_config_from_args(args)
+    again = model_config(core_transformer_config_from_args(args))
     assert [again.keys_before(layer) for layer in range(4)] == [9, None, 9, None]
 
 
@@ -95,7 +97,7 @@ def test_scripts_read_and_give_the_settings_in_megatrons_types():
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict, problem: str):
     with pytest.raises(ConfigError, match=problem.replace("[", r"\[")):
-        TransformerConfig(num_layers=4, **settings)
+        ModelConfig(num_layers=4, **settings)
 
 
 def test_a_window_hides_what_lies_before_it_and_what_comes_later():
@@ -183,7 +185,7 @@ def test_dropout_takes_the_fused_kernel_from_a_window_too():
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["dropout", "fused"])
-def test_windows_that_hide_nothing_have_the_bits_of_none(config: TransformerConfig):
+def test_windows_that_hide_nothing_have_the_bits_of_none(config: ModelConfig):
     whole = run(config, Layout(), steps=1, global_batch=4)
     for size, skip in ((f"{SEQ - 1},0", None), ("-1,0", None), ("1,0", "1")):
         other = run(replace(config, window_size=size, window_attn_skip_freq=skip), Layout(), steps=1, global_batch=4)

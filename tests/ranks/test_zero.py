@@ -30,7 +30,7 @@ from megatron.core.distributed.traffic import step_traffic
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step
 
 MODELS = {"gpt2-tied": TINY_GPT2, "llama-untied": TINY_LLAMA}
@@ -317,7 +317,7 @@ SAVED, LOADED = (
 
 
 @cache
-def norms_of_four_steps(model: TransformerConfig) -> list[float]:
+def norms_of_four_steps(model: ModelConfig) -> list[float]:
     """Of one process."""
 
     def through(mesh: Mesh) -> list[float]:

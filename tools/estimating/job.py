@@ -12,7 +12,7 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.weight_grads import WeightGradStore
-from megatron.training.arguments import ArgumentsError, parse_args
+from megatron.training.command_line import ArgumentsError, parse_args
 from megatron.training.initialize import collected
 from megatron.training.memory.dry_run import Job, mesh_of
 from megatron.training.runtime import Runtime

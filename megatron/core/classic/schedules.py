@@ -102,7 +102,9 @@ def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: i
     config = get_model_config(chunk)
     divided = getattr(config, "sequence_parallel", current().sequence_parallel)
     length = seq_length // mesh["tp"].size if divided else seq_length
-    dtype = getattr(config, "residual_dtype", config.params_dtype)
+    dtype = next(
+        filter(None, (getattr(config, name, None) for name in ("residual_dtype", "pipeline_dtype", "params_dtype")))
+    )
     return (TensorSpec((length, micro_batch_size, config.hidden_size), dtype),)
 
 

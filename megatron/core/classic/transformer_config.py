@@ -1,7 +1,8 @@
 """`TransformerConfig` with the fields of Megatron core 0.5 to 0.16, which scripts read, assign and extend.
 
-config = TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4)
-model_config(config)        the settings that our layers are built from
+TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4)
+core_transformer_config_from_args(args)         of the command line
+model_config(config)                            the settings that our layers are built from
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from torch.nn import functional
 from megatron.core.classic.utils import init_method_normal, scaled_init_method_normal
 from megatron.core.config import ConfigError
 from megatron.core.tables import names_by_value
-from megatron.core.transformer.transformer_config import TransformerConfig as ModelConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 # Megatron's defaults: a value, and the fields that have it.
 _TABLE = """
@@ -156,6 +157,27 @@ class TransformerConfig(_Fields, ModelParallelConfig):
         self.init_method = self.init_method or init_method_normal(self.init_method_std)
         scaled = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers))
         self.output_layer_init_method = self.output_layer_init_method or scaled
+
+
+def core_transformer_config_from_args(args: Any, config_class: type | None = None) -> Any:
+    """The model's settings as a `config_class`: TransformerConfig, a subclass, or any dataclass, whose fields `args` fills by
+    their names. What `args` lacks, or holds as None, keeps its default."""
+    config_class = config_class or TransformerConfig
+    values = {one.name: getattr(args, one.name, None) for one in fields(config_class)}
+    if issubclass(config_class, TransformerConfig):
+        flags = {name for name, on in vars(args).items() if on is True}
+        kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+        params_dtype = next((dtype for name, dtype in kinds.items() if name in flags), torch.float32)
+        gated = {"gated_linear_unit": True, "activation_func": functional.silu} if "swiglu" in flags else {}
+        values |= gated | {
+            "params_dtype": params_dtype,
+            "pipeline_dtype": torch.float32 if "fp32_residual_connection" in flags else params_dtype,
+            "layernorm_epsilon": getattr(args, "norm_epsilon", None),
+            "num_query_groups": args.num_query_groups if "group_query_attention" in flags else None,
+            "num_layers_in_first_pipeline_stage": getattr(args, "decoder_first_pipeline_num_layers", None),
+            "num_layers_in_last_pipeline_stage": getattr(args, "decoder_last_pipeline_num_layers", None),
+        }
+    return config_class(**{name: value for name, value in values.items() if value is not None})
 
 
 def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -> ModelConfig:

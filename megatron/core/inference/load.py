@@ -10,14 +10,14 @@ from megatron.core.models.gpt_model import GPTModel
 from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig, tensor_parallel_problems
+from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint
 
 
 def load_gpt(
     checkpoint: Checkpoint,
-    config: TransformerConfig,
+    config: ModelConfig,
     *,
     vocab_size: int,
     positions: int,
@@ -54,7 +54,7 @@ def load_gpt(
     return model.eval()
 
 
-def layout_problems(config: TransformerConfig, tensor: int, pipeline: int) -> list[str]:
+def layout_problems(config: ModelConfig, tensor: int, pipeline: int) -> list[str]:
     """Why the model does not fit these tensor and pipeline parallel sizes."""
     problems = tensor_parallel_problems(config, tensor)
     if pipeline > config.num_layers:
@@ -63,9 +63,7 @@ def layout_problems(config: TransformerConfig, tensor: int, pipeline: int) -> li
     return problems
 
 
-def _stage(
-    config: TransformerConfig, mesh: Mesh, device: torch.device | str, products: Products, **sizes: int
-) -> GPTModel:
+def _stage(config: ModelConfig, mesh: Mesh, device: torch.device | str, products: Products, **sizes: int) -> GPTModel:
     """This rank's stage, with layers split as evenly as possible, whatever the split in training."""
     stages, n = mesh.stages, config.num_layers
     (stage,) = stages.of_rank(mesh["pp"].rank)

@@ -6,9 +6,9 @@ from typing import Any
 from megatron.core.config import ConfigError, build
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
-_COMPONENTS = {"transformer": TransformerConfig, "data": DataConfig, "tokenizer": TokenizerConfig}
+_COMPONENTS = {"transformer": ModelConfig, "data": DataConfig, "tokenizer": TokenizerConfig}
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class SavedSettings:
     """Settings of a training run; settings that the checkpoint lacks have their defaults."""
 
     vocab_size: int
-    transformer: TransformerConfig
+    transformer: ModelConfig
     data: DataConfig
     tokenizer: TokenizerConfig
 
@@ -31,7 +31,7 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
     saved = state.get("config", {})
     if not _COMPONENTS.keys() <= saved.keys() or "vocab_size" not in state:
         raise ConfigError(f"{source} does not say what model it holds; it was not written by a pretraining run of ours")
-    if unknown := sorted(saved["transformer"].keys() - {f.name for f in fields(TransformerConfig)}):
+    if unknown := sorted(saved["transformer"].keys() - {f.name for f in fields(ModelConfig)}):
         raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
     if own := _listed(saved.get("own_model", {})):
         raise ConfigError(

@@ -13,8 +13,8 @@ from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Dense(nn.Module):
@@ -37,7 +37,7 @@ class Pooler(nn.Module):
     forward(x [s, b, h], or [s/t, b, h] under sequence parallelism) -> [b, h], the same on every tensor-parallel rank.
     """
 
-    def __init__(self, config: TransformerConfig, context: LayerContext):
+    def __init__(self, config: ModelConfig, context: LayerContext):
         super().__init__()
         self.axis, self.sequence_parallel = context.tp.axis, context.tp.sequence_parallel
         self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, context, partial=False)
@@ -50,7 +50,7 @@ class Pooler(nn.Module):
 class WordBias(nn.Module):
     """scores + b, one bias per word of this rank. forward(scores [s, b, padded vocabulary / t])"""
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, vocab_size: int, context: LayerContext):
         super().__init__()
         tp = context.tp
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
@@ -63,7 +63,7 @@ class WordBias(nn.Module):
 class BertHead(nn.Module):
     """The transform before the output layer. forward(x [s, b, h]) -> the same shape"""
 
-    def __init__(self, config: TransformerConfig, context: LayerContext):
+    def __init__(self, config: ModelConfig, context: LayerContext):
         super().__init__()
         self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, context)
         self.norm = make_norm(config, context)
@@ -85,7 +85,7 @@ class BertModel(LanguageModelStage):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         *,
         vocab_size: int,
         context: LayerContext,

@@ -6,13 +6,13 @@ from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, my_sequence_part
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 
 class WholeEmbedding(nn.Module):
     """A learned vector per id (a position, a token type), whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
 
-    def __init__(self, size: int, config: TransformerConfig, context: LayerContext):
+    def __init__(self, size: int, config: ModelConfig, context: LayerContext):
         super().__init__()
         self.weight = context.tp.replicated((size, config.hidden_size), Normal(config.init_method_std))
 
@@ -32,7 +32,7 @@ class Embedding(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         vocab_size: int,
         positions: int,
         context: LayerContext,

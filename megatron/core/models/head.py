@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron.core.placement import Normal, Placement
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.weight_grads import WeightGradStore
 
 
@@ -17,9 +17,7 @@ class LanguageModelHead(nn.Module):
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
     """
 
-    def __init__(
-        self, config: TransformerConfig, vocab_size: int, context: LayerContext, *, shares_table: bool = False
-    ):
+    def __init__(self, config: ModelConfig, vocab_size: int, context: LayerContext, *, shares_table: bool = False):
         super().__init__()
         tp = context.tp
         # A shared table's gradient has two sources on this stage; deferred, they would be added in another order.

@@ -11,8 +11,8 @@ from megatron.core.models.rules import NO_RULES
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer import ParallelTransformer
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
@@ -27,7 +27,7 @@ class TransformerLanguageModel(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         *,
         vocab_size: int,
         positions: int,
@@ -80,7 +80,7 @@ class LanguageModelStage(nn.Module):
 
     rules = NO_RULES
 
-    def __init__(self, config: TransformerConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
+    def __init__(self, config: ModelConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
         """parts: further arguments of `TransformerLanguageModel`."""
         super().__init__()
         self.config, self.context = config, context  # a script's model may show another config, of Megatron's names

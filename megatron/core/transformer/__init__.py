@@ -5,7 +5,7 @@ Every part is built from (config, its layer's number, a `LayerContext`) and look
 May import: floors 0 to 2 (`tensor_parallel`, and the type of a boundary). Models, inference and training import it.
 To add an attention kernel: a line of `KERNELS` (`kernels`).
 To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention`, `make_mlp`.
-To add a setting: a knob of a config in `transformer_config`; an axis: a field of the context.
+To add a setting: a knob of a config in `model_config`; an axis: a field of the context.
 """
 
 from megatron.core.lazy import lazy_names
@@ -19,6 +19,7 @@ __getattr__, __dir__ = lazy_names(
         ".mlp": "ParallelMLP",
         ".transformer": "ParallelTransformer",
         ".transformer_layer": "ParallelTransformerLayer",
-        ".transformer_config": "TransformerConfig",
+        ".model_config": "ModelConfig",
+        "megatron.core.classic.transformer_config": "TransformerConfig",
     },
 )

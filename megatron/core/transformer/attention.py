@@ -18,17 +18,17 @@ from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kernels import AttentionCase, kernel_for
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Mask, windowed
+from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.rotary import apply_rotary
-from megatron.core.transformer.transformer_config import TransformerConfig, query_group_problem
 
 
 class CoreAttention(nn.Module):
     """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n d] of this rank's heads; a mask of None is causal."""
 
-    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
         first_head = context.tp.axis.rank * config.num_attention_heads // context.tp.axis.size
         self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
@@ -69,9 +69,7 @@ class ParallelAttention(nn.Module):
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
 
-    def __init__(
-        self, config: TransformerConfig, layer: int, context: LayerContext, *, make_core: MakePart = CoreAttention
-    ):
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext, *, make_core: MakePart = CoreAttention):
         super().__init__()
         tp = context.tp
         n, d = config.num_attention_heads, config.head_width

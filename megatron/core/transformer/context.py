@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys, HiddenDropout
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.tier import Tier
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class LayerContext:
         """Dropout of hidden states. site: a unique name for each place in a layer."""
         return HiddenDropout(probability, self.keys, site, layer, self.tp.sequence_axis)
 
-    def hidden_states(self, config: TransformerConfig, micro_batch_size: int, seq_length: int) -> TensorSpec:
+    def hidden_states(self, config: ModelConfig, micro_batch_size: int, seq_length: int) -> TensorSpec:
         """The residual stream of a microbatch between two layers: [s, b, h], or [s/t, b, h] under sequence parallelism."""
         length = seq_length // (self.tp.axis.size if self.tp.sequence_parallel else 1)
         return TensorSpec((length, micro_batch_size, config.hidden_size), config.residual_dtype)
 
 
-MakePart = Callable[[TransformerConfig, int, LayerContext], nn.Module]  # int: the layer's number in the whole model
+MakePart = Callable[[ModelConfig, int, LayerContext], nn.Module]  # int: the layer's number in the whole model

@@ -6,8 +6,8 @@ from megatron.core.compiler import compiles
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.regions import REGIONS
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ParallelMLP(nn.Module):
@@ -18,7 +18,7 @@ class ParallelMLP(nn.Module):
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
 
-    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
         del layer  # all layers have the same MLP
         f, tp = config.ffn_size, context.tp

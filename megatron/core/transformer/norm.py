@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megatron.core.compiler import compiles
 from megatron.core.placement import Constant
 from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.regions import REGIONS
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(nn.Module):
@@ -21,7 +21,7 @@ class Norm(nn.Module):
     (arXiv:1910.07467), without.
     """
 
-    def __init__(self, config: TransformerConfig, context: LayerContext, width: int, partial: bool | None = None):
+    def __init__(self, config: ModelConfig, context: LayerContext, width: int, partial: bool | None = None):
         super().__init__()
         name, tp = config.normalization, context.tp
         self.epsilon = config.norm_epsilon
@@ -36,7 +36,7 @@ class Norm(nn.Module):
 
 
 def make_norm(
-    config: TransformerConfig, context: LayerContext, *, width: int | None = None, partial: bool | None = None
+    config: ModelConfig, context: LayerContext, *, width: int | None = None, partial: bool | None = None
 ) -> nn.Module:
     """The norm of --normalization, over the residual stream or another width."""
     return Norm(config, context, width or config.hidden_size, partial)

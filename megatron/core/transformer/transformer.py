@@ -11,10 +11,10 @@ from megatron.core.tiers.activations import StageActivations
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Mask
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotary_angles
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
@@ -29,7 +29,7 @@ class ParallelTransformer(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         layers: Iterable[int],
         context: LayerContext,
         *,

@@ -11,10 +11,10 @@ from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import give_up, recomputed
 from megatron.core.transformer.regions import REGIONS
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -32,7 +32,7 @@ class ParallelTransformerLayer(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         layer: int,
         context: LayerContext,
         *,

@@ -5,9 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.classic.transformer_config import model_config
 from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.runtime import get_runtime
 
 
@@ -17,6 +19,12 @@ def parts_of_stage(pre_process: bool, post_process: bool, vp_stage: int | None =
     if vp_stage is None:
         vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()
     return get_runtime().model_parts(pre_process, post_process, vp_stage)
+
+
+def settings_of(config: Any) -> ModelConfig:
+    """The run's settings of a model, with what `config` says instead; None: nothing."""
+    ours = get_runtime().config.transformer
+    return ours if config is None else model_config(config, ours)
 
 
 def check_token_types(name: str, given: int, wanted: int) -> None:
@@ -40,8 +48,8 @@ class GPTModel(gpt_model.GPTModel):
         post_process: bool = True,
     ):
         check_token_types("GPTModel", num_tokentypes, 0)
-        config = config or get_runtime().config.transformer
-        super().__init__(config, **parts_of_stage(pre_process, post_process))
+        super().__init__(settings_of(config), **parts_of_stage(pre_process, post_process))
+        self.config = config or self.settings
         self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output = parallel_output
 
@@ -76,9 +84,9 @@ class BertModel(bert_model.BertModel):
         pre_process: bool = True,
         post_process: bool = True,
     ):
-        config = config or get_runtime().config.transformer
         options = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
-        super().__init__(config, **options, **parts_of_stage(pre_process, post_process))
+        super().__init__(settings_of(config), **options, **parts_of_stage(pre_process, post_process))
+        self.config = config or self.settings
         self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output = parallel_output
 

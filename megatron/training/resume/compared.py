@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron.core.config import build, default_of, knobs
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.settings.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
@@ -113,7 +113,7 @@ def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
     found = {part: dict(settings) for part, settings in parts.items()}
     if "transformer" in found:
         model = found["transformer"]
-        config = build(TransformerConfig, {name: model[name] for name in OF_WIDTHS if name in model})
+        config = build(ModelConfig, {name: model[name] for name in OF_WIDTHS if name in model})
         model |= {"ffn_hidden_size": config.ffn_size, "kv_channels": config.head_width}
     if "data" in found:
         found["data"]["split"] = found["data"].get("split") or DEFAULT_SPLIT

@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.table import default_chunks, stage_map
 from megatron.core.stage_map import StageMap
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.settings.own_flags import OwnFlags
 from megatron.training.watch.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
 
@@ -122,7 +122,7 @@ class CheckpointConfig(FlagConfig):
 class Config:
     """All settings, known before the first process group exists."""
 
-    transformer: TransformerConfig
+    transformer: ModelConfig
     parallel: ParallelConfig
     data_parallel: DataParallelConfig
     training: TrainingConfig

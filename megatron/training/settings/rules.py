@@ -9,7 +9,7 @@ from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.pipeline_parallel.table import SCHEDULES
-from megatron.core.transformer.transformer_config import tensor_parallel_problems
+from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.watch.watch_config import watch_problems
 

@@ -7,7 +7,7 @@ from megatron.core.models.gpt_model import GPTModel
 from megatron.core.placement import Constant, Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain
 from pretrain_gpt import forward_step, train_valid_test_datasets_provider
@@ -16,7 +16,7 @@ from pretrain_gpt import forward_step, train_valid_test_datasets_provider
 class SquaredReLU(nn.Module):
     """x -> W2 relu(W1 x)^2 (arXiv:2109.08668), three times as wide as the residual stream."""
 
-    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
         h, init = config.hidden_size, Normal(config.init_method_std)
         self.into = ColumnParallelLinear(h, 3 * h, tp=context.tp, init=init, bias=False)
@@ -29,7 +29,7 @@ class SquaredReLU(nn.Module):
 class GainedLayer(ParallelTransformerLayer):
     """The usual layer of gain * x, with a gain for each feature. forward(x [s, b, h] or [s/t, b, h], ...) -> the same shape"""
 
-    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__(config, layer, context, make_mlp=SquaredReLU)
         self.gain = context.tp.replicated((config.hidden_size,), Constant(1.0))
 

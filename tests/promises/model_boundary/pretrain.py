@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_runtime, pretrain
 from pretrain_gpt import forward_step, train_valid_test_datasets_provider
 
@@ -22,7 +22,7 @@ from pretrain_gpt import forward_step, train_valid_test_datasets_provider
 class Coupled(nn.Module):
     """forward(x, y), both [s, b, h] -> x + attention(norm(y)), y + mlp(norm(the new x))"""
 
-    def __init__(self, config: TransformerConfig, layer: int, context: LayerContext):
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
         self.norms = nn.ModuleList([make_norm(config, context) for _ in range(2)])
         self.attention, self.mlp = ParallelAttention(config, layer, context), ParallelMLP(config, layer, context)
@@ -39,7 +39,7 @@ class TwoStreams(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         *,
         vocab_size: int,
         positions: int,

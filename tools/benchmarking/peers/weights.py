@@ -14,7 +14,7 @@ from megatron.core.models.bert_model import BertModel
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from tools.benchmarking.batches import SEED
 from tools.benchmarking.work import FAMILIES, Work
 
@@ -25,7 +25,7 @@ def our_weights(work: Work) -> dict[str, Tensor]:
     """Every parameter of our model by its name, in float32, whole. Every rank must call."""
     said = dict(FAMILIES[work.family])
     said["add_bias_linear"] = not said.pop("disable_bias_linear", False)
-    config = TransformerConfig(
+    config = ModelConfig(
         num_layers=work.num_layers,
         hidden_size=work.hidden_size,
         num_attention_heads=work.num_attention_heads,

@@ -1,0 +1,227 @@
+"""The command line: flags of the components' dataclasses, Megatron's other flags (tables), the script's own (a function)."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from megatron.core.config import (
+    ConfigError,
+    FlagParser,
+    add_flag,
+    build,
+    flags_of,
+    knobs,
+    repeated_flags,
+    unknown_problems,
+)
+from megatron.core.tokenizers.tokenizers import TOKENIZERS
+from megatron.training.settings.classic_args import Arguments, flags_without_a_setting, other_names_of
+from megatron.training.settings.config import COMPONENTS, Config
+from megatron.training.settings.help import add_help_flags, flag_groups, meaning_of_shorthand
+from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
+from megatron.training.settings.own_flags import own_flags
+from megatron.training.settings.yaml_settings import YAML_FLAG, read_yaml
+
+
+class ArgumentsError(ConfigError):
+    """An invalid command line. parts: the components that are valid."""
+
+    def __init__(self, problems: list[str], parts: dict[str, Any]):
+        super().__init__(problems)
+        self.parts = parts
+
+
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+
+def make_parser(
+    extra_args_provider: ExtraArgs | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    unread: Mapping[str, str] | None = None,
+) -> FlagParser:
+    """The parser of all flags: accepted, refused or without effect. args_defaults: the script's, shown in help."""
+    defaults, unread = args_defaults or {}, unread or {}
+    parser = FlagParser(description="Pretrain a transformer.", add_help=False)
+    for title, text, fields in flag_groups():
+        group = parser.add_argument_group(title, text)
+        for component, field in fields:
+            add_flag(group, component, field, default=defaults.get(field.name), hidden=field.name in unread)
+    shorthand = parser.add_argument_group("Other ways to say it")
+    yaml_help = "read flags from FILE: `key: value` lines, with or without groups; the command line takes precedence"
+    shorthand.add_argument(YAML_FLAG, metavar="FILE", default=argparse.SUPPRESS, dest=YAML_FLAG, help=yaml_help)
+    for flag in SHORTHAND:
+        text = f"the same as {meaning_of_shorthand(flag)}"
+        shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
+    add_help_flags(parser, {_flag_of(name): reason for name, reason in unread.items()})
+    if extra_args_provider is not None:
+        try:
+            with parser.flags_of_script():
+                extra_args_provider(parser)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
+    known = set(parser.known_flags())  # a script may have its own --temperature or --num-classes
+    for other in OTHERS.values():
+        if other.flag not in known:
+            takes = {"action": "store_true"} if other.values == "0" else {"nargs": "*" if other.values == "*" else None}
+            parser.add_argument(other.flag, dest=other.flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **takes)
+    parser.refused.update(REFUSED.keys() - known)
+    return parser
+
+
+@cache
+def _plain_parser(defaults: tuple[tuple[str, str], ...], unread: tuple[tuple[str, str], ...]) -> FlagParser:
+    """The parser without a script's own flags, cached: creating it takes longer than parsing."""
+    return make_parser(None, dict(defaults), dict(unread))
+
+
+@dataclass
+class GivenFlags:
+    """The flags of one source: the command line, or a YAML file."""
+
+    settings: dict[str, Any]
+    problems: list[str]
+    no_effect: dict[str, str]  # flag -> why
+    warned: dict[str, str]  # flag and value -> what happens instead
+    others: dict[str, Any]  # flags that are no settings
+    hides_positions: bool  # --no-position-embedding; counts only without --position-embedding-type
+    unreadable: list[str]  # settings with an invalid value
+
+
+class ParsedArgs(NamedTuple):
+    """A parsed command line."""
+
+    config: Config
+    args: Arguments  # for `get_args()`
+    notes: list[str]  # about flags without effect, or given twice
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    extra_args_provider: ExtraArgs | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    unread: Mapping[str, str] | None = None,
+) -> ParsedArgs:
+    """The settings of a command line. Raises ConfigError with all problems at once.
+
+    args_defaults: defaults of the script, by setting. unread: fields that this script does not read, with the reason.
+    """
+    defaults, unread = args_defaults or {}, unread or {}
+    if extra_args_provider is not None:
+        parser = make_parser(extra_args_provider, defaults, unread)
+    else:
+        parser = _plain_parser(tuple((name, str(value)) for name, value in defaults.items()), tuple(unread.items()))
+    words = sys.argv[1:] if argv is None else list(argv)
+    sources = _given_in_file(parser, words) + [_given(parser, words)]
+    settings = {name: value for source in sources for name, value in source.settings.items()}
+    in_vain = {_flag_of(name): reason for name, reason in unread.items() if name in settings}
+    problems = [problem for source in sources for problem in source.problems]
+    if any(source.hides_positions for source in sources):
+        settings.setdefault("position_embedding_type", "none")
+    _add_defaults(settings, defaults)
+    parts, more = _build_all(settings, {name for source in sources for name in source.unreadable})
+    if problems + more:
+        raise ArgumentsError(problems + more, parts)
+    config = Config(**parts, own=own_flags(parser, settings, _names_of_settings()))
+    flat = {name: value for part in config.component_values().values() for name, value in part.items()}
+    flat["log_interval"] = config.log.steps_between_lines  # scripts use it as a number, as in Megatron
+    no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
+    no_effect |= in_vain | config.without_effect
+    warned = {given: reason for source in sources for given, reason in source.warned.items()}
+    notes = repeated_flags(parser, words) + _lines("no effect here", no_effect) + _lines("WARNING", warned)
+    others = {flag: value for source in sources for flag, value in source.others.items()}
+    values = flags_without_a_setting(others) | settings | flat | other_names_of(config)
+    return ParsedArgs(config, Arguments(values, fixed=flat), notes)
+
+
+def _names_of_settings() -> set[str]:
+    return {field.name for component in COMPONENTS.values() for field in knobs(component)}
+
+
+def _flag_of(name: str) -> str:
+    """The first flag of the field `name`."""
+    return next(flags_of(f)[0] for part in COMPONENTS.values() for f in knobs(part) if f.name == name)
+
+
+def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
+    """The flags of the --yaml-cfg file, or []. The file's values of the script's own flags become their defaults."""
+    path = vars(parser.read(words).values).get(YAML_FLAG)
+    if path is None:
+        return []
+    file = read_yaml(path, parser)
+    try:
+        source = _given(parser, file.words)
+    except ConfigError as error:
+        raise ConfigError([*file.problems, *(f"{path}: {problem}" for problem in error.problems)]) from None
+    source.problems = [*file.problems, *(f"{path}: {problem}" for problem in source.problems)]
+    source.no_effect |= file.no_effect
+    ours = _names_of_settings()
+    parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in ours})
+    return [source]
+
+
+def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
+    """The flags of a command line, with their problems."""
+    read = parser.read(words)
+    given = vars(read.values)
+    problems = [*read.unreadable.values(), *(unknown_problems(read.unknown, parser) if read.unknown else [])]
+    no_effect, warned = {}, {}
+    for flag, other in ((flag, OTHERS[flag]) for flag in given if flag in OTHERS):
+        if other.is_harmless(given[flag]):
+            no_effect[flag] = "the value asks for the only behaviour there is"
+        elif flag in REFUSED:
+            problems.append(f"{flag}: {other.reason}")
+        elif flag in WARNED:
+            warned[flag if other.values == "0" else f"{flag} {given[flag]}"] = other.reason
+        elif flag in NO_EFFECT:
+            no_effect[flag] = other.reason
+    settings = {name: value for name, value in given.items() if not name.startswith("--")}
+    problems += _expand_shorthand(given, settings)
+    others = {flag: value for flag, value in given.items() if flag in OTHERS}
+    return GivenFlags(
+        settings, problems, no_effect, warned, others, "--no-position-embedding" in given, list(read.unreadable)
+    )
+
+
+def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Add the settings that shorthand flags stand for to `settings`. Returns contradictions with settings given already."""
+    problems = []
+    said_by = {name: f"--{name.replace('_', '-')} {value}" for name, value in settings.items()}
+    for flag in (flag for flag in SHORTHAND if flag in given):
+        for name, value in SHORTHAND[flag].items():
+            if settings.setdefault(name, value) != value:
+                problems.append(
+                    f"{flag} stands for --{name.replace('_', '-')} {value}, which contradicts {said_by[name]}; give one"
+                )
+            said_by.setdefault(name, flag)
+    return problems
+
+
+def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
+    """One line a reason: `no effect here: --a --b: reason`."""
+    flags = {reason: [flag for flag in reasons if reasons[flag] == reason] for reason in reasons.values()}
+    return [f"{kind}: {' '.join(same)}: {reason}" for reason, same in flags.items()]
+
+
+def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Add the script's defaults, except a default tokenizer without any of its files: errors would blame a choice nobody made."""
+    kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
+    guessed = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
+    for name, value in defaults.items():
+        if settings.get(name) is None and not (guessed and name == "tokenizer_type"):
+            settings[name] = value
+
+
+def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """(config of each valid component, problems of the others). A component with an unreadable setting is skipped."""
+    parts, problems = {}, []
+    for name, component in COMPONENTS.items():
+        if unreadable & {field.name for field in knobs(component)}:
+            continue
+        try:
+            parts[name] = build(component, dict(settings))
+        except ConfigError as error:
+            problems += error.problems
+    return parts, problems
