@@ -17,13 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core import mpu, tensor_parallel
 from megatron.core.classic.tensor_parallel import tensor_parallel_of
-from megatron.core.classic.transformer_config import model_config
 from megatron.core.enums import ModelType
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.random import DropoutKeys
 from megatron.core.transformer.context import LayerContext
 from megatron.core.utils import init_method_normal
-from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
+from megatron.training import get_args, get_runtime, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids
 
@@ -74,9 +73,7 @@ class MixerModel(nn.Module):
         self.layers = nn.ModuleDict({str(i): Mixer(config, args.activation_power) for i in layers})
         if post_process:
             context = LayerContext(tensor_parallel_of(config), DropoutKeys(args.seed))
-            self.head = LanguageModelHead(
-                model_config(config, untie_embeddings_and_output_weights=True), args.padded_vocab_size, context
-            )
+            self.head = LanguageModelHead(get_runtime().config.transformer, args.padded_vocab_size, context)
         self.input_tensor = None
 
     def set_input_tensor(self, input_tensor):
