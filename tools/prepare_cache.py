@@ -55,31 +55,15 @@ SCRIPTS = {
     "gpt": Script("GPT2BPETokenizer", GPT_RULES, _build_gpt),
     "bert": Script("BertWordPieceLowerCase", BERT_RULES, _build_bert),
 }
-_SIZES = {  # of the run, which say how many samples are asked for; --lr is required as in training
-    *(
-        "micro_batch_size",
-        "global_batch_size",
-        "rampup_batch_size",
-        "step_batch_size_schedule",
-        "train_iters",
-        "train_samples",
-    ),
-    *(
-        "decrease_batch_size_if_needed",
-        "eval_interval",
-        "eval_iters",
-        "seed",
-        "lr",
-        "num_distributed_optimizer_instances",
-    ),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-}
-UNREAD = {
-    field.name: "no index depends on it"
-    for name, component in COMPONENTS.items()
-    for field in knobs(component)
-    if name not in ("data", "fim", "masked_data", "tokenizer") and field.name not in _SIZES
-}
+_TEXT = ("data", "fim", "masked_data", "tokenizer")  # components whose every setting counts
+# Settings that say how many samples a run asks for; --lr is required as in training.
+_SIZES = (
+    "micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed train_iters "
+    "train_samples eval_interval eval_iters seed lr tensor_model_parallel_size pipeline_model_parallel_size "
+    "num_distributed_optimizer_instances"
+)
+_OTHERS = [field.name for name, part in COMPONENTS.items() if name not in _TEXT for field in knobs(part)]
+UNREAD = {name: "no index depends on it" for name in _OTHERS if name not in _SIZES.split()}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
