@@ -28,6 +28,7 @@ class Current:
     samples: int = 0  # consumed by `get_forward_backward_func`
     rng_tracker: Any = None  # of Megatron's named random states
     seed: int | None = None  # of this stage, for the tracker's first use
+    dropout_keys: Any = None  # of Megatron's layers outside a run
     memory_buffer: Any = None  # used by parallel_state
     run: Any = None  # the `Runtime` of a run, for Megatron's models, which are told of none
     group_of_one: Any = None  # a torch.distributed group of this rank alone

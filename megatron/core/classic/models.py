@@ -2,19 +2,14 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core.classic.specs import OurLayer, get_module
-from megatron.core.classic.transformer_config import model_config
-from megatron.core.config import ConfigError
+from megatron.core.classic.layers import layers_of_stage, make_layer_of
+from megatron.core.classic.modules import MegatronModule, context_of, name_samples, settings_of
 from megatron.core.current_mesh import current
 from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
-from megatron.core.pipeline_parallel.stage import split_layers
-from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer.context import LayerContext
 
 
 def of_stage(
@@ -25,42 +20,43 @@ def of_stage(
     Inside a run the vocabulary is the run's if `vocab_size` is its padded size: padding takes no part in the softmax.
     """
     here, chunk = current(), options.pop("vp_stage", None)
-    run, mesh = here.run, here.mesh
+    run, here.virtual_rank = here.run, here.virtual_rank if chunk is None else chunk
     join_alone()
-    if get_module(spec) is not OurLayer:
-        raise ConfigError(
-            "transformer_layer_spec: only the specs of megatron.core.models.gpt.gpt_layer_specs are built yet"
-        )
     is_padded = run is not None and vocab_size == run.args.padded_vocab_size
     options["make_vocab_size_divisible_by"] = run.config.transformer.make_vocab_size_divisible_by if is_padded else 1
-    ours = model_config(config, None if run is None else run.config.transformer, **options)
-    stages = mesh.stages
-    layers = split_layers(
-        ours.num_layers,
-        len(stages.ranks),
-        stages=stages,
-        first=getattr(config, "num_layers_in_first_pipeline_stage", None),
-        last=getattr(config, "num_layers_in_last_pipeline_stage", None),
-        embedding_as_layer=getattr(config, "account_for_embedding_in_pipeline_split", False),
-        loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
-    )
-    stage = stages.of_rank(mesh["pp"].rank)[chunk if chunk is not None else here.virtual_rank or 0]
+    ours = settings_of(config, **options)
     return {
         "config": ours,
         "vocab_size": run.vocab_size if is_padded else vocab_size,
         "positions": max_sequence_length,
-        "layers": layers[stage],
-        "context": run.layer_context if run is not None else _context(ours),
+        "layers": layers_of_stage(config),
+        "context": context_of(ours),
+        "make_layer": make_layer_of(spec, config),
     }
 
 
-def _context(config: Any) -> LayerContext:
-    """The context of layers outside of a run."""
-    here = current()
-    keys = DropoutKeys(here.seed or torch.initial_seed() % 2**31)
-    of_tensors = {"device": here.device, "products": here.products, "fills": not here.fills_by_name}
-    divided = here.sequence_parallel and here.mesh["tp"].size > 1
-    return LayerContext.on(here.mesh, config.params_dtype, keys, sequence_parallel=divided, **of_tensors)
+class _Stage(MegatronModule):
+    """What Megatron's models have beside ours."""
+
+    def _take(self, config: Any, max_sequence_length: int, parallel_output: bool) -> None:
+        self.config, self.max_sequence_length, self.parallel_output = config, max_sequence_length, parallel_output
+        self.pre_process, self.post_process = self.language_model.pre_process, self.language_model.post_process
+
+    def _name_samples(self, input_ids: Tensor | None) -> None:
+        if input_ids is not None:
+            name_samples(self.context.keys, len(input_ids))
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.language_model.decoder
+
+    encoder = decoder
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """The hidden states that the next forward starts from, or a list of them."""
+        x = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.language_model.set_input_tensor(x)
+        self.decoder.input_tensor = x
 
 
 def _named(tied: bool, positions: str, **more: Any) -> dict[str, Any]:
@@ -68,7 +64,7 @@ def _named(tied: bool, positions: str, **more: Any) -> dict[str, Any]:
     return {"untie_embeddings_and_output_weights": not tied, "position_embedding_type": positions, **more}
 
 
-class GPTModel(gpt_model.GPTModel):
+class GPTModel(_Stage, gpt_model.GPTModel):
     """One stage of a GPT; `pre_process` and `post_process` say whether it is the first and the last.
 
     forward(input_ids, position_ids, attention_mask, labels=None) as `megatron.model.GPTModel`'s.
@@ -95,10 +91,8 @@ class GPTModel(gpt_model.GPTModel):
         rotary = {"rotary_percent": rotary_percent, "rotary_base": float(rotary_base)}
         options = _named(share_embeddings_and_output_weights, position_embedding_type, **rotary, vp_stage=vp_stage)
         parts = of_stage(config, transformer_layer_spec, vocab_size, max_sequence_length, options)
-        super().__init__(**parts, pre_process=pre_process, post_process=post_process)
-        self.config = config
-        self.pre_process, self.post_process = pre_process, post_process
-        self.parallel_output = parallel_output
+        gpt_model.GPTModel.__init__(self, **parts, pre_process=pre_process, post_process=post_process)
+        self._take(config, max_sequence_length, parallel_output)
 
     def forward(
         self,
@@ -112,6 +106,7 @@ class GPTModel(gpt_model.GPTModel):
             raise NotImplementedError(
                 "decoder_input: hidden states in place of tokens are not built yet; pass input_ids"
             )
+        self._name_samples(input_ids)
         result = super().forward(input_ids, position_ids, attention_mask, labels)
         is_whole = not self.post_process or labels is not None or self.parallel_output
         return (
@@ -119,7 +114,7 @@ class GPTModel(gpt_model.GPTModel):
         ).contiguous()  # scripts flatten it by a view
 
 
-class BertModel(bert_model.BertModel):
+class BertModel(_Stage, bert_model.BertModel):
     """One stage of a BERT.
 
     forward(input_ids, attention_mask, tokentype_ids=None, lm_labels=None) as `megatron.model.BertModel`'s.
@@ -151,10 +146,8 @@ class BertModel(bert_model.BertModel):
         options = _named(share_embeddings_and_output_weights, position_embedding_type, **rotary, vp_stage=vp_stage)
         parts = of_stage(config, transformer_layer_spec, vocab_size, max_sequence_length, options)
         heads = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
-        super().__init__(**parts, **heads, pre_process=pre_process, post_process=post_process)
-        self.config = config
-        self.pre_process, self.post_process = pre_process, post_process
-        self.parallel_output = parallel_output
+        bert_model.BertModel.__init__(self, **parts, **heads, pre_process=pre_process, post_process=post_process)
+        self._take(config, max_sequence_length, parallel_output)
 
     def forward(
         self,
@@ -163,6 +156,7 @@ class BertModel(bert_model.BertModel):
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Any:
+        self._name_samples(input_ids)
         result = super().forward(input_ids, attention_mask, tokentype_ids, lm_labels)
         if not self.post_process:
             return result

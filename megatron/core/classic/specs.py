@@ -1,11 +1,8 @@
 """Layer specs of Megatron core: what a layer is made of, as data."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module as _import
 from typing import Any
-
-from torch import nn
 
 
 @dataclass
@@ -42,22 +39,3 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         error.add_note(f"while {made.__name__} was built from its spec")
         raise
-
-
-class OurLayer(nn.Module):
-    """Stands in a spec for the layer of this project, which a model builds itself."""
-
-
-def get_gpt_layer_local_spec(*_: Any, num_experts: int | None = None, **options: Any) -> ModuleSpec:
-    """A GPT layer of ours. Options that config decides here (qk_layernorm, normalization) are read from the config."""
-    refused = {
-        "num_experts": num_experts,
-        **{name: options.get(name) for name in ("multi_latent_attention", "qk_l2_norm")},
-    }
-    if given := [name for name, value in refused.items() if value]:
-        raise ValueError(f"get_gpt_layer_local_spec: {', '.join(given)} is not built yet; leave it out")
-    return ModuleSpec(OurLayer)
-
-
-get_gpt_layer_with_transformer_engine_spec: Callable[..., ModuleSpec] = get_gpt_layer_local_spec
-bert_layer_local_spec = bert_layer_with_transformer_engine_spec = ModuleSpec(OurLayer)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.compiler import compiles
+from megatron.core.lazy import lazy_names
 from megatron.core.placement import Normal, Rows
 from megatron.core.random import AttentionDropout
 from megatron.core.tensor_parallel.linear_layers import (
@@ -105,11 +106,16 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
+        return self.linear_proj(self.attended(x, mask, angles, cache))[0]
+
+    def attended(
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """[s, b, n/t d]: the heads' results, before the output layer."""
         heads = self.project(x, angles)
         k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
-        out, _ = self.linear_proj(attend(heads.q, k, v, windowed(mask, self.keys_before, len(k))))
-        return out
+        return attend(heads.q, k, v, windowed(mask, self.keys_before, len(k)))
 
     def project(self, x: Tensor, angles: Tensor | None = None) -> "Heads":
         """The heads of x, normalized and rotated."""
@@ -152,3 +158,7 @@ def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[
     mine = first + tp.axis.rank % neighbours * queries
     key = first + per_group
     return Rows(mine * d, (mine + queries) * d), Rows(key * d, (key + 2) * d, shared_over=tp.kv.name)
+
+
+# Megatron's names.
+__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.layers": "SelfAttention SelfAttentionSubmodules"})

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from megatron.core.compiler import compiles
+from megatron.core.lazy import lazy_names
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
@@ -37,6 +38,12 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        inner, bias = self.linear_fc1(x)
-        out, _ = self.linear_fc2(self.activation(inner, bias))
-        return out
+        return self.linear_fc2(self.inner(x))[0]
+
+    def inner(self, x: Tensor) -> Tensor:
+        """[s, b, f/t]: activations, before the output layer."""
+        return self.activation(*self.linear_fc1(x))
+
+
+# Megatron's names.
+__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.layers": "MLP MLPSubmodules"})

@@ -6,6 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron.core.compiler import compiles
+from megatron.core.lazy import lazy_names
 from megatron.core.random import HiddenDropout
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
@@ -72,3 +73,9 @@ class ParallelTransformerLayer(nn.Module):
         if self.recomputes_norms and result.requires_grad:
             give_up(normed, partial(norm, x), until=result)
         return x, result
+
+
+# Megatron's names.
+__getattr__, __dir__ = lazy_names(
+    __name__, {"megatron.core.classic.layers": "TransformerLayer TransformerLayerSubmodules"}
+)

@@ -3,5 +3,5 @@
 from megatron.core.lazy import lazy_names
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"megatron.core.classic.specs": "bert_layer_local_spec bert_layer_with_transformer_engine_spec"}
+    __name__, {"megatron.core.classic.layers": "bert_layer_local_spec bert_layer_with_transformer_engine_spec"}
 )

@@ -1,0 +1,196 @@
+"""Small modules of Megatron core: identities, norms, dropout, embeddings, and the wrappers of a model."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.core.classic.transformer_config import model_config
+from megatron.core.current_mesh import current
+from megatron.core.models.embedding import Embedding
+from megatron.core.random import DropoutKeys
+from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.rotary import rotary_angles
+
+AttnMaskType = Enum("AttnMaskType", ["padding", "causal", "no_mask", "padding_causal"])
+AttnType = Enum("AttnType", ["self_attn", "cross_attn"])
+AttnBackend = Enum("AttnBackend", ["flash", "fused", "unfused", "local", "auto"])
+LayerType = Enum("LayerType", ["encoder", "decoder"])
+
+
+def settings_of(config: Any, **options: Any) -> ModelConfig:
+    """Our settings for Megatron's config; inside a run, the run's for what Megatron's has no field for."""
+    run = current().run
+    return model_config(config, None if run is None else run.config.transformer, **options)
+
+
+def context_of(config: ModelConfig) -> LayerContext:
+    """The context of layers on the current mesh; the layers of a process draw dropout from one set of keys."""
+    here = current()
+    if here.run is not None:
+        return here.run.layer_context
+    if here.dropout_keys is None:
+        here.dropout_keys = DropoutKeys(here.seed or torch.initial_seed() % 2**31)
+    of_tensors = {"device": here.device, "products": here.products, "fills": not here.fills_by_name}
+    divided = here.sequence_parallel and here.mesh["tp"].size > 1
+    return LayerContext.on(here.mesh, config.params_dtype, here.dropout_keys, sequence_parallel=divided, **of_tensors)
+
+
+def name_samples(keys: DropoutKeys, rows: int) -> None:
+    """Samples for dropout masks, in a forward that no schedule runs: a schedule has named them."""
+    if len(keys.samples) < rows:
+        keys.samples = tuple(range(rows))
+
+
+class IdentityOp(nn.Module):
+    """forward(x, ...) -> x. The constructor takes any arguments."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+
+class IdentityFuncOp(IdentityOp):
+    """forward(...) -> a function that returns its first argument."""
+
+    def forward(self, *_: Any, **__: Any) -> Callable[..., Any]:
+        return super().forward
+
+
+def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """f((x, bias or None), residual, probability) -> residual + dropout(x + bias), with torch's generator.
+
+    In a `TransformerLayer` it stands for the dropout of our layers, whose masks are those of one process in every layout.
+    """
+    del fused  # in Megatron's signature
+
+    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        x, bias = x_with_bias
+        return residual + functional.dropout(x if bias is None else x + bias, prob, training)
+
+    return add
+
+
+class FusedLayerNorm(Norm):
+    """The norm of `config.normalization` over the last dimension. forward(x) -> the shape of x"""
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = True,
+        zero_centered_gamma: bool = False,
+        normalization: str | None = None,
+    ):
+        del persist_layer_norm
+        if zero_centered_gamma:
+            raise NotImplementedError("zero_centered_gamma is not built yet; leave it out")
+        ours = settings_of(config, norm_epsilon=eps, normalization=normalization or config.normalization)
+        super().__init__(ours, context_of(ours), hidden_size)
+        self.config = config
+
+
+WrappedTorchNorm = FusedLayerNorm
+
+
+class MegatronModule(nn.Module):
+    """A module with a config."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Tensor]:
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Tensor]:
+        """The parameters of this rank by name; each knows by its `placement` which part of the whole it is."""
+        if sharded_offsets:
+            raise NotImplementedError(
+                "sharded_offsets: parameters are named by their layer's number here; leave it out"
+            )
+        return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
+
+
+class Float16Module(MegatronModule):
+    """A module in the half precision of its config: inputs are rounded, outputs are float32."""
+
+    def __init__(self, config: Any, module: nn.Module):
+        super().__init__(config)
+        self.dtype = torch.float16 if config.fp16 else torch.bfloat16
+        if not (config.fp16 or config.bf16):
+            raise ValueError("Float16Module: config has neither fp16 nor bf16; set one")
+        self.module = module.to(self.dtype)
+
+    def set_input_tensor(self, input_tensor: Tensor) -> Any:
+        return self.module.set_input_tensor(input_tensor)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        round_one = lambda x: _cast(x, self.dtype)  # noqa: E731
+        results = self.module(*map(round_one, inputs), **{name: round_one(x) for name, x in options.items()})
+        if not getattr(self.module, "post_process", True):
+            return results
+        of_one = [_cast(x, torch.float32) for x in (results if isinstance(results, tuple) else (results,))]
+        return tuple(of_one) if isinstance(results, tuple) else of_one[0]
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+class LanguageModelEmbedding(Embedding):
+    """Words and positions. forward(input_ids [b, s], position_ids, tokentype_ids) -> [s, b, h]"""
+
+    def __init__(
+        self,
+        config: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: str = "learned_absolute",
+        num_tokentypes: int = 0,
+    ):
+        options = {"position_embedding_type": position_embedding_type, "make_vocab_size_divisible_by": 1}
+        ours = settings_of(config, untie_embeddings_and_output_weights=True, **options)
+        super().__init__(ours, vocab_size, max_sequence_length, context_of(ours), num_tokentypes=num_tokentypes)
+        self.config, self.max_sequence_length = config, max_sequence_length
+
+    def zero_parameters(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.zero_()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
+        name_samples(self.dropout.keys, len(input_ids))
+        return super().forward(input_ids, position_ids, tokentype_ids)
+
+
+class RotaryEmbedding(nn.Module):
+    """The rotary angles. forward(max_seq_len, offset=0) -> [s, 1, 1, width], each angle for both features of its pair."""
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: int = 10000,
+    ):
+        super().__init__()
+        if rotary_interleaved:
+            raise NotImplementedError("rotary_interleaved is not built yet; leave it out")
+        self.width, self.base = int(kv_channels * rotary_percent), rotary_base
+        self.factor = seq_len_interpolation_factor or 1.0
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        positions = (torch.arange(max_seq_len)[:, None] + offset) / self.factor
+        angles = rotary_angles(positions, self.width, self.base, like=torch.empty(0, device=current().device))
+        return torch.cat((angles, angles), dim=-1)[:, :, None]
