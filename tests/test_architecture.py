@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config device grid boxes enums errors pending lazy tables batch_size parallel_config model_parallel_config stage_map storage open_table",
+    "config device grid boxes enums errors pending lazy tables batch_size parallel_config model_parallel_config fusions stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -298,9 +298,9 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_096,
+    "megatron/core": 2_097,
     "megatron/core/checkpoint": 780,
-    "megatron/core/classic": 830,
+    "megatron/core/classic": 1_205,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_230,
     "megatron/core/inference": 350,
@@ -312,7 +312,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 580,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 1_066,
+    "megatron/core/transformer": 1_070,
     "megatron/training": 1_740,
     "megatron/training/classic": 200,
     "megatron/training/ending": 240,

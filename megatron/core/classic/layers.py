@@ -124,8 +124,10 @@ class SelfAttention(ParallelAttention):
         own_core = lambda *_: build_module(made, config=config, **of_core)  # noqa: E731
         core = {"make_core": own_core} if _is_own(made, DotProductAttention) else {}
         super().__init__(ours, layer_number - 1, context_of(ours), **core)
-        self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
-        h, d, queries = ours.hidden_size, ours.head_width, ours.num_attention_heads * ours.head_width
+        self.config = config
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        h, d = ours.hidden_size, ours.head_width
+        queries = ours.num_attention_heads * d
         options = {"config": config, "is_expert": False}
         if _is_own(submodules.linear_qkv, ColumnParallelLinear):
             of_qkv = {"gather_output": False, "skip_bias_add": False, "tp_comm_buffer_name": "qkv"}
@@ -326,7 +328,8 @@ class TransformerBlock(ParallelTransformer):
         has_norm = post_layer_norm and post_process
         super().__init__(ours, layers_of_stage(config), context_of(ours), post_process=has_norm, make_layer=make)
         self.settings, self.config = ours, config
-        self.pre_process, self.post_process, self.input_tensor = pre_process, post_process, None
+        self.pre_process, self.post_process = pre_process, post_process
+        self.input_tensor: Tensor | None = None
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.checkpoint_core_attention = config.recompute_granularity == "selective"
 

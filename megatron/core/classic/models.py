@@ -39,7 +39,8 @@ class _Stage(MegatronModule):
     """What Megatron's models have beside ours."""
 
     def _take(self, config: Any, max_sequence_length: int, parallel_output: bool) -> None:
-        self.config, self.max_sequence_length, self.parallel_output = config, max_sequence_length, parallel_output
+        self.config = config
+        self.max_sequence_length, self.parallel_output = max_sequence_length, parallel_output
         self.pre_process, self.post_process = self.language_model.pre_process, self.language_model.post_process
 
     def _name_samples(self, input_ids: Tensor | None) -> None:

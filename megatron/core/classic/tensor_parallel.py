@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.linear_layers import TensorParallel
 INIT_STD = 0.02
 
 # Megatron's arguments without effect: weights are always drawn for the whole tensor, and gradients accumulate in place.
-_WITHOUT_EFFECT = {"keep_master_weight_for_test", "skip_weight_param_allocation", "is_expert", "tp_comm_buffer_name"}
+_WITHOUT_EFFECT = {"keep_master_weight_for_test", "skip_weight_param_allocation", "is_expert"}  # where they are False
 
 
 def tensor_parallel_of(config: Any = None) -> TensorParallel:
@@ -39,7 +39,11 @@ def tensor_parallel_of(config: Any = None) -> TensorParallel:
 
 def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> InitialValue:
     """The initial value. TypeError for unsupported arguments."""
-    strange = [name for name, value in others.items() if name not in _WITHOUT_EFFECT or value]
+    strange = [
+        name
+        for name, value in others.items()
+        if name != "tp_comm_buffer_name" and (name not in _WITHOUT_EFFECT or value)
+    ]
     if stride != 1:
         strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.linear_layers)")
     if strange:

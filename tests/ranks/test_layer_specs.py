@@ -1,0 +1,179 @@
+"""Layer specs of Megatron core: a user's own layers and parts train under TP and PP to the weights of one process."""
+
+from functools import cache
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from tiny_run import my_pieces, put_together
+from torch import nn
+from torch.nn import functional
+
+from megatron.core.classic.layers import MLPSubmodules, TransformerLayer, get_gpt_layer_local_spec
+from megatron.core.classic.models import GPTModel
+from megatron.core.classic.specs import ModuleSpec, build_module
+from megatron.core.classic.transformer_config import TransformerConfig
+from megatron.core.current_mesh import current, filling_by_name
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.placement import Constant, Placement
+from megatron.core.random import initialize_parameter
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+SEQ, BATCH, VOCAB = 6, 2, 16
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, config, hidden_size, eps):
+        super().__init__()
+        self.gain, self.eps = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
+
+    def forward(self, x):
+        return functional.normalize(x, dim=-1, eps=self.eps) * self.gain
+
+
+class OwnAttention(nn.Module):
+    """The mean of the tokens so far, through two linear layers that the spec names."""
+
+    def __init__(self, config, submodules, layer_number, attn_mask_type=None):
+        super().__init__()
+        self.layer_number, h = layer_number, config.hidden_size
+        options = {"config": config, "bias": True, "skip_bias_add": True}
+        into = {"init_method": config.init_method, "gather_output": False}
+        self.into = build_module(submodules["into"], h, 2 * h, **options, **into)
+        out = {"init_method": config.output_layer_init_method, "input_is_parallel": True}
+        self.out = build_module(submodules["out"], 2 * h, h, **options, **out)
+
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None):
+        y, bias = self.into(hidden_states.cumsum(0) / self.layer_number)
+        return self.out((y + bias).tanh())
+
+
+class OwnMLP(nn.Module):
+    def __init__(self, config, submodules):
+        super().__init__()
+        options = {"config": config, "init_method": config.init_method, "skip_bias_add": True}
+        h, f = config.hidden_size, config.ffn_hidden_size
+        self.fc1 = build_module(submodules.linear_fc1, h, f, gather_output=False, **options)
+        self.fc2 = build_module(submodules.linear_fc2, f, h, input_is_parallel=True, **options)
+
+    def forward(self, hidden_states):
+        y, bias = self.fc1(hidden_states)
+        return self.fc2((y + bias).relu().square())
+
+
+class OwnLayer(nn.Module):
+    """A layer that is no TransformerLayer; its MLP is."""
+
+    def __init__(self, config, submodules, layer_number):
+        super().__init__()
+        self.mlp, self.layer_number = build_module(submodules.mlp, config=config), layer_number
+        self.scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden_states, attention_mask, **_):
+        out, bias = self.mlp(hidden_states * self.scale)
+        return hidden_states + out + (0 if bias is None else bias), None
+
+
+class OwnColumns(ColumnParallelLinear):
+    """A column-parallel layer of the user's under attention and MLP of ours."""
+
+    def forward(self, x):
+        y, bias = super().forward(x)
+        return 2 * y, bias
+
+
+class OwnCore(nn.Module):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask):
+        return (query * key.sigmoid() + value.cumsum(0)).flatten(2)
+
+
+def spec_of(name: str) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec()
+    parts = spec.submodules
+    if name == "a layer":
+        spec.module = OwnLayer
+    if name in ("parts", "norms"):
+        parts.input_layernorm = parts.pre_mlp_layernorm = OwnNorm
+    if name == "parts":
+        attention = {"into": ColumnParallelLinear, "out": RowParallelLinear}
+        parts.self_attention = ModuleSpec(OwnAttention, submodules=attention)
+        parts.mlp = ModuleSpec(OwnMLP, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
+    if name == "parts of parts":
+        parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = OwnColumns
+        parts.self_attention.submodules.core_attention = OwnCore
+    if name == "a subclass":
+        spec.module = type("Mine", (TransformerLayer,), {})
+    return spec
+
+
+def forward_step(data, model):
+    tokens = next(data) if data is not None else None
+    out = model(tokens[:, :-1], torch.arange(SEQ).repeat(BATCH, 1), None, labels=tokens[:, 1:])
+    return out, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+
+def trained(mesh, name, steps=2):
+    """(losses, parameters) after two steps of gradient descent."""
+    pp = mesh["pp"]
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=4,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        init_method_std=0.3,
+    )
+    current().seed = 1
+    ends = {"pre_process": pp.rank == 0, "post_process": pp.rank == pp.size - 1}
+    with filling_by_name():
+        model = GPTModel(config, spec_of(name), VOCAB, SEQ, **ends)
+    for path, parameter in model.named_parameters():
+        if not hasattr(parameter, "placement"):
+            parameter.placement = Placement(tuple(parameter.shape), Constant(1.0), replicated_over=("tp",))
+        initialize_parameter(parameter, 3, path.replace(".layer.", "."), mesh)
+    losses, draw = [], torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = torch.randint(VOCAB, (2, BATCH, SEQ + 1), generator=draw)
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batch),
+            model=model,
+            num_microbatches=2,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+        losses += [report["loss"].item() for report in reports]
+        for parameter in model.parameters():
+            parameter.data -= 0.5 * parameter.grad
+            parameter.grad = None
+    return losses, my_pieces(model, mesh, lambda p: p.data)
+
+
+@cache
+def one_process(name: str):
+    ((losses, pieces),) = run_ranks({}, lambda mesh: trained(mesh, name))
+    return losses, put_together([pieces])
+
+
+@pytest.mark.parametrize("name", ["parts", "a layer", "norms", "parts of parts", "a subclass"])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_modules_of_the_user_train_as_in_one_process(name, sizes):
+    losses, whole = one_process(name)
+    ranks = run_ranks(sizes, lambda mesh: trained(mesh, name))
+    assert len(losses) == 4 and ranks[-1][0] == pytest.approx(losses, rel=1e-10)
+    found = put_together([pieces for _, pieces in ranks])
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_spec_of_our_parts_computes_what_our_layer_does():
+    """Dropout included."""
+    losses, whole = one_process("ours")
+    again, parts = one_process("a subclass")
+    assert losses == pytest.approx(again, rel=1e-10)
+    for name, value in parts.items():
+        torch.testing.assert_close(value, whole[name.replace(".layer.", ".")], rtol=1e-10, atol=1e-10)
