@@ -43,13 +43,16 @@ def pairs_of_words(keys: Iterable[int]) -> Tensor:
 
 def mixed(counter: Tensor, keys: Tensor) -> Tensor:
     """A word for each counter [...], by keys [..., 2]: a bijection of the counter for each key, and of each key word."""
-    return _shifted(_draws(counter, keys[..., 0], keys[..., 1]), 16)
+    words = _draws(counter, keys[..., 0], keys[..., 1])
+    return words if words.is_meta else _shifted(words, 16)
 
 
 def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """`mixed` but for its last shift, which matters for low bits only: uniform for uniform keys."""
     x = counter ^ first
     x = _shifted(x, 16)
+    if x.is_meta:  # no values, and no more memory to come
+        return x
     x *= _MULTIPLIERS[0]
     x ^= second
     x = _shifted(x, 15)

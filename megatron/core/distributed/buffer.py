@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
 from megatron.core.mesh import GradAxes
+from megatron.core.storage.resize import resize
 from megatron.core.storage.stored import Stored, start_writing
 from megatron.core.tiers.tier import Tier
 
@@ -75,7 +76,7 @@ class Transient:
     def open(self) -> Tensor:
         """The tensor, with uninitialized memory."""
         if not self.is_open and not self.poison:
-            self.data.untyped_storage().resize_(self._bytes)
+            resize(self.data.untyped_storage(), self._bytes)
         self.is_open = True
         return self.data
 
@@ -84,7 +85,7 @@ class Transient:
         if self.poison:
             self.data.fill_(float("nan"))
         else:
-            self.data.untyped_storage().resize_(0)
+            resize(self.data.untyped_storage(), 0)
 
 
 class ParamAndGradBuffer:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.grid import Axis
 from megatron.core.random import DropoutKeys
+from megatron.core.storage.resize import resize
 from megatron.core.tensor_parallel.saved import SavedActivation, keep_copy
 from megatron.core.tiers.activations import Keep
 
@@ -51,9 +52,9 @@ def give_up(x: Tensor, again: Callable[[], Tensor], *, until: Tensor) -> None:
 
     def fill(_: Tensor) -> None:
         x, again = held.pop()  # the hook outlives this call; without pop it would keep both alive
-        x.untyped_storage().resize_(size)
+        resize(x.untyped_storage(), size)
         with torch.no_grad():
             x.data.copy_(again())  # `.data`, since a copy into x would raise its version counter, which autograd checks
 
     until.register_hook(fill)
-    memory.resize_(0)
+    resize(memory, 0)

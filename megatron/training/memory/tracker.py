@@ -23,13 +23,12 @@ from megatron.core.distributed.buffer import Transient
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
+from megatron.core.storage.resize import listeners
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _COUNTED = ("parameters", "gradients", "optimizer", "activations", "communication")
 _ROOT = str(Path(__file__).resolve().parents[2]) + "/"
 _DOUBLES = "training/memory/shapes.py"  # replaces torch and other ranks; its caller decides the kind
-# Of norms, whose outputs recomputation frees and refills without an operator.
-_GIVES_UP = ("core/transformer/regions.py", "core/compiler.py")
 _READS = "core/tiers/tier.py"  # data from a file are host slices until they are viewed in their dtype
 # Path, or start of a path, that allocates -> kind; None: the caller decides.
 _KIND_OF = {
@@ -56,6 +55,7 @@ class _Memory:
     storage: weakref.ref[torch.UntypedStorage]
     kind: str
     bytes: int
+    stays: bool  # of its kind, whatever it passes through
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -70,8 +70,14 @@ class MemoryTracker(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._held: dict[int, _Memory] = {}  # by the storage's id
-        self._shrinking: dict[int, _Memory] = {}  # of them, those that shrink and grow without an operator
-        self._passing: dict[int, torch.UntypedStorage] = {}  # resized by their owners, who keep them alive
+
+    def __enter__(self) -> "MemoryTracker":
+        listeners.append(self._resized)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        listeners.remove(self._resized)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,7 +86,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [x.untyped_storage() for x in _tensors_in(result)]
-        made = [one for one in made if (one.device.type == "meta") is self._is_meta and not self._is_known(one)]
+        made = [one for one in made if (one.device.type == "meta") is self._is_meta and id(one) not in self._held]
         if made:
             # A result in the memory of an argument, such as a view or an update in place, is nothing new.
             given = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
@@ -91,7 +97,7 @@ class MemoryTracker(TorchDispatchMode):
             self._count_new(storage, frame)
         if changes and frame is not None:
             self._change_kind(func, args[0].untyped_storage(), frame)
-        if made or changes or self._passing or self._shrinking:  # nothing else makes more live
+        if made or changes:  # nothing else makes more live, but for `_resized`
             self._note_peak()
         return result
 
@@ -110,7 +116,7 @@ class MemoryTracker(TorchDispatchMode):
             self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
             self.assign("gradients", buffer.held_sums.tensors)
             for passing in (*buffer.params_of, *buffer.grads_of):
-                self._watch(passing.data.untyped_storage())
+                self._add(passing.data.untyped_storage(), "communication", stays=True)
         for buffer, master in zip(optimizer.buffers, optimizer.masters):
             if buffer.is_half_precision:
                 kept = [one.residual if isinstance(one, SplitMaster) else one for one in master.tensors]
@@ -125,13 +131,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def now(self) -> Counter[str]:
         """Live bytes by kind."""
-        for one in self._shrinking.values():
-            if (storage := one.storage()) is not None:
-                self.live[one.kind] += storage.nbytes() - one.bytes
-                one.bytes = storage.nbytes()
-        now = Counter({kind: size for kind, size in self.live.items() if size > 0})
-        now["communication"] += sum(map(torch.UntypedStorage.nbytes, self._passing.values()))
-        return now
+        return +self.live
 
     def restart(self) -> None:
         """Peaks count from here on."""
@@ -143,35 +143,32 @@ class MemoryTracker(TorchDispatchMode):
     def _count_new(self, storage: torch.UntypedStorage, frame: FrameType | None) -> None:
         name = None if frame is None else frame.f_code.co_name
         if frame is not None and frame.f_code is Transient.__init__.__code__:
-            self._watch(storage)
+            self._add(storage, "communication", stays=True)
         elif name != "strides_like":  # its tensor gives a shape, and is dropped
             self._add(storage, "slices" if name == "start_read" else _kind_from(frame))
-            if frame is not None and frame.f_code.co_filename.endswith(_GIVES_UP):
-                self._shrinking[id(storage)] = self._held[id(storage)]
 
-    def _is_known(self, storage: torch.UntypedStorage) -> bool:
-        return id(storage) in self._held or id(storage) in self._passing
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Its owner has given memory back, or taken it again."""
+        if (one := self._held.get(id(storage))) is not None:
+            self.live[one.kind] += storage.nbytes() - one.bytes
+            one.bytes = storage.nbytes()
+            self._note_peak()
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        """Its owner resizes it without an operator, so its size is read each time."""
-        self._passing[id(storage)] = storage
-
-    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
-        """Count a storage, or change the kind of a counted one."""
+    def _add(self, storage: torch.UntypedStorage, kind: str, *, stays: bool = False) -> None:
+        """Count a storage, or change the kind of a counted one, unless it stays of its kind."""
         key = id(storage)
-        if key in self._passing:
-            return
         if key not in self._held:
             # No operator frees a storage, so the end of its life is the only sign.
             ends = weakref.ref(storage, lambda _: self._forget(key))
-            self._held[key] = _Memory(ends, kind, storage.nbytes())
-        else:
+            self._held[key] = _Memory(ends, kind, storage.nbytes(), stays)
+        elif not self._held[key].stays:
             self.live[self._held[key].kind] -= self._held[key].bytes
-            self._held[key].kind = kind
+            self._held[key].kind, self._held[key].stays = kind, stays
+        else:
+            return
         self.live[kind] += self._held[key].bytes
 
     def _forget(self, key: int) -> None:
-        self._shrinking.pop(key, None)
         if (one := self._held.pop(key, None)) is not None:
             self.live[one.kind] -= one.bytes
 
