@@ -2,6 +2,7 @@
 
     optimizer_config, param_groups      the table OPTIMIZERS and the settings; which parameters are updated alike (no torch)
     optimizer, update, sliced, whole    the update of flat buffers, in slices, or of whole tensors
+    muon_config, muon                   Muon: its settings (no torch), its update of whole matrices
     lr_schedule, grad_scaler            learning rate and weight decay by samples; float16's loss scale (no torch)
 
 May import: floors 0 to 2, of which it uses `distributed`.

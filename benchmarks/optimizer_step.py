@@ -1,0 +1,93 @@
+"""Time of an optimizer's step, AdamW's and Muon's, of the same model in one process, in turns.
+
+    python benchmarks/optimizer_step.py                                  the quickstart's model, 1.0 million parameters
+    python benchmarks/optimizer_step.py --layers 8 --hidden 512 --vocab 16384
+
+The optimizers of a run, on gradients that are drawn at random; no model is run. Prints milliseconds of processor time a step of one thread
+(median, fastest, slowest of the rounds) of AdamW, and of Muon with its steps in bfloat16 (medium) and in float32 (highest), and the
+floating-point operations of Muon's products: 5 steps of 2 r^2 (2 c + r) each for a matrix of r rows and c >= r columns.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core import parallel_state
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.mesh import Mesh
+from megatron.core.models.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.param_groups import default_group
+from megatron.core.optimizer.whole import whole_tensors
+from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SETTINGS = {
+    "AdamW": {},
+    "Muon, medium": {"optimizer": "muon"},
+    "Muon, highest": {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"},
+}
+
+
+def make_optimizer(options: argparse.Namespace, mesh: Mesh, settings: dict) -> FlatOptimizer:
+    config = TransformerConfig(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=options.hidden // 32,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+    )
+    context = LayerContext.on(mesh, config.params_dtype, DropoutKeys(1), fills=False)
+    model = GPTModel(config, vocab_size=options.vocab, positions=128, layers=range(options.layers), context=context)
+    initialize_parameters(model, 1, mesh)
+    given = OptimizerConfig(**settings)
+    whole = given.whole_among({name: p.placement for name, p in model.named_parameters()}, default_group)
+    optimizer = FlatOptimizer(DistributedDataParallel(model, mesh, whole=whole).buffers, given, mesh)
+    for buffer in optimizer.buffers:
+        for gradients in buffer.sums.tensors:
+            gradients.normal_(std=1e-3)
+    return optimizer
+
+
+def operations(optimizer: FlatOptimizer, mesh: Mesh) -> int:
+    """Of the products of Muon's update."""
+    total, config = 0, optimizer.config
+    for parameters in (buffer.parameters for buffer in optimizer.buffers):
+        whole = config.whole_among({name: p.placement for name, p in parameters.items()}, default_group)
+        for name, tensor in whole_tensors({name: parameters[name] for name in whole}, mesh, "cpu").items():
+            for part in tensor.matrices(parameters[name]):
+                rows, columns = sorted(part.flatten(0, -2).shape)
+                total += config.muon_num_ns_steps * 2 * rows**2 * (2 * columns + rows)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"layers": 4, "hidden": 128, "vocab": 2048, "rounds": 9}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    mesh = parallel_state.initialize_model_parallel()
+    optimizers = {name: make_optimizer(options, mesh, settings) for name, settings in SETTINGS.items()}
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    for _ in range(options.rounds + 1):  # the first is a warm-up
+        for name, optimizer in optimizers.items():
+            began = time.process_time()
+            optimizer.step(1e-3)
+            times[name].append(1000 * (time.process_time() - began))
+    print(f"{operations(optimizers['Muon, medium'], mesh) / 1e9:.2f} GFLOP in Muon's products")
+    for name, spent in times.items():
+        print(f"{name:14} {statistics.median(spent[1:]):8.2f} ms ({min(spent[1:]):.2f}-{max(spent[1:]):.2f})")
+
+
+if __name__ == "__main__":
+    main()
