@@ -1,11 +1,11 @@
 """Validation loss of the quickstart's model under AdamW and under Muon, at equal steps: a grid of learning rates, three seeds.
 
-    python benchmarks/optimizers.py results.jsonl --limit-minutes 30          about a minute of one core a run; goes on where it stopped
-    python benchmarks/optimizers.py results.jsonl --report docs/optimizers.md
+    python benchmarks/optimizers.py benchmarks/optimizers.jsonl --limit-minutes 30      about a minute of one core a run; goes on where it stopped
+    python benchmarks/optimizers.py benchmarks/optimizers.jsonl --report docs/optimizers.md
 
 All runs share the model, data, batch, schedule (a tenth warm-up, cosine to a tenth), weight decay and clipping; Muon's tables and norms
 have AdamW's settings. Data and tokenizer are the quickstart's, made in --folder if they are not there. The first seed runs at every
-rate, the others at the rates that were best with it, the best first. A line of results.jsonl is one finished run. The report needs
+rate, the others at the rates that were best with it, the best first. A line of the results is one finished run. The report needs
 matplotlib for its picture.
 """
 
@@ -135,8 +135,11 @@ def report(results: list[dict], picture: str) -> str:
         f"`{FLAGS['muon'].partition(' --')[2].join(['--', ''])}`,",
         "and AdamW's settings for tables and norms. Written by",
         "",
-        "    python benchmarks/optimizers.py results.jsonl --limit-minutes 30",
-        "    python benchmarks/optimizers.py results.jsonl --report docs/optimizers.md",
+        "    python benchmarks/optimizers.py benchmarks/optimizers.jsonl --limit-minutes 30",
+        "    python benchmarks/optimizers.py benchmarks/optimizers.jsonl --report docs/optimizers.md",
+        "",
+        "The rate is that of all parameters, so Muon's tables run at AdamW's update and Muon's best rate; AdamW with other rates for tables",
+        "(`--decoupled-lr`) was not tried. So short a run says nothing of a long one.",
         "",
         f"Validation loss after {STEPS} steps, mean of the seeds (each seed):",
         "",
