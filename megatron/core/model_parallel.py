@@ -20,6 +20,7 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_split_rank: int | None = None,
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
@@ -49,7 +50,7 @@ def initialize_model_parallel(
     """
     if mesh_of_process() is not None:
         raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")
-    _refuse_unbuilt(of_back_ends)
+    _refuse_unbuilt({"pipeline_model_parallel_split_rank": pipeline_model_parallel_split_rank, **of_back_ends})
     parallel = ParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,

@@ -327,7 +327,7 @@ class TransformerBlock(ParallelTransformer):
         ours, make = settings_of(config), make_layer_of(spec, config)
         has_norm = post_layer_norm and post_process
         super().__init__(ours, layers_of_stage(config), context_of(ours), post_process=has_norm, make_layer=make)
-        self.settings, self.config = ours, config
+        self.config = config
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: Tensor | None = None
         self.num_layers_per_pipeline_rank = len(self.layers)

@@ -38,7 +38,8 @@ class ParallelTransformer(nn.Module):
     ):
         super().__init__()
         tp = context.tp
-        self.config, self.keys = config, context.keys
+        self.config, self.keys = config, context.keys  # a form of Megatron shows another config, of Megatron's names
+        self.settings = config
         self.parts_over = tp.axis if config.distribute_saved_activations else None
         self.activations = StageActivations(
             config.cpu_offloading_num_layers,
@@ -51,7 +52,7 @@ class ParallelTransformer(nn.Module):
         self.final_layernorm = make_norm(config, context) if post_process else None
 
     def forward(self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
-        config, length = self.config, x.shape[0] * self.sequence_ranks
+        config, length = self.settings, x.shape[0] * self.sequence_ranks
         angles = None
         if cache is not None:
             if self.sequence_ranks > 1:
@@ -85,7 +86,7 @@ class ParallelTransformer(nn.Module):
 
     def _groups(self) -> "list[LayerGroup]":
         """The layers in order, in groups that are recomputed or offloaded together."""
-        layers, config = list(self.layers.values()), self.config
+        layers, config = list(self.layers.values()), self.settings
         size = config.recompute_num_layers or 1
         if config.recompute_granularity == "full" and config.recompute_method == "uniform":
             return [LayerGroup(i, True, layers[i : i + size]) for i in range(0, len(layers), size)]
