@@ -115,7 +115,7 @@ def forward_step(data, model):
     return out, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
 
-def trained(mesh, name, steps=2):
+def trained(mesh, name, steps=2, sp=False):
     """(losses, parameters) after two steps of gradient descent."""
     pp = mesh["pp"]
     config = TransformerConfig(
@@ -125,6 +125,7 @@ def trained(mesh, name, steps=2):
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
         init_method_std=0.3,
+        sequence_parallel=sp,
     )
     current().seed = 1
     ends = {"pre_process": pp.rank == 0, "post_process": pp.rank == pp.size - 1}
@@ -177,3 +178,9 @@ def test_a_spec_of_our_parts_computes_what_our_layer_does():
     assert losses == pytest.approx(again, rel=1e-10)
     for name, value in parts.items():
         torch.testing.assert_close(value, whole[name.replace(".layer.", ".")], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["norms", "parts of parts", "a subclass"])
+def test_a_config_divides_the_sequence_outside_of_a_run(name):
+    ranks = run_ranks({"tp": 2}, lambda mesh: trained(mesh, name, steps=1, sp=True))
+    assert ranks[0][0] == pytest.approx(one_process(name)[0][:2], rel=1e-10)

@@ -102,7 +102,7 @@ class DotProductAttention(CoreAttention):
         if getattr(config, "window_size", None) is not None:
             raise ValueError("DotProductAttention has no window; build SelfAttention, which has config.window_size")
         ours = settings_of(config, **{name: value for name, value in options.items() if value is not None})
-        super().__init__(ours, layer_number - 1, context_of(ours))
+        super().__init__(ours, layer_number - 1, context_of(ours, config))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
         name_samples(self.dropout.keys, query.shape[1])
@@ -123,7 +123,7 @@ class SelfAttention(ParallelAttention):
         of_core = {"layer_number": layer_number, "attn_mask_type": attn_mask_type, "attention_type": "self"}
         own_core = lambda *_: build_module(made, config=config, **of_core)  # noqa: E731
         core = {"make_core": own_core} if _is_own(made, DotProductAttention) else {}
-        super().__init__(ours, layer_number - 1, context_of(ours), **core)
+        super().__init__(ours, layer_number - 1, context_of(ours, config), **core)
         self.config = config
         self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         h, d = ours.hidden_size, ours.head_width
@@ -167,7 +167,7 @@ class MLP(ParallelMLP):
         if is_expert or input_size not in (None, config.hidden_size):
             raise NotImplementedError("MLP: is_expert and another input_size are not built yet; leave them out")
         ours = settings_of(config)
-        super().__init__(ours, 0, context_of(ours))
+        super().__init__(ours, 0, context_of(ours, config))
         self.config = config
         h, f = ours.hidden_size, ours.ffn_size
         options = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": True, "is_expert": False}
@@ -211,7 +211,7 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **of_norm)
         self.mlp = build_module(submodules.mlp, config=config)
         self.mlp_bda = build_module(submodules.mlp_bda)
-        context = context_of(settings_of(config))
+        context = context_of(settings_of(config), config)
         self.keys = context.keys
         self.attention_dropout = context.hidden_dropout(self.hidden_dropout, "after attention", number - 1)
         self.mlp_dropout = context.hidden_dropout(self.hidden_dropout, "after mlp", number - 1)
@@ -326,7 +326,9 @@ class TransformerBlock(ParallelTransformer):
     ):
         ours, make = settings_of(config), make_layer_of(spec, config)
         has_norm = post_layer_norm and post_process
-        super().__init__(ours, layers_of_stage(config), context_of(ours), post_process=has_norm, make_layer=make)
+        super().__init__(
+            ours, layers_of_stage(config), context_of(ours, config), post_process=has_norm, make_layer=make
+        )
         self.config = config
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: Tensor | None = None

@@ -30,7 +30,7 @@ def of_stage(
         "vocab_size": run.vocab_size if is_padded else vocab_size,
         "positions": max_sequence_length,
         "layers": layers_of_stage(config),
-        "context": context_of(ours),
+        "context": context_of(ours, config),
         "make_layer": make_layer_of(spec, config),
     }
 

@@ -29,7 +29,7 @@ def settings_of(config: Any, **options: Any) -> ModelConfig:
     return model_config(config, None if run is None else run.config.transformer, **options)
 
 
-def context_of(config: ModelConfig) -> LayerContext:
+def context_of(ours: ModelConfig, config: Any) -> LayerContext:
     """The context of layers on the current mesh; the layers of a process draw dropout from one set of keys."""
     here = current()
     if here.run is not None:
@@ -37,8 +37,9 @@ def context_of(config: ModelConfig) -> LayerContext:
     if here.dropout_keys is None:
         here.dropout_keys = DropoutKeys(here.seed or torch.initial_seed() % 2**31)
     of_tensors = {"device": here.device, "products": here.products, "fills": not here.fills_by_name}
-    divided = here.sequence_parallel and here.mesh["tp"].size > 1
-    return LayerContext.on(here.mesh, config.params_dtype, here.dropout_keys, sequence_parallel=divided, **of_tensors)
+    asked = here.sequence_parallel or getattr(config, "sequence_parallel", False)
+    divided = asked and here.mesh["tp"].size > 1
+    return LayerContext.on(here.mesh, ours.params_dtype, here.dropout_keys, sequence_parallel=divided, **of_tensors)
 
 
 def name_samples(keys: DropoutKeys, rows: int) -> None:
@@ -94,7 +95,7 @@ class FusedLayerNorm(Norm):
         if zero_centered_gamma:
             raise NotImplementedError("zero_centered_gamma is not built yet; leave it out")
         ours = settings_of(config, norm_epsilon=eps, normalization=normalization or config.normalization)
-        super().__init__(ours, context_of(ours), hidden_size)
+        super().__init__(ours, context_of(ours, config), hidden_size)
         self.config = config
 
 
@@ -161,7 +162,7 @@ class LanguageModelEmbedding(Embedding):
     ):
         options = {"position_embedding_type": position_embedding_type, "make_vocab_size_divisible_by": 1}
         ours = settings_of(config, untie_embeddings_and_output_weights=True, **options)
-        super().__init__(ours, vocab_size, max_sequence_length, context_of(ours), num_tokentypes=num_tokentypes)
+        super().__init__(ours, vocab_size, max_sequence_length, context_of(ours, config), num_tokentypes=num_tokentypes)
         self.config, self.max_sequence_length = config, max_sequence_length
 
     def zero_parameters(self) -> None:
