@@ -42,6 +42,7 @@ COVERED_RANKS = 16  # the largest job in a covering set; the sweep goes to 64
 NOT_COVERED = (
     "zb-interleaved",
 )  # interleaved with the split backwards of zb-h1: test_zero_bubble.py has some, the sweep all
+IN_PAIRS = (("schedule", "zb-v"), ("corner", "windows"))  # the triples with these choices are the sweep's
 _MICROBATCHES = {
     (1, "equal"): 1,
     (1, "more"): 2,
@@ -201,7 +202,7 @@ def numbers_of(values: tuple, names: tuple[str, ...] = tuple(DIMENSIONS)) -> tup
 
 @cache
 def combinations_of(strength: int, max_ranks: int = COVERED_RANKS) -> frozenset[tuple[int, ...]]:
-    """Every `strength` choices of different dimensions that some case has, as ascending numbers."""
+    """Every `strength` choices of different dimensions that some case has, as ascending numbers; but for IN_PAIRS."""
     found = set()
     inside = [numbers_of(layout, tuple(LAYOUT)) for layout in layouts(max_ranks, NOT_COVERED)]
     free = [tuple(_NUMBER[name, choice] for choice in choices) for name, choices in FREE.items()]
@@ -209,7 +210,8 @@ def combinations_of(strength: int, max_ranks: int = COVERED_RANKS) -> frozenset[
         parts = {part for layout in inside for part in combinations(layout, taken)}
         for dims in combinations(free, strength - taken):
             found |= {part + rest for part in parts for rest in product(*dims)}
-    return frozenset(found)
+    left_out = {_NUMBER[choice] for choice in IN_PAIRS} if strength > 2 else set()
+    return frozenset(numbers for numbers in found if left_out.isdisjoint(numbers))
 
 
 @cache

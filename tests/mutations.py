@@ -104,8 +104,8 @@ MUTATIONS = [
             "a bucket whose memory is written again",
             "distributed/bucket.py",
             ZERO,
-            "self.finish_reduce()\n            if not self._grads",
-            "if not self._grads",
+            "            self.finish_reduce()\n            # The sum in flight",
+            "            # The sum in flight",
         ),
         ("the parameters of a unit", "distributed/fetch.py", ZERO, "bucket.finish_gather()\n", "pass\n"),
         (

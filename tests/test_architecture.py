@@ -298,7 +298,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_097,
+    "megatron/core": 2_102,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 1_220,
     "megatron/core/datasets": 1_960,
@@ -308,11 +308,11 @@ BUDGETS = {
     "megatron/core/models": 292,
     "megatron/core/optimizer": 965,
     "megatron/core/pipeline_parallel": 1_160,
-    "megatron/core/storage": 140,
+    "megatron/core/storage": 148,
     "megatron/core/tensor_parallel": 580,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 1_070,
+    "megatron/core/transformer": 1_072,
     "megatron/training": 1_740,
     "megatron/training/classic": 200,
     "megatron/training/ending": 240,

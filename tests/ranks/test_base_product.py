@@ -1,4 +1,5 @@
-"""The whole product of TP x SP x PP x DP x microbatches x tied weights x style equals one process, case by case.
+"""The whole product of TP x SP x PP x DP x microbatches equals one process, each layout in both styles and with both kinds of
+tables: tied in one style, two in the other, in turn.
 
 The covering sets of `test_parity.py` reach further, into every dimension, more layers and a third step; this leaves nothing out of the
 basic ones, over the two steps after which moments and weights are a run's.
@@ -33,9 +34,12 @@ def one_process(model: ModelConfig, global_batch: int) -> Outcome:
     return run(model, Layout(), steps=2, global_batch=global_batch)
 
 
+TURNS = (("gpt2-tied", "llama-untied"), ("gpt2-untied", "llama-tied"))
+CASES = [(layout, model) for i, layout in enumerate(LAYOUTS) for model in TURNS[i % 2]]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout, model", CASES, ids=str)
 def test_every_layout_equals_one_process(layout: Layout, model: str):
     global_batch = 12 if 12 % (layout.dp * layout.m) == 0 else 24
     config = replace(
