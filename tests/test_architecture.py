@@ -300,7 +300,7 @@ BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_102,
     "megatron/core/checkpoint": 780,
-    "megatron/core/classic": 1_220,
+    "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_230,
     "megatron/core/inference": 350,

@@ -60,6 +60,22 @@ class _Stage(MegatronModule):
         self.decoder.input_tensor = x
 
 
+_NOT_BUILT = {  # Megatron's other arguments of a GPT -> the value that changes nothing here
+    "seq_len_interpolation_factor": None,
+    "rope_scaling": False,
+    "scatter_embedding_sequence_parallel": True,
+    "mtp_block_spec": None,
+}
+_WITHOUT_EFFECT = ("rope_scaling_factor", "pg_collection", "model_comm_pgs")
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Raises for arguments that are not Megatron's, and for values that are not built."""
+    for name, value in others.items():
+        if name not in _WITHOUT_EFFECT and (name not in _NOT_BUILT or value != _NOT_BUILT[name]):
+            raise TypeError(f"GPTModel: {name}={value!r} is not built; leave it out")
+
+
 def _named(tied: bool, positions: str, **more: Any) -> dict[str, Any]:
     """Options of Megatron's models by our names."""
     return {"untie_embeddings_and_output_weights": not tied, "position_embedding_type": positions, **more}
@@ -87,8 +103,10 @@ class GPTModel(_Stage, gpt_model.GPTModel):
         rotary_base: int = 10000,
         *,
         vp_stage: int | None = None,
+        **others: Any,
     ):
         del fp16_lm_cross_entropy  # the loss is taken in float32
+        _refuse(others)
         rotary = {"rotary_percent": rotary_percent, "rotary_base": float(rotary_base)}
         options = _named(share_embeddings_and_output_weights, position_embedding_type, **rotary, vp_stage=vp_stage)
         parts = of_stage(config, transformer_layer_spec, vocab_size, max_sequence_length, options)
