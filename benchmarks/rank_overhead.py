@@ -27,7 +27,7 @@ from tools.benchmarking.work import Contender, Work
 def work_of(size: int, options: argparse.Namespace) -> Work:
     sizes = {"vocab_size": 128, "seq_length": 8, "micro_batch_size": 2, "global_batch_size": 2 * size}
     kind = "zero3" if options.zero_stage == 3 else "dp"
-    return Work(4, options.hidden, 2, **sizes, parallel=kind if size > 1 else "none", ranks=size)
+    return Work(4, options.hidden, 2, **sizes, parallel=kind, ranks=size)
 
 
 def run_rank(size: int, options: argparse.Namespace) -> None:
