@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
+from megatron.core.device import to_device
 from megatron.core.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
 from megatron.core.grid import ALONE, Axis
 from megatron.core.placement import Constant, Normal, pieces
@@ -138,7 +139,8 @@ class DropoutKeys:
     def words_on(self, device: torch.device) -> Tensor:
         """[samples, 2] for `keys_at`, made once a microbatch."""
         if device not in self._words:
-            self._words[device] = pairs_of_words(seed_of(self.seed, sample) for sample in self.samples).to(device)
+            words = pairs_of_words(seed_of(self.seed, sample) for sample in self.samples)
+            self._words[device] = to_device(words, device)
         return self._words[device]
 
 

@@ -96,7 +96,7 @@ def test_one_name_is_one_object_under_every_path_of_megatron():
 
 
 def test_the_old_flat_names_are_the_same_objects():
-    import megatron
+    import megatron.mpu
     from megatron.training import runtime
 
     assert megatron.core.mpu is parallel_state and megatron.mpu.get_mesh is parallel_state.get_mesh
