@@ -50,7 +50,7 @@ class ShapesOnly(TorchFunctionMode):
             return _KERNELS[func](self.on_cpu, *args, **kwargs)
         if func in _DISTINCT and args[0].is_meta:
             return _distinct(min(args[0].numel(), self.most_ids), *args, **kwargs)
-        if func in _ANSWERS and args[0].is_meta:
+        if func in _ANSWERS and (args[0].is_meta or func is Tensor.pin_memory):  # there may be no device to pin it for
             return _ANSWERS[func](*args, **kwargs)
         if func is torch.tensor and _is_count(*args, **kwargs):
             return func(*args, **kwargs | {"device": "cpu"})
