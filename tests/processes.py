@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
 _OF_TESTS = (
     str(ROOT / "tests" / "gloo" / f"{name}.py")
-    for name in ("refused_script", "failing_script", "own_script", "zero_ranks", "limited")
+    for name in ("refused_script", "failing_script", "own_script", "zero_ranks", "limited", "deepspeed_script")
 )
 _FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, str(ROOT / "tools" / "generate.py"), *_OF_TESTS)
 

@@ -129,10 +129,10 @@ def public_names(path: Path) -> Iterator[str]:
 
 
 def test_a_public_name_means_one_thing():
-    """Outside of the two rooms whose names are Megatron's."""
+    """Outside of the rooms whose names are Megatron's and DeepSpeed's."""
     home: dict[str, Path] = {}
     for path in sorted((ROOT / "megatron").rglob("*.py")):
-        for name in public_names(path) if path.parent.name != "classic" else ():
+        for name in public_names(path) if path.parent.name not in ("classic", "deepspeed") else ():
             other = home.setdefault(name, path)
             assert other == path, f"{name} is defined in {path} and in {other}"
 
@@ -271,15 +271,17 @@ def test_an_import_path_holds_nothing_but_names():
             assert isinstance(node, ast.Import | ast.ImportFrom) or is_table or lists, f"{path}: line {node.lineno}"
 
 
-MOST_LINES_FOR_FORKS = 2_400  # of the two rooms of Megatron's names and of the import paths
+MOST_LINES_FOR_FORKS = 2_400  # of the rooms of Megatron's and DeepSpeed's names and of the import paths
 
 
 def test_the_rooms_of_megatrons_names_are_small_and_apart():
-    rooms = [CORE / "classic", ROOT / "megatron" / "training" / "classic"]
+    rooms = [CORE / "classic", ROOT / "megatron" / "training" / "classic", ROOT / "megatron" / "deepspeed"]
     of_forks = [path for path in product_files() if path.parent in rooms or is_import_path(path)]
     assert sum(len(code_lines(path.read_text())) for path in of_forks) <= MOST_LINES_FOR_FORKS
     for path in sorted(set((ROOT / "megatron").rglob("*.py")) - set(of_forks)):
-        assert not any(".classic." in name for name in imported_modules(path)), f"{path} imports a room"
+        assert not any(re.search(r"[.](classic|deepspeed)[.]", name) for name in imported_modules(path)), (
+            f"{path} imports a room"
+        )
 
 
 @pytest.mark.parametrize(
@@ -302,9 +304,9 @@ BUDGETS = {
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_230,
+    "megatron/core/distributed": 1_310,
     "megatron/core/inference": 350,
-    "megatron/core/job": 610,
+    "megatron/core/job": 655,
     "megatron/core/models": 292,
     "megatron/core/optimizer": 965,
     "megatron/core/pipeline_parallel": 1_160,
@@ -313,6 +315,7 @@ BUDGETS = {
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_072,
+    "megatron/deepspeed": 880,
     "megatron/training": 1_740,
     "megatron/training/classic": 200,
     "megatron/training/ending": 240,

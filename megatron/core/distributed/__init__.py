@@ -3,6 +3,7 @@
     distributed_data_parallel   the wrapper of a model chunk
     plan, buffer, bucket, slot  where a parameter lies: on paper (no torch), in memory, per collective, per parameter
     zero, fetch, released       ZeRO stages: when gradients are reduced, and parameters gathered and released
+    made_in_shards              a block in which a model is built shard by shard
     fixed_order, call_order     sums in one order for any number of ranks; a check of the order of collectives
 
 May import: floors 0 and 1; no other mechanism.

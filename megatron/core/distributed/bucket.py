@@ -191,6 +191,12 @@ class Bucket:
             self._gathering = None
             become(nn.Parameter, self._holders)
 
+    def keep_values(self) -> None:
+        """Stage 3: the resident parameters, which a script has changed, take the place of this rank's shard."""
+        if self._params is not None and self._params.is_open:
+            mine = self._params.data[comm.my_part(self._params.data.numel(), self.buffer.axes.shard)].clone()
+            start_writing(self.held_params, mine).wait()
+
     def release_params(self) -> None:
         """Release all but this rank's shard (stage 3)."""
         self.finish_gather()

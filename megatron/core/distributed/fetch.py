@@ -1,15 +1,16 @@
 """ZeRO stage 3: a unit's parameters are gathered before each use, forward and backward, and released after it.
 
-A unit is a layer of a list of layers, or, outside of lists, a module that holds parameters. Hooks report each use
-(`uses.py`). In a backward, a unit's parameters stay resident until their gradients are complete or deferred
-(zero-bubble schedules). Recomputation during a backward gathers parameters; that backward releases them.
+A unit is a layer of a list of layers, an `nn.MultiheadAttention`, which uses its child's parameters itself, or, outside of
+these, a module that holds parameters. Hooks report each use (`uses.py`). In a backward, a unit's parameters stay
+resident until their gradients are complete or deferred (zero-bubble schedules). Recomputation during a backward gathers
+parameters; that backward releases them.
 
 Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before the
 last gradient of its parameters. A parent must use its children's parameters through the children, or pass them to a
 module (otherwise `released.py` raises an error).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import ParamGather
+
+_USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
 
 
 def units_of(module: nn.Module) -> dict[str, str]:
@@ -31,13 +34,14 @@ def units_of(module: nn.Module) -> dict[str, str]:
 
 
 def _units(module: nn.Module) -> dict[str, str]:
-    """The unit of every module: module name -> name of its outermost ancestor that stands in a list, or its own."""
-    listed: dict[str, str] = {"": ""}  # the outermost ancestor, or the module itself, that stands in a list
+    """The unit of every module: module name -> name of its outermost ancestor that is a unit with all below it, or its
+    own."""
+    listed: dict[str, str] = {"": ""}  # the outermost such ancestor, or the module itself
     for name, parent in module.named_modules():  # a parent comes before its children
         is_list = isinstance(parent, nn.ModuleList | nn.ModuleDict)
-        for child, _ in parent.named_children():
+        for child, held in parent.named_children():
             path = f"{name}.{child}" if name else child
-            listed[path] = listed[name] or (path if is_list else "")
+            listed[path] = listed[name] or (path if is_list or isinstance(held, _USES_ITS_CHILDREN) else "")
     return {name: above or name for name, above in listed.items()}
 
 
@@ -130,6 +134,6 @@ class ParamFetcher(ParamGather):
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, tuple | list):
-        for part in output:
+    elif isinstance(output, tuple | list | Mapping):
+        for part in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(part)

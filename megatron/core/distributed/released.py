@@ -19,7 +19,7 @@ _HOOKS = {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook
 _NEED_NO_VALUES = _LAYOUT | _KIND | _HOOKS
 
 
-class _Away:
+class AwayTensor:
     """A tensor that is not resident. A function that needs its values calls `asked` first."""
 
     __slots__ = ()  # so that a tensor can become one, and be itself again
@@ -39,7 +39,7 @@ class _Away:
         raise NotImplementedError
 
 
-class ReleasedParameter(_Away, nn.Parameter):
+class ReleasedParameter(AwayTensor, nn.Parameter):
     """A released parameter. Its shape and metadata can be read; any other use raises an error with its name."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class ReleasedParameter(_Away, nn.Parameter):
         )
 
 
-class ArrivingParameter(_Away, nn.Parameter):
+class ArrivingParameter(AwayTensor, nn.Parameter):
     """A parameter whose updated values are in flight (stages 1 and 2). Any use waits for them, also outside its
     module's forward."""
 
@@ -63,7 +63,7 @@ class ArrivingParameter(_Away, nn.Parameter):
             parameter.slot.bucket.finish_gather()
 
 
-class ReleasedGradient(_Away, Tensor):
+class ReleasedGradient(AwayTensor, Tensor):
     """A released `main_grad`."""
 
     @staticmethod

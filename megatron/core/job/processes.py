@@ -215,7 +215,8 @@ def has_joined() -> bool:
     return dist.is_initialized()
 
 
-def backend_of(group: dist.ProcessGroup) -> str:
+def backend_of(group: dist.ProcessGroup | None) -> str:
+    """None: of all ranks."""
     return dist.get_backend(group)
 
 

@@ -220,7 +220,6 @@ class FlatOptimizer:
                     gradients.mul_(factor)
         return norm
 
-    @torch.no_grad()
     def step(
         self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None, factor: float = 1.0
     ) -> None:
@@ -229,7 +228,6 @@ class FlatOptimizer:
 
         decoupled_lr: learning rate of decoupled groups; None: `lr`. weight_decay: None: the setting's.
         """
-        self._leave_out_frozen()
         weight_decay = self.config.weight_decay if weight_decay is None else weight_decay
 
         def step_of(group: ParamGroup) -> UpdateStep:
@@ -237,6 +235,12 @@ class FlatOptimizer:
             decay = weight_decay * group.weight_decay_multiplier
             return UpdateStep(rate * group.lr_multiplier, decay, self.step_count, factor)
 
+        self.update(step_of)
+
+    @torch.no_grad()
+    def update(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
+        """`step` with the numbers of each group, whose `updates` is `step_count`."""
+        self._leave_out_frozen()
         for group, held in self._together.items():
             states = {kind: [segment.moments[kind] for segment in held] for kind in self._states[group]}
             masters, gradients = [segment.master for segment in held], [segment.gradients for segment in held]

@@ -1,0 +1,114 @@
+"""Parameters in shards from the moment they are made, so that a model that fits only in shards can be built (stage 3).
+
+    with MakingInShards(axis, dtype):     at any time the parameters of one module are whole
+        model = Model()                   any use of another, as by its initialization, gathers it again
+
+Every rank of the axis must make the same model: gathering is a collective. What counts is the first rank's values.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from megatron.core import comm
+from megatron.core.distributed.released import AwayTensor
+from megatron.core.grid import Axis
+
+
+class OwnShard:
+    """This rank's part of one parameter, and the memory that is released and allocated again."""
+
+    def __init__(self, parameter: nn.Parameter, axis: Axis):
+        self.parameter, self.axis = parameter, axis
+        self.mine: Tensor | None = None
+        self.parameter.shard = self
+
+    @property
+    def is_whole(self) -> bool:
+        return self.mine is None
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Keep a part of the first rank's values. Every rank of the axis must call."""
+        if not self.is_whole or type(self.parameter) is not nn.Parameter or not self.parameter.is_contiguous():
+            return
+        flat = comm.broadcast(self.parameter.data, self.axis).view(-1)
+        length = -(-flat.numel() // self.axis.size)
+        start = self.axis.rank * length
+        self.mine = flat.new_zeros(length)
+        self.mine[: max(0, min(length, flat.numel() - start))] = flat[start : start + length]
+        flat.untyped_storage().resize_(0)
+        self.parameter.__class__ = ShardedParameter
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the parameter whole. Every rank of the axis must call."""
+        if self.is_whole:
+            return
+        self.parameter.__class__ = nn.Parameter
+        data = self.parameter.data
+        data.untyped_storage().resize_((data.storage_offset() + data.numel()) * data.element_size())
+        data.view(-1).copy_(comm.all_gather(self.mine, self.axis)[: data.numel()])
+        self.mine = None
+
+
+class ShardedParameter(AwayTensor, nn.Parameter):
+    """A parameter made in a shard, until it lies in buffers. Every use of its values gathers it."""
+
+    @staticmethod
+    def asked(function: str, held: list[Any]) -> None:
+        for parameter in held:
+            parameter.shard.gather()
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        self.shard.gather()
+        return nn.Parameter.__deepcopy__(self, memo)
+
+
+class MakingInShards:
+    """The block. dtype: of floating parameters; default: as they are made."""
+
+    def __init__(self, axis: Axis, dtype: torch.dtype | None = None):
+        self._axis, self._dtype = axis, dtype
+        self._shards: dict[int, OwnShard] = {}
+        self._handles: list[Any] = []
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> "MakingInShards":
+        self._handles = [
+            register_module_parameter_registration_hook(self._on_parameter),
+            register_module_module_registration_hook(self._on_module),
+        ]
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for shard in self._shards.values() if kind is None else ():
+            shard.release()
+
+    def take(self, module: nn.Module) -> None:
+        """Shard the parameters of a module that is complete."""
+        for parameter in module.parameters():
+            self._on_parameter(module, "", parameter)
+        for shard in self._shards.values():
+            shard.release()
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if threading.get_ident() != self._thread or type(parameter) is not nn.Parameter or not parameter.numel():
+            return
+        if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
+            parameter.data = parameter.data.to(self._dtype)
+        if id(parameter) not in self._shards:
+            self._shards[id(parameter)] = OwnShard(parameter, self._axis)
+
+    def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """A module is complete when its parent takes it in. Parameters of a copied one were never registered."""
+        if child is not None and threading.get_ident() == self._thread:
+            self.take(child)

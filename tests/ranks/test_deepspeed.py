@@ -1,0 +1,327 @@
+"""`deepspeed.initialize` over ranks as threads: the weights of plain torch in one process, in every stage and option."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron import deepspeed
+from megatron.core.config import ConfigError
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer import OPTIMIZERS
+from megatron.deepspeed import comm, zero
+from megatron.deepspeed.schedules import WarmupLR
+
+STEPS = 4
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 0.1}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
+CPU = {"device": "cpu"}
+
+
+def plain_model(seed: int = 0) -> nn.Module:
+    """With a buffer, and a table that two modules use."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Embedding(9, 6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 9)
+    )
+    model[5].weight = model[0].weight
+    return model.double()
+
+
+DATA = torch.randint(0, 9, (STEPS, 12), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(output: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, (ids + 1) % 9)
+
+
+@functools.cache
+def in_one_process(kind: type = torch.optim.AdamW, clip: float = 0.1) -> tuple[dict[str, Tensor], float]:
+    """(weights, last norm) of plain torch: the oracle."""
+    model = plain_model()
+    optimizer = kind(model.parameters(), lr=1e-2, betas=(0.8, 0.999), weight_decay=0.1)
+    schedule = WarmupLR(optimizer, 1e-3, 1e-2, 3)
+    for ids in DATA:
+        optimizer.zero_grad()
+        loss_of(model(ids), ids).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+    return model.state_dict(), norm.item()
+
+
+def config(stage: int = 0, accumulation: int = 2, **more: Any) -> dict[str, Any]:
+    zero_section = {"stage": stage} | more.pop("zero", {})
+    sizes = {"train_batch_size": 12, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.1}
+    return sizes | {"optimizer": ADAM, "scheduler": WARMUP, "zero_optimization": zero_section} | more
+
+
+def train(engine: Any, mesh: Mesh, steps: range = range(STEPS)) -> None:
+    for step in steps:
+        mine = DATA[step].chunk(mesh.samples.size)[mesh.samples.rank]
+        for ids in mine.chunk(engine.gradient_accumulation_steps()):
+            engine.backward(loss_of(engine(ids), ids))
+            engine.step()
+
+
+def trained(given: dict[str, Any], ranks: int = 2, make: Callable[[], nn.Module] = plain_model, **options: Any) -> list:
+    """[(weights, norm)] of each rank."""
+
+    def work(mesh: Mesh) -> tuple[dict[str, Tensor], float]:
+        engine, *_ = deepspeed.initialize(model=make(), config=given)
+        train(engine, mesh)
+        assert (engine.global_steps, engine.global_samples) == (STEPS, STEPS * 12)
+        return engine.module_state_dict(), engine.get_global_grad_norm()
+
+    return run_ranks({"dp": ranks}, work, **options)
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].to(value.dtype), value, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "zero_section, accumulation",
+    [({}, 1), ({"overlap_comm": True, "reduce_bucket_size": 50}, 3), ({"offload_optimizer": CPU | {"ratio": 0.5}}, 2)],
+    ids=["plain", "overlap", "offload"],
+)
+def test_two_ranks_have_the_weights_of_one_process(stage: int, zero_section: dict, accumulation: int):
+    weights, norm = in_one_process()
+    for found, last in trained(config(stage, accumulation, zero=zero_section), delayed=True):
+        assert_same(found, weights)
+        assert last == pytest.approx(norm, abs=1e-10)
+
+
+def test_parameters_and_state_in_files(tmp_path: Path):
+    files = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for found, _ in trained(config(3, zero={"offload_optimizer": files, "offload_param": files})):
+        assert_same(found, in_one_process()[0])
+
+
+@contextmanager
+def leaving_no_optimizer() -> Iterator[None]:
+    before = dict(OPTIMIZERS)
+    try:
+        yield
+    finally:
+        OPTIMIZERS.clear()
+        OPTIMIZERS.update(before)
+
+
+def test_adam_with_decay_in_the_gradient():
+    params = ADAM["params"] | {"adam_w_mode": False}
+    with leaving_no_optimizer():
+        for found, _ in trained(config(1, optimizer={"type": "Adam", "params": params})):
+            assert_same(found, in_one_process(torch.optim.Adam)[0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("half", [{"fp16": {"enabled": True, "loss_scale_window": 2}}, {"bf16": {"enabled": True}}])
+def test_half_precision_is_near(stage: int, half: dict):
+    """fp16 of two ranks is near fp16 of one: 2e-3."""
+    make = lambda: plain_model().float()  # noqa: E731
+    [(alone, _)] = trained(config(stage, **half), 1, make)
+    for found, _ in trained(config(stage, **half), 2, make):
+        assert_same(found, alone, 2e-3)
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale():
+    def work(mesh: Mesh) -> None:
+        given = config(2, 1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+        engine, optimizer, _, schedule = deepspeed.initialize(model=plain_model(), config=given)
+        before, ids = engine.module_state_dict(), DATA[0]
+        engine.backward(loss_of(engine(ids), ids) * (float("inf") if mesh.samples.rank == 0 else 1.0))
+        engine.step()
+        assert optimizer.overflow and optimizer.loss_scale == 8 and engine.skipped_steps == engine.global_steps == 1
+        assert schedule.last_batch_iteration == -1
+        assert_same(engine.module_state_dict(), before, 0)
+
+    run_ranks({"dp": 2}, work)
+
+
+@pytest.mark.parametrize("stage, then", [(1, 3), (3, 0)])
+def test_a_checkpoint_goes_on_in_another_stage_and_number_of_ranks(stage: int, then: int, tmp_path: Path):
+    def first(mesh: Mesh) -> None:
+        engine, *_ = deepspeed.initialize(model=plain_model(), config=config(stage))
+        train(engine, mesh, range(2))
+        engine.save_checkpoint(tmp_path, client_state={"epoch": 7})
+
+    def second(mesh: Mesh) -> dict[str, Tensor]:
+        engine, *_ = deepspeed.initialize(model=plain_model(seed=3), config=config(then, 1))
+        folder, client = engine.load_checkpoint(tmp_path)
+        assert client == {"epoch": 7} and "global_step2" in folder and engine.global_steps == 2
+        engine.micro_steps = 0
+        train(engine, mesh, range(2, STEPS))
+        return engine.module_state_dict()
+
+    run_ranks({"dp": 2}, first)
+    for found in run_ranks({"dp": 3}, second):
+        assert_same(found, in_one_process()[0])
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Resident bytes of a model's parameters, each storage once."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [p.untyped_storage() for p in model.parameters()]
+        return sum({s.data_ptr() or id(s): s.nbytes() for s in storages}.values())
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4).double()
+
+
+def test_stage_3_of_a_model_of_torch_holds_a_shard_and_the_largest_module():
+    x = torch.randn(4, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    whole = sum(p.nbytes for p in encoder().parameters())
+    largest = whole // 4
+    given = {"train_batch_size": 4, "optimizer": ADAM, "zero_optimization": {"stage": 3}}
+
+    def work(mesh: Mesh) -> tuple[int, dict[str, Tensor]]:
+        with zero.Init():
+            model = encoder()
+        made = bytes_of(model)
+        for mine, theirs in zip(model.parameters(), encoder().parameters()):
+            with zero.GatheredParameters(mine, modifier_rank=0):
+                mine.data.copy_(theirs.data)
+        engine, *_ = deepspeed.initialize(model=model, config=given)
+        seen = []
+        for layer in model.layers:
+            layer.linear1.register_forward_hook(lambda *_: seen.append(bytes_of(model)))
+            layer.linear1.register_full_backward_hook(lambda *_: seen.append(bytes_of(model)))
+        for _ in range(2):
+            mine = x.chunk(2)[mesh.samples.rank]
+            engine.backward((engine(mine) * mine).mean())
+            engine.step()
+        with torch.no_grad():
+            engine.eval()
+            engine(x)
+        assert len(seen) == 4 * 5
+        shards = sum(t.nbytes for buffer in engine.chunk.buffers for t in buffer.held_params.tensors)
+        assert shards <= whole / 2 * 1.1 and made == 0
+        return max(seen), engine.module_state_dict()
+
+    model = encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.999), weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(x) * x).mean().backward()
+        optimizer.step()
+    for most, found in run_ranks({"dp": 2}, work):
+        assert most <= largest * 1.05, (most, largest)  # beside the shards, whose memory is apart
+        assert_same(found, model.state_dict())
+
+
+def test_parameters_made_in_shards_can_be_read_and_changed():
+    def work(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        with zero.Init(dtype=torch.float64):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        assert bytes_of(model) == 0 and model[0].weight.shape == (3, 3)
+        with zero.GatheredParameters(model[0].weight, modifier_rank=0):
+            model[0].weight.data.fill_(float(mesh.samples.rank + 1))
+        assert bytes_of(model) == 0
+        engine, *_ = deepspeed.initialize(model=model, config=config(3, 1) | {"train_batch_size": 2})
+        with zero.GatheredParameters(model[1].bias, modifier_rank=1):
+            model[1].bias.data.fill_(float(mesh.samples.rank + 1))
+        state = engine.module_state_dict()
+        return state["0.weight"], state["1.bias"]
+
+    for first, second in run_ranks({"dp": 2}, work):
+        assert bool((first == 1).all()) and second.item() == 2
+
+
+def test_groups_and_optimizers_of_torch():
+    """A group with a rate of its own, a schedule of torch's, and the loader's samples, each once."""
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [model[0].weight], "lr": 0.1},
+            {"params": [model[1].weight, model[1].bias], "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9, weight_decay=0.1)
+
+    alone = plain_model()
+    optimizer = make_optimizer(alone)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for ids in DATA:
+        optimizer.zero_grad()
+        loss_of(alone(ids), ids).backward()
+        optimizer.step()
+        schedule.step()
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        model = plain_model()
+        own = make_optimizer(model)
+        given = {"train_batch_size": 12, "zero_optimization": {"stage": 2}}
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model,
+            optimizer=own,
+            lr_scheduler=torch.optim.lr_scheduler.StepLR(own, 2),
+            training_data=list(range(24)),
+            config=given,
+        )
+        assert [len(batch) for batch in loader] == [6, 6]
+        train(engine, mesh)
+        return engine.module_state_dict()
+
+    for found in run_ranks({"dp": 2}, work):
+        assert_same(found, alone.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"config": config(optimizer={"type": "Lamb", "params": {}})}, "use Adam, AdamW or SGD"),
+        ({"config": config(optimizer={"type": "Adam", "params": {"amsgrad": True}})}, "amsgrad"),
+        ({"config": config(optimizer={"type": "Adam", "params": {"rate": 1}})}, "known are lr"),
+        ({"config": config(), "mpu": object()}, None),
+        ({}, "0 configurations"),
+        ({"config": config(), "config_params": config()}, "2 configurations"),
+        ({"config": {"train_batch_size": 2}}, "names no optimizer"),
+    ],
+)
+def test_what_initialize_refuses(options: dict[str, Any], message: str | None):
+    def work(mesh: Mesh) -> None:
+        if message is None:
+            deepspeed.initialize(model=plain_model(), **options)
+            return
+        with pytest.raises(ConfigError, match=message):
+            deepspeed.initialize(model=plain_model(), **options)
+
+    run_ranks({"dp": 1}, work)
+
+
+def test_a_step_without_a_backward_and_a_loss_of_many_numbers_are_errors():
+    def work(mesh: Mesh) -> None:
+        engine, *_ = deepspeed.initialize(model=plain_model(), config=config())
+        with pytest.raises(RuntimeError, match="without a backward"):
+            engine.step()
+        with pytest.raises(ValueError, match="must be one number"):
+            engine.backward(engine(DATA[0]))
+
+    run_ranks({"dp": 1}, work)
+
+
+def test_collectives_over_all_ranks():
+    def work(mesh: Mesh) -> None:
+        rank, x = comm.get_rank(), torch.tensor([1.0, 2.0]) * (comm.get_rank() + 1)
+        assert comm.all_reduce(x.clone()).tolist() == [3.0, 6.0]
+        assert comm.all_reduce(x.clone(), comm.ReduceOp.AVG).tolist() == [1.5, 3.0]
+        assert comm.broadcast(x.clone(), 1).tolist() == [2.0, 4.0]
+        comm.all_gather_into_tensor(out := torch.zeros(4), x)
+        assert out.tolist() == [1.0, 2.0, 2.0, 4.0]
+        comm.reduce_scatter_tensor(part := torch.zeros(1), x)
+        assert part.item() == [3.0, 6.0][rank]
+        comm.barrier()
+
+    run_ranks({"dp": 2}, work)
