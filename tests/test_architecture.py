@@ -304,7 +304,7 @@ BUDGETS = {
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_310,
+    "megatron/core/distributed": 1_311,
     "megatron/core/inference": 350,
     "megatron/core/job": 655,
     "megatron/core/models": 292,
