@@ -154,16 +154,16 @@ def ordered_cases() -> Iterator[ZeroCase]:
 
 
 @cache
-def one_process(model: ModelConfig) -> Outcome:
-    return run(model, Layout())
+def one_process(model: ModelConfig, steps: int) -> Outcome:
+    return run(model, Layout(), steps=steps)
 
 
-def outcomes(case: ZeroCase) -> tuple[Outcome, Outcome]:
+def outcomes(case: ZeroCase, steps: int = 3) -> tuple[Outcome, Outcome]:
     """What the case computes, and what one process does."""
     with tempfile.TemporaryDirectory() as folder, several_slices():
-        got = run(case.model, replace(case.run_layout, offload=case.offload_to(folder)))
+        got = run(case.model, replace(case.run_layout, offload=case.offload_to(folder)), steps=steps)
         assert not list(Path(folder).iterdir()), "files are left"
-    return got, one_process(case.model)
+    return got, one_process(case.model, steps)
 
 
 @contextlib.contextmanager

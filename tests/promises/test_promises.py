@@ -78,7 +78,7 @@ def run(fork: SimpleNamespace, sizes: dict[str, int], flags: str) -> tuple[Outco
     return whole, [rank.memory for rank in ranks]
 
 
-FAST = ("attention_kernel", "layer", "optimizer", "v_schedule")  # the others are left to the whole set
+FAST = ("layer", "v_schedule")  # the others are left to the whole set
 
 
 @pytest.mark.parametrize(

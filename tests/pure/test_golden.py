@@ -26,6 +26,7 @@ def test_a_digest_is_of_names_types_shapes_and_bits():
     assert len({golden.digest(tensors) for tensors in ({"a": x}, *others)}) == 6
 
 
+@pytest.mark.full
 def test_the_same_code_has_the_same_record():
     case = min(covering_cases(2), key=lambda case: case.cost)
     assert golden.of_layout(case) == golden.of_layout(case)

@@ -233,6 +233,7 @@ def test_the_ring_remembers_the_last_calls():
     assert ledger.recent[-1].op == "all_reduce"
 
 
+@pytest.mark.full
 def test_the_communication_page_is_current():
     page = Path(__file__).parents[2] / "docs" / "communication.md"
     assert page.read_text() == document(), "run python tests/communication_doc.py"

@@ -145,6 +145,7 @@ def test_inputs_in_parts_are_gathered_once_a_group_and_microbatch():
     assert more - less == {("all_gather", "tp", SEQ * 3 * 16 * 8 // 2): 2 * 2} and not less - more
 
 
+@pytest.mark.full
 def test_the_whole_input_is_given_up():
     def work(mesh: Mesh) -> bool:
         start = torch.ones(4, 2, dtype=torch.float64, requires_grad=True)

@@ -86,7 +86,7 @@ def cases() -> list:
 
 @cache
 def one_process(model: str) -> Outcome:
-    return run(MODELS[model], Layout())
+    return run(MODELS[model], Layout(), steps=2)
 
 
 FAST_BITS = (("", "float32"), ("both", "bfloat16"))
@@ -94,7 +94,7 @@ FAST_BITS = (("", "float32"), ("both", "bfloat16"))
 
 @pytest.mark.parametrize(("model", "layout"), cases())
 def test_shards_equal_one_process(model: str, layout: Layout):
-    assert_equal(run(MODELS[model], layout), one_process(model), 1e-10)
+    assert_equal(run(MODELS[model], layout, steps=2), one_process(model), 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ CASES = [pytest.param(case, id=str(case), marks=[pytest.mark.full]) for case in 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_triple_of_choices_equals_one_process(case: ZeroCase):
-    assert_equal(*outcomes(case), TOLERANCE)
+    assert_equal(*outcomes(case, steps=2), TOLERANCE)  # the sweep takes a third
 
 
 @pytest.mark.full
