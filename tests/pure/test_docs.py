@@ -39,6 +39,7 @@ COMMANDS = {
         "torchrun --nproc-per-node 8 pretrain_gpt.py ...": READS_ON,
         "python tools/plot_run.py ...": READS_ON,
         "python tools/generate.py ...": READS_ON,
+        "python tools/benchmark.py ...": "not run: it takes minutes; tests/pure/test_benchmark.py runs a tiny contest",
     },
     "docs/tutorial.md": {
         "bash examples/setup_env.sh": "tests/gloo/test_documents.py::test_the_quickstart_leads_from_nothing_to_a_sample",
