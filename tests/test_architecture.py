@@ -315,7 +315,7 @@ BUDGETS = {
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_072,
-    "megatron/deepspeed": 880,
+    "megatron/deepspeed": 876,
     "megatron/training": 1_740,
     "megatron/training/classic": 200,
     "megatron/training/ending": 240,

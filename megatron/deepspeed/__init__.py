@@ -12,6 +12,5 @@ To add a key of ds_config: a line in `keys.py`, and what it does in `settings.py
 from megatron.deepspeed import comm, zero
 from megatron.deepspeed.comm import init_distributed
 from megatron.deepspeed.engine import DeepSpeedEngine, add_config_arguments, initialize
-from megatron.deepspeed.optimizer import ZeroOptimizer
 
-__all__ = ["DeepSpeedEngine", "ZeroOptimizer", "add_config_arguments", "comm", "init_distributed", "initialize", "zero"]
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "comm", "init_distributed", "initialize", "zero"]

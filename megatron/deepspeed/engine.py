@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core import comm
@@ -293,10 +294,6 @@ def _tier(asked: Offload, rank: int, device: torch.device) -> Tier | None:
     return HostTier(device) if asked.device == "cpu" else None
 
 
-def _half(value: Any) -> Any:
-    """Floating tensors in float16."""
-    if isinstance(value, Tensor):
-        return value.half() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {name: _half(part) for name, part in value.items()}
-    return type(value)(map(_half, value)) if type(value) in (tuple, list) else value
+def _half(values: Any) -> Any:
+    """Floating tensors in float16, inside tuples, lists and dicts too."""
+    return tree_map(lambda x: x.half() if isinstance(x, Tensor) and x.is_floating_point() else x, values)

@@ -325,3 +325,58 @@ def test_collectives_over_all_ranks():
         comm.barrier()
 
     run_ranks({"dp": 2}, work)
+
+
+class Block(nn.Module):
+    """A layer that answers with a dict, as models of transformers do, with an attention of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": x + self.attention(self.norm(x), x, x, need_weights=False)[0]}
+
+
+class TiedModel(nn.Module):
+    """The head has the table's weights; the blocks stand in no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(9, 6), Block(), Block()
+        self.position = nn.Parameter(torch.randn(3, 6))
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.table(ids) + self.position
+        return {"logits": self.head(self.second(**{"x": self.first(x)["hidden"]})["hidden"])}
+
+
+def test_stage_3_of_a_model_with_a_tied_table_and_answers_in_dicts():
+    def loss_on(model: Callable[[Tensor], dict[str, Tensor]], ids: Tensor) -> Tensor:
+        ids = ids.view(-1, 3)
+        return nn.functional.cross_entropy(model(ids)["logits"].flatten(0, 1), (ids.flatten() + 1) % 9)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return TiedModel().double()
+
+    alone = made()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for ids in DATA:
+        optimizer.zero_grad()
+        loss_on(alone, ids).backward()
+        optimizer.step()
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        given = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine, *_ = deepspeed.initialize(model=made(), config=given | {"zero_optimization": {"stage": 3}})
+        for ids in DATA:
+            engine.backward(loss_on(engine, ids.chunk(2)[mesh.samples.rank]))
+            engine.step()
+        return engine.module_state_dict()
+
+    for found in run_ranks({"dp": 2}, work):
+        assert_same(found, alone.state_dict())
