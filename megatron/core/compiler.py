@@ -49,9 +49,12 @@ class CompileConfig(FlagConfig):
 def why_not(device: str) -> str | None:
     """The reason why this process cannot compile for a kind of device, None if it can."""
     if device == "cpu":
-        names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-        if not any(map(shutil.which, names)):
-            return f"there is no C++ compiler ({' or '.join(names)} on PATH, or CXX)"
+        found = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), None)
+        if found is None:
+            return "there is no C++ compiler (g++ or clang++ on PATH, or CXX)"
+        if shutil.which(found) is None:
+            return f"the C++ compiler that CXX names ({found}) is not there"
+        os.environ["CXX"] = found  # torch itself looks for one name only
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             return "Python's headers are not installed (python3-dev)"
     elif device != "meta" and not has_triton():
