@@ -1,0 +1,162 @@
+"""Runs with --compile regions beside the same runs without: one setting of each kind.
+
+What is compiled in a run is called as it is written here: test_compiled.py compiles it, and tests/parity_sweep.py --compile
+regions compiles it in the product of layouts.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from local_ranks import run_ranks
+from test_bert import BERT
+from test_memory_measured import SMALL, check
+from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, Layout, Subject, TinyTrainer, assert_equal, run
+
+from megatron.core import compiler
+from megatron.core.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
+from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.tiers.offload_config import OffloadConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.train_step import StepResult
+from tools.estimating.measure import measure
+
+
+@pytest.fixture
+def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formulas run where compiled ones would, as Python."""
+    monkeypatch.setattr(compiler, "BACKEND", "as written")
+    monkeypatch.setattr(compiler, "_compile", lambda formula: formula)
+
+
+def zero(stage: int) -> DataParallelConfig:
+    return DataParallelConfig(
+        zero_stage=stage, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=1500
+    )
+
+
+GELU, GATED = replace(TINY_GPT2, num_layers=2), replace(TINY_LLAMA, num_layers=2)  # with dropout; grouped queries
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")}
+OFFLOAD = OffloadConfig(optimizer_cpu_offload=True)
+RUNS: dict[str, tuple[TransformerConfig, Layout, Subject]] = {
+    "ZeRO 1": (GELU, Layout(dp=2, m=2, data_parallel=zero(1), delayed=True), GPT),
+    "ZeRO 2, all recomputed": (GELU, Layout(dp=2, recompute="uniform 1", data_parallel=zero(2), delayed=True), GPT),
+    "ZeRO 3, grouped queries": (GATED, Layout(dp=2, m=2, data_parallel=zero(3), delayed=True), GPT),
+    "ZeRO 3, recomputed and offloaded": (
+        replace(GATED, **SELECTIVE),
+        Layout(dp=2, recompute="selective", data_parallel=zero(3), offload=replace(OFFLOAD, offload_params=True)),
+        GPT,
+    ),
+    "selective recomputation": (replace(GELU, **SELECTIVE), Layout(tp=2, sp=True, recompute="selective"), GPT),
+    "activations in host memory": (
+        replace(GELU, cpu_offloading_num_layers=2, min_offloaded_tensor_size=1),
+        Layout(offload=OFFLOAD),
+        GPT,
+    ),
+    "zb-v, windows": (
+        replace(GELU, num_layers=4, window_size="2,0", window_attn_skip_freq="3"),
+        Layout(pp=2, v=2, m=4, schedule="zb-v", delayed=True),
+        GPT,
+    ),
+    "zb-v, ZeRO 2, grouped queries": (
+        replace(GATED, num_layers=4),
+        Layout(pp=2, v=2, dp=2, m=2, schedule="zb-v", data_parallel=zero(2)),
+        GPT,
+    ),
+    "BERT": (GELU, Layout(tp=2, sp=True, m=2), BERT),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_regions_is_the_eager_run(name: str, as_written: None):
+    model, layout, subject = RUNS[name]
+    eager, got = (
+        run(replace(model, compile=choice), layout, steps=1, global_batch=8, subject=subject)
+        for choice in ("off", "regions")
+    )
+    assert_equal(got, eager, 1e-12)
+
+
+@pytest.mark.full
+def test_a_loss_scale_is_lowered_alike(as_written: None):
+    """float16: the first step overflows and is skipped, later ones agree as far as float16 does."""
+
+    def steps(mesh: Mesh, choice: str) -> list[StepResult]:
+        scaler = DynamicGradScaler(2.0**20, minimum=1.0, window=1000, hysteresis=1)
+        model = replace(GELU, fp64=False, fp16=True, compile=choice)
+        tiny = TinyTrainer(mesh, model, Layout(), global_batch=4, scaler=scaler)
+        return [tiny.step(i, check_finite=False) for i in range(12)]
+
+    eager, got = (run_ranks({}, lambda mesh, choice=choice: steps(mesh, choice))[0] for choice in ("off", "regions"))
+    assert [(x.skipped, x.loss_scale) for x in got] == [(x.skipped, x.loss_scale) for x in eager]
+    assert eager[0].skipped and not eager[-1].skipped
+    taken = [i for i, step in enumerate(eager) if not step.skipped]
+    assert [got[i].grad_norm for i in taken] == pytest.approx([eager[i].grad_norm for i in taken], rel=5e-3)
+    assert [got[i].losses["lm loss"] for i in taken] == pytest.approx(
+        [eager[i].losses["lm loss"] for i in taken], rel=2e-3
+    )
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16 --attention-dropout 0 --recompute-granularity selective --recompute-modules mlp layernorm",
+        "--world-size 4 --rank 1 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --zero-stage 3 --swiglu "
+        "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention --num-query-groups 2",
+        "--model bert --bf16 --attention-dropout 0",
+    ],
+)
+def test_memory_with_regions_is_predicted(flags: str, as_written: None):
+    """What a region saves is the same for every backend, since it is declared."""
+    got = measure(f"{SMALL} {flags} --compile regions".split())
+    check(got.predicted, got.bytes, got.total, got.in_file)
+
+
+# ---------------------------------------------------------------- no compiler
+
+
+@pytest.fixture
+def none_decided(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is known of compilers, before and after."""
+    monkeypatch.setattr(compiler, "_lacking", set())
+    why_not.cache_clear()
+    yield
+    why_not.cache_clear()
+
+
+@pytest.mark.parametrize("lacks", ["CXX", "PATH"])
+def test_without_a_compiler_a_run_says_so_and_goes_on_eager(
+    lacks: str, none_decided, said, monkeypatch, tmp_path: Path
+):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(lacks, str(tmp_path / "not-there"))
+    before = spent().programs
+    lines = said("--compile regions --train-iters 2").splitlines()
+    reasons = {
+        "CXX": f"the C++ compiler that CXX names ({tmp_path / 'not-there'}) is not there",
+        "PATH": "there is no C++ compiler (g++ or clang++ on PATH, or CXX)",
+    }
+    assert sum(line.strip() == f"--compile regions is off: {reasons[lacks]}" for line in lines) == 1
+    assert sum("iteration" in line and "lm loss" in line for line in lines) == 2
+    assert spent().programs == before
+
+
+def test_what_one_rank_lacks_keeps_all_eager(none_decided, monkeypatch):
+    config = CompileConfig("regions")
+    asked = iter(["Python's headers are not installed (python3-dev)", None, None])
+    monkeypatch.setattr(compiler, "why_not", lambda kind: next(asked))
+    said = run_ranks({"dp": 3}, lambda mesh: settle_compiling(config, "cpu", mesh["world"]))
+    assert sorted(line.partition(": ")[2] for (line,) in said) == [
+        "Python's headers are not installed (python3-dev)",
+        *["another rank lacks what it needs"] * 2,
+    ]
+    monkeypatch.setattr(compiler, "why_not", lambda kind: None)
+    assert not compiles(config, "cpu")
