@@ -49,11 +49,9 @@ class CompileConfig(FlagConfig):
 def why_not(device: str) -> str | None:
     """The reason why this process cannot compile for a kind of device, None if it can."""
     if device == "cpu":
-        found = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), None)
-        if found is None:
-            return "there is no C++ compiler (g++ or clang++ on PATH, or CXX)"
+        found = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), "g++ or clang++")
         if shutil.which(found) is None:
-            return f"the C++ compiler that CXX names ({found}) is not there"
+            return f"there is no C++ compiler {found}; CXX may name another"
         os.environ["CXX"] = found  # torch itself looks for one name only
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             return "Python's headers are not installed (python3-dev)"
