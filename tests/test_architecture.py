@@ -300,7 +300,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_105,
+    "megatron/core": 2_110,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,

@@ -9,6 +9,7 @@ could derive the backward; it would choose what to save while it compiles, and a
 torch.compile belongs to the process: ranks that run as threads share what it has compiled.
 """
 
+import inspect
 import os
 import shutil
 import sysconfig
@@ -134,9 +135,12 @@ def _compile(formula: Formula) -> Formula:
     began = time.perf_counter()
     cache_folder()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    run = torch.compile(formula, fullgraph=True, backend=BACKEND)
+    # As an argument: a setting of torch's is one of the thread that made it, and ranks and backwards have threads of their own.
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters  # torch 2.11 knows the setting alone
+    limit = {"recompile_limit": _MOST_PROGRAMS} if known else {}
+    torch._dynamo.config.recompile_limit = _MOST_PROGRAMS
+    run = torch.compile(formula, fullgraph=True, backend=BACKEND, **limit)
     if not _imported_in:
-        torch._dynamo.config.recompile_limit = _MOST_PROGRAMS
         _imported_in = time.perf_counter() - began
     return run
 

@@ -217,7 +217,7 @@ def test_a_fork_elsewhere_trains_alike_in_one_process_and_over_four(tmp_path, mo
     assert "memory of a rank, predicted:" in one.stdout[0]
     assert one.training[-1].loss < one.training[0].loss
     own = [float(found[1]) for line in one.training if (found := re.search(r"restart loss: (\S+)", line.text))]
-    assert len(own) == 6 and own == sorted(own, reverse=True)
+    assert len(own) == 6 and own[-1] < 0.9 * own[0]  # dropout: one step's may be above the last's
     for a, b in zip(many.training, one.training, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)

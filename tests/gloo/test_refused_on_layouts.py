@@ -29,6 +29,7 @@ LAYOUTS = {
 }  # of jobs of so many ranks
 IS_NO_MISTAKE_THERE = {
     *(("chunks without a pipeline", layout) for layout in ("pp 2", "tp 2, pp 2")),
+    *(("V without a pipeline", layout) for layout in ("pp 2", "tp 2, pp 2")),
     *(("parts of what is whole", layout) for layout in ("tp 2", "tp 2, pp 2")),
 }
 
