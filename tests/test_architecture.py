@@ -300,7 +300,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_115,
+    "megatron/core": 2_110,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,
@@ -314,7 +314,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 580,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 1_180,
+    "megatron/core/transformer": 1_072,
     "megatron/deepspeed": 876,
     "megatron/training": 1_740,
     "megatron/training/classic": 200,

@@ -219,7 +219,6 @@ def _eager_backward(
     return probabilities.to(scores.dtype), by_scores.to(scores.dtype)
 
 
-# Scores of a tile: 2 to 4 MB compiled, beside their probabilities; 1 MB eager, beside three as large. An accelerator takes
-# larger ones, which are fewer kernels.
+# Scores of a tile: 2 to 4 MB compiled, beside their probabilities; 1 MB eager, beside three as large. Larger tiles are fewer kernels.
 _COMPILED = Formulas(Compiled(_forward), Compiled(_backward), queries=256, elements=2**20, elsewhere=2**20)
 _EAGER = Formulas(_eager_forward, _eager_backward, queries=128, elements=2**18, elsewhere=2**24)
