@@ -3,7 +3,6 @@
 Cases of many layouts trace the formulas with a backend that needs no C++; one test compiles them as a run does.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,11 +18,9 @@ from megatron.core.dropout_masks import column_words, numbered_keys, pairs_of_wo
 from megatron.core.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.transformer import tiled_attention as tiled_attention_module
 from megatron.core.transformer.kernels import plain_attention
-from megatron.core.transformer.masks import Documents, Mask, Window
 from megatron.core.transformer.regions import REGIONS
-from megatron.core.transformer.tiled_attention import eager_tiled_attention, tiled_attention
+from megatron.core.transformer.tiled_attention import tiled_attention
 
 CASES = [case for case in covering_cases(2) if case.corner != "5 words"][::13]
 
@@ -91,34 +88,15 @@ def test_a_region_is_its_eager_form(name: str, traced: None):
 
 @pytest.mark.full
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_attention_in_compiled_tiles_is_the_plain_one(dropout: float, traced: None, monkeypatch: pytest.MonkeyPatch):
-    small = tiled_attention_module._COMPILED._replace(queries=4, elements=40)
-    monkeypatch.setattr(tiled_attention_module, "_COMPILED", small)
-    assert_is_the_plain_one(tiled_attention, None, dropout)
-
-
-@pytest.mark.parametrize("elements", [40, 2**18])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("mask", ["causal", "padding", "documents", "window"])
-def test_attention_in_eager_tiles_is_the_plain_one(
-    mask: str, dropout: float, elements: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Tiles of some queries of one or of several heads, and of all."""
-    small = tiled_attention_module._EAGER._replace(queries=4, elements=elements)
-    monkeypatch.setattr(tiled_attention_module, "_EAGER", small)
-    padding = torch.arange(10).view(1, 1, 1, 10) >= torch.tensor([7, 10]).view(2, 1, 1, 1)
-    documents = Documents(torch.tensor([[0] * 4 + [1] * 6, [0] * 9 + [1]]))
-    masks = {"causal": None, "padding": padding, "documents": documents, "window": Window(2, None)}
-    assert_is_the_plain_one(eager_tiled_attention, masks[mask], dropout)
-
-
-def assert_is_the_plain_one(kernel: Callable, mask: Mask, dropout: float) -> None:
+def test_attention_in_tiles_is_the_plain_one(dropout: float, traced: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.core.transformer.tiled_attention._QUERIES", 4)
+    monkeypatch.setattr("megatron.core.transformer.tiled_attention._ELEMENTS", 40)
     keys = DropoutKeys(5)
     keys.samples = (11, 4)
     masks = AttentionDropout(dropout, keys, 1, 0)
     heads = [values(2, n, 10, 6, seed=n) for n in (4, 2, 2)]
     plain, tiled = (
-        both_directions(lambda q, k, v, f=f: f(q, k, v, mask, masks), heads) for f in (plain_attention, kernel)
+        both_directions(lambda q, k, v, f=f: f(q, k, v, None, masks), heads) for f in (plain_attention, tiled_attention)
     )
     assert max(map(error, tiled, plain)) < 1e-12
 
