@@ -1,12 +1,17 @@
 """`TransformerConfig` with the fields of Megatron core 0.5 to 0.16, which scripts read, assign and extend.
 
+transformer_config.toml has the fields, their defaults, and those that are refused.
+
 TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4)
 core_transformer_config_from_args(args)         of the command line
 model_config(config)                            the settings that our layers are built from
 """
 
+import tomllib
+from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,113 +19,14 @@ from torch.nn import functional
 
 from megatron.core.classic.utils import init_method_normal, scaled_init_method_normal
 from megatron.core.config import ConfigError
-from megatron.core.tables import names_by_value
 from megatron.core.transformer.model_config import ModelConfig
 
-# Megatron's defaults: a value, and the fields that have it.
-_TABLE = """
-    False: account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-        activation_func_fp8_input_store add_qkv_bias apply_query_key_layer_scaling
-        apply_residual_connection_post_layernorm apply_rope_fusion async_tensor_model_parallel_allreduce
-        attention_output_gate batch_invariant_mode bf16 bias_activation_fusion bias_dropout_fusion
-        calculate_per_token_loss cpu_offloading cpu_offloading_double_buffering cross_entropy_loss_fusion
-        cuda_graph_retain_backward_graph cuda_graph_use_single_mempool deallocate_pipeline_outputs
-        defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode
-        disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache dsa_indexer_use_sparse_loss
-        enable_autocast enable_cuda_graph ep_overlap_early_attn_memory_release external_cuda_graph
-        fine_grained_activation_offloading first_last_layers_bf16 flash_decode fp16 fp32_residual_connection
-        fp4_param fp8_dot_product_attention fp8_multi_head_attention fp8_param fused_single_qkv_rope
-        gated_linear_unit gradient_accumulation_fusion hetereogenous_dist_checkpoint heterogeneous_block_specs
-        hybrid_context_parallel inference_fuse_tp_communication inference_rng_tracker
-        init_model_with_meta_device is_hybrid_model layernorm_zero_centered_gamma log_max_attention_logit
-        masked_softmax_fusion memory_efficient_layer_norm moe_apply_probs_on_input moe_enable_deepep
-        moe_enable_routing_replay moe_extended_tp moe_grouped_gemm moe_layer_recompute
-        moe_pad_expert_input_to_capacity moe_per_layer_logging moe_permute_fusion moe_router_enable_expert_bias
-        moe_router_force_load_balancing moe_router_fusion moe_router_padding_for_fp8
-        moe_router_padding_for_quantization moe_router_pre_softmax moe_shared_expert_gate
-        moe_shared_expert_overlap moe_token_dropping moe_use_legacy_grouped_gemm mtp_standalone
-        multi_latent_attention overlap_moe_expert_parallel_comm overlap_p2p_comm overlap_p2p_comm_warmup_flush
-        persist_layer_norm qk_clip qk_l2_norm qk_layernorm rotary_interleaved sequence_parallel test_mode
-        tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap tp_comm_overlap_disable_fc1
-        tp_comm_overlap_disable_qkv tp_comm_overlap_rs_dgrad tp_only_amax_red use_cpu_initialization
-        use_fused_weighted_squared_relu use_inference_optimized_layers use_kitchen use_kitchen_attention
-        use_ring_exchange_p2p use_te_activation_func use_te_rng_tracker variable_seq_lengths
-    None: activation_func_clamp_value autocast_dtype cp_comm_type distribute_saved_activations
-        dsa_indexer_head_dim dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_topk embedding_init_method
-        embedding_init_method_std experimental_attention_variant expert_tensor_parallel_size ffn_hidden_size
-        finalize_model_grads_func fp4 fp4_quantizer_factory fp8 fp8_quantizer_factory grad_scale_func
-        grad_sync_func hierarchical_context_parallel_sizes init_method kv_channels linear_attention_freq
-        mamba_num_heads max_seqlen_per_dp_cp_rank microbatch_group_size_per_vp_stage moe_expert_capacity_factor
-        moe_ffn_hidden_size moe_input_jitter_eps moe_latent_size moe_router_dtype moe_router_group_topk
-        moe_router_num_groups moe_router_topk_limited_devices moe_router_topk_scaling_factor
-        moe_shared_expert_intermediate_size moe_z_loss_coeff mrope_section mtp_loss_scaling_factor
-        mtp_num_layers no_rope_freq no_sync_func num_layers_in_first_pipeline_stage
-        num_layers_in_last_pipeline_stage num_microbatches_with_partial_activation_checkpoints num_moe_experts
-        num_query_groups output_layer_init_method param_sync_func pipeline_dtype
-        pipeline_model_parallel_comm_backend pipeline_model_parallel_layout pipeline_model_parallel_split_rank
-        quant_recipe recompute_granularity recompute_method recompute_modules recompute_num_layers softmax_scale
-        symmetric_ar_type timers virtual_pipeline_model_parallel_size window_attn_skip_freq window_size
-    True: add_bias_linear attention_softmax_in_fp32 barrier_with_L1_time batch_p2p_comm batch_p2p_sync
-        clone_scatter_output_in_embedding cpu_offloading_activations cpu_offloading_weights fp8_wgrad
-        perform_initialization tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs
-        tp_comm_split_ag tp_comm_split_rs use_mamba_mem_eff_path
-    "": config_logger_dir
-    "LayerNorm": normalization
-    "allgather": moe_token_dispatcher_type
-    "auto": attention_backend
-    "aux_loss": moe_router_load_balancing_type
-    "deepep": moe_flex_dispatcher_backend
-    "delayed": fp8_recipe
-    "float32": params_dtype
-    "full": cuda_graph_scope
-    "gelu": activation_func
-    "most_recent": fp8_amax_compute_algo
-    "native": cross_entropy_fusion_impl
-    "nccl": tp_comm_bootstrap_backend
-    "none": cuda_graph_impl
-    "nvfp4": fp4_recipe
-    "probs": moe_token_drop_policy
-    "sdpa": kitchen_attention_backend
-    "softmax": moe_router_score_function
-    "transformer_engine": transformer_impl
-    "vanilla": softmax_type
-    0: cpu_offloading_num_layers fp8_margin hidden_size moe_aux_loss_coeff num_attention_heads num_layers
-        wgrad_deferral_limit
-    0.0: glu_linear_offset
-    0.001: moe_router_bias_update_rate
-    0.02: init_method_std
-    0.1: attention_dropout hidden_dropout
-    0.5: qk_clip_alpha
-    1: context_parallel_size expert_model_parallel_size fp8_amax_history_len fp8_interval mlp_chunks_for_prefill
-        moe_layer_freq num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 pipeline_model_parallel_size
-        tensor_model_parallel_size
-    100: qk_clip_threshold
-    1048576: min_offloaded_tensor_size
-    128: linear_key_head_dim linear_value_head_dim mamba_state_dim
-    16: linear_num_key_heads moe_hybridep_num_sms
-    1e-05: layernorm_epsilon
-    2: moe_router_topk
-    20: moe_deepep_num_sms
-    3: cuda_graph_warmup_steps
-    32: linear_num_value_heads
-    4: linear_conv_kernel_dim
-    42: inference_sampling_seed
-    64: mamba_head_dim
-    8: mamba_num_groups
-    []: offload_modules
-"""
-_DEFAULTS = names_by_value(_TABLE)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_DEFAULTS = {name: literal_eval(value) for value, some in _TABLES["defaults"].items() for name in some.split()}
 _OF_RANKS = [
     name for name in _DEFAULTS if name.endswith("parallel_size") or name in ("sequence_parallel", "params_dtype")
 ]
-# Fields that would change what is computed, and that nothing here computes.
-_NOT_BUILT = """
-    activation_func_clamp_value apply_residual_connection_post_layernorm attention_output_gate context_parallel_size
-    embedding_init_method embedding_init_method_std experimental_attention_variant expert_model_parallel_size
-    first_last_layers_bf16 fp4 fp8 glu_linear_offset heterogeneous_block_specs layernorm_zero_centered_gamma
-    linear_attention_freq mtp_num_layers multi_latent_attention no_rope_freq num_moe_experts pipeline_model_parallel_layout
-    qk_clip qk_l2_norm rotary_interleaved softmax_scale softmax_type variable_seq_lengths
-"""
+_NOT_BUILT = _TABLES["not_built"]["fields"].split()
 
 
 def _dataclass_of(name: str, names: Mapping[str, Any], bases: tuple[type, ...] = ()) -> type:
@@ -207,7 +113,7 @@ def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -
 
 def _problems(config: Any) -> list[str]:
     """Why our layers cannot compute what a config says."""
-    asked = [name for name in _NOT_BUILT.split() if getattr(config, name, _DEFAULTS[name]) != _DEFAULTS[name]]
+    asked = [name for name in _NOT_BUILT if getattr(config, name, _DEFAULTS[name]) != _DEFAULTS[name]]
     problems = [f"TransformerConfig: {name}={getattr(config, name)!r} is not built yet; leave it out" for name in asked]
     known = functional.silu if config.gated_linear_unit else functional.gelu
     if config.activation_func is not known:
