@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron.core import parallel_state
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.transformer.context import LayerContext

@@ -19,11 +19,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import parallel_state
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import default_group
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.whole import whole_tensors
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.transformer.context import LayerContext

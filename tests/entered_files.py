@@ -28,7 +28,7 @@ from local_ranks import run_ranks
 from script_run import trainer_of
 
 import pretrain_gpt
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.transformer import transformer_layer
 from megatron.training import build, checkpointing, chunks, trainer

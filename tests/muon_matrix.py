@@ -27,8 +27,8 @@ from parity_sweep import read_results, run_case, sweep
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
 from zero_matrix import cover
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 
 LAYOUTS = {
     "tp1": {},

@@ -8,7 +8,7 @@ from layout_space import Case
 from tiny_run import SEQ, TINY_GPT2, TINY_LLAMA, Layout, Outcome, Texts, assert_equal, differences, run
 from traffic import Setting, calls_of_step
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 TOLERANCE = 1e-10

@@ -33,7 +33,7 @@ PURE = """
     core.grid core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
     core.parallel_config core.stage_map core.open_table core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
-    core.optimizer.lr_schedule core.optimizer.grad_scaler core.optimizer.optimizer_config core.optimizer.muon_config
+    core.optimizer.lr_schedule core.optimizer.grad_scaler core.optimizer.settings core.optimizer.muon_config
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
     core.pipeline_parallel.table core.pipeline_parallel.zero_bubble_v core.pipeline_parallel.lower
     core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot
@@ -300,11 +300,11 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_110,
+    "megatron/core": 2_111,
     "megatron/core/checkpoint": 780,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_311,
+    "megatron/core/distributed": 1_320,
     "megatron/core/inference": 350,
     "megatron/core/job": 655,
     "megatron/core/models": 292,

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from megatron.core.boxes import pieces_of_run, size_of, slices
 from megatron.core.device import Device
 from megatron.core.distributed.buffer import ParamAndGradBuffer
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.transport import TensorSpec

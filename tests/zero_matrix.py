@@ -31,7 +31,7 @@ from parity_cases import TOLERANCE, worst_of
 from parity_sweep import read_results, run_case, sweep
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.model_config import ModelConfig

@@ -1,14 +1,17 @@
 """Lazy imports: names and packages are imported on first use, so that files of plain integers load without torch."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NoReturn
 
 
 def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A module's `__getattr__` and `__dir__`. names: defining module -> names, separated by blanks; ".norm" is a submodule.
 
-    A name must differ from every submodule's: importing the submodule would replace it.
+    A name must differ from every submodule's, which replaces it once imported, or the submodule be callable
+    (`make_callable`).
     """
     home = {name: source for source, some in names.items() for name in some.split()}
 
@@ -30,6 +33,11 @@ def all_names(module: str, homes: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get
+
+
+def make_callable(module: str, function: Callable[..., Any]) -> None:
+    """A call of the module calls `function`, whose name the module has and hides in its package."""
+    sys.modules[module].__class__ = type("CallableModule", (ModuleType,), {"__call__": staticmethod(function)})
 
 
 def optional_package(name: str, needed_by: str) -> Any:

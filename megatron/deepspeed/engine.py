@@ -23,7 +23,7 @@ from megatron.core import comm
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.placement import Placement

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config import ConfigError
-from megatron.core.optimizer import OPTIMIZERS, FlatOptimizer, OptimizerConfig, UpdateRule, adam_update
-from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.update import UpdateStep
+from megatron.core.optimizer import FlatOptimizer, ParamGroup
+from megatron.core.optimizer.settings import OPTIMIZERS, OptimizerConfig, UpdateRule
+from megatron.core.optimizer.update import UpdateStep, adam_update
 
 Groups = list[dict[str, Any]]
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

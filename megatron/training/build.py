@@ -13,7 +13,7 @@ from megatron.core import comm
 from megatron.core.config import ConfigError
 from megatron.core.datasets.batches import batches
 from megatron.core.datasets.index_map import requested_samples
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.grid import Axis
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron.core import comm, dropout_masks, products
 from megatron.core.boxes import pieces_of_run, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer

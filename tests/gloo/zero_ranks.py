@@ -26,10 +26,10 @@ from tiny_run import SEED, SEQ, TINY_GPT2, VOCAB, Layout, forward_step, microbat
 from zero_matrix import STAGES, cover, several_slices
 
 from megatron.core import parallel_state
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.tiers.offload_config import OffloadConfig

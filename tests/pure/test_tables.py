@@ -4,7 +4,8 @@ import pytest
 from said import raises_telling
 
 from megatron.core.config import ConfigError
-from megatron.core.optimizer import OPTIMIZERS, OptimizerConfig, UpdateRule
+from megatron.core.optimizer import OPTIMIZERS, UpdateRule
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.tokenizers import TOKENIZERS, TokenizerType
 from megatron.core.transformer.kernels import KERNELS, Kernel

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.pending import Pending
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline

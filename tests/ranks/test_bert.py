@@ -10,7 +10,7 @@ from tiny_run import SEQ, TINY_GPT2, TINY_LLAMA, VOCAB, Layout, Outcome, Subject
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.bert_model import BertModel
 from megatron.core.random import initialize_parameters
 from megatron.core.transformer.context import LayerContext

@@ -15,7 +15,7 @@ from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, Layout, Subject, TinyTrainer, a
 
 from megatron.core import compiler
 from megatron.core.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.tiers.offload_config import OffloadConfig

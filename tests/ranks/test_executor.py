@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import comm
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.lower import add_transfers

@@ -8,7 +8,7 @@ from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, TinyTrainer
 from torch import Tensor, nn
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.main_grad import grad_was_added, open_main_grad
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel.linear import linear

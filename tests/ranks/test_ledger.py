@@ -23,7 +23,7 @@ from tiny_run import GPT2, LLAMA, SEQ, Layout, OptimizerConfig, build, sample, t
 from torch import nn
 
 from megatron.core.comm import Call, bytes_sent
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 
 BATCH, FLOAT64 = 6, 8
 PLAIN = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)

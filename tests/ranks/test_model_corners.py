@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from megatron.core.boxes import slices
 from megatron.core.checkpoint import open_checkpoint, save_checkpoint
 from megatron.core.config import ConfigError
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.placement import pieces
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

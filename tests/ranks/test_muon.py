@@ -20,9 +20,10 @@ from megatron.core.device import float32_products
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.grid import ALONE
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer import OptimizerConfig, ParamGroup
+from megatron.core.optimizer import ParamGroup
 from megatron.core.optimizer.muon import muon_update, orthogonalized, scale_factor
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.update import UpdateStep
 from megatron.core.optimizer.whole import WholeTensor
 from megatron.core.placement import Placement

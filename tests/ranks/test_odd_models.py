@@ -7,9 +7,10 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.settings import OptimizerConfig
 
 WIDTH, WORDS, RATE, MOMENTUM = 6, 11, 1e-3, 0.9
 

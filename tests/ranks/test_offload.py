@@ -10,10 +10,10 @@ from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, TinyTrainer, assert_equal, assert_same_bits, run
 from torch import Tensor
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.storage.stored import start_reading, start_writing
 from megatron.core.tiers.offload_config import OffloadConfig

@@ -14,9 +14,10 @@ from tiny_run import GPT2, LLAMA, SEQ, Layout, assert_equal, build, forward_step
 from torch import Tensor, nn
 
 from megatron.core.boxes import slices
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import default_group
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import is_counted, pieces

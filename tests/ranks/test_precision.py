@@ -19,7 +19,7 @@ from tiny_run import GPT2, LLAMA, SEED, SEQ, VOCAB, Layout, my_pieces, put_toget
 from torch import Tensor, nn
 
 from megatron.core.config import ConfigError
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.grad_scaler import LossScaleConfig, make_grad_scaler

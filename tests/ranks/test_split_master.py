@@ -11,9 +11,10 @@ from test_offload import MODELS, STAGES, offload, tiny_trainer, trained
 from tiny_run import Layout, TinyTrainer, assert_same_bits, run
 from torch import Tensor
 
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
 from megatron.core.storage.stored import start_reading, start_writing

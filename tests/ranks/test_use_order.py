@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.distributed.call_order import difference
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 

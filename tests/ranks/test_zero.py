@@ -25,10 +25,10 @@ from tiny_run import (
 
 from megatron.core.comm import bytes_sent
 from megatron.core.config import ConfigError
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.traffic import step_traffic
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import OptimizerConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step

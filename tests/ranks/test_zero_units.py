@@ -16,9 +16,10 @@ from tiny_run import TINY_GPT2, Layout, run
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffer import Transient
-from megatron.core.distributed.distributed_data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.tensor_parallel.linear import linear
 
 WIDTH = 8

@@ -1,6 +1,7 @@
 """Data parallelism: gradients in contiguous buffers, summed over ranks, with or without ZeRO's shards.
 
-    distributed_data_parallel   the wrapper of a model chunk
+    data_parallel               the wrapper of a model chunk
+    finalize_model_grads        the end of a step's gradients, in a loop of one's own
     plan, buffer, bucket, slot  where a parameter lies: on paper (no torch), in memory, per collective, per parameter
     zero, fetch, released       ZeRO stages: when gradients are reduced, and parameters gathered and released
     made_in_shards              a block in which a model is built shard by shard
@@ -16,7 +17,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".data_parallel_config": "DataParallelConfig",
-        ".distributed_data_parallel": "DistributedDataParallel finalize_model_grads",
+        ".data_parallel": "DistributedDataParallel",
+        ".finalize_model_grads": "finalize_model_grads",
         ".buffer": "MemoryBuffer ParamAndGradBuffer",
     },
 )

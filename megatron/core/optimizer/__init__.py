@@ -1,6 +1,6 @@
 """The optimizer: updates the parameters of this rank, element by element in flat buffers.
 
-    optimizer_config, param_groups      the table OPTIMIZERS and the settings; which parameters are updated alike (no torch)
+    settings, param_groups              the table OPTIMIZERS and the settings; which parameters are updated alike (no torch)
     optimizer, update, sliced, whole    the update of flat buffers, in slices, or of whole tensors
     muon_config, muon                   Muon: its settings (no torch), its update of whole matrices
     lr_schedule, grad_scaler            learning rate and weight decay by samples; float16's loss scale (no torch)
@@ -15,7 +15,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".optimizer": "FlatOptimizer",
-        ".optimizer_config": "OPTIMIZERS OptimizerConfig UpdateRule",
+        ".settings": "OPTIMIZERS OptimizerConfig UpdateRule",
         ".muon": "muon_update",
         ".param_groups": "ParamGroup",
         ".update": "adam_update sgd_update",

@@ -21,8 +21,8 @@ from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.grad_scaler import GradScaler
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import UpdateStep, make_update

@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.core.device import has_fused_adam
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 
 
 class UpdateStep(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import Device
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.core import comm
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training.memory.offload import room_left, state_bytes
 from megatron.training.memory.report import short_report, table

@@ -9,7 +9,7 @@ from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0

@@ -23,7 +23,7 @@ from megatron.core.device import DeviceConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.table import default_chunks, stage_map

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core import comm
 from megatron.core.boxes import flat_run, slices
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.placement import owned_pieces

@@ -22,7 +22,7 @@ is added. If masters and moments are sharded over those ranks as well (--outer-d
 reduce-scatter and an all-gather are added instead.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.boxes import flat_run
-from megatron.core.current_mesh import current
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer import ACROSS_STAGES, ParamAndGradBuffer
 from megatron.core.distributed.call_order import UseOrder
@@ -309,33 +308,6 @@ def _partial_runs(parameter: nn.Parameter, axis_name: str) -> list[tuple[int, in
     """The runs (start, stop) of elements whose gradient is partial on each rank of the axis."""
     shape = tuple(parameter.shape)
     return [flat_run(box, shape) for box in partial_grads(parameter.placement, shape, axis_name)]
-
-
-def finalize_model_grads(
-    model: Sequence[DistributedDataParallel],
-    num_tokens: Tensor | float | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool = False,
-) -> None:
-    """Finish the step's gradient reductions over all chunks of this rank. Every rank must call.
-
-    A step that is complete, as `get_forward_backward_func` leaves it, is neither reduced nor divided again.
-    num_tokens: this rank's tokens of the step; the sums are divided by their total over the ranks of the last stage.
-    pg_collection, force_all_reduce: accepted without effect; the chunks know their groups.
-    """
-    chunks = [chunk for chunk in model if not chunk.is_complete]
-    for chunk in chunks:
-        chunk.finish_grad_reduce()
-    if num_tokens is None or not chunks:
-        return
-    mesh = chunks[0].mesh
-    # Only the last stage knows the tokens; elsewhere a caller's number would be counted again.
-    counted = num_tokens if mesh.has_last_stage else 0.0
-    total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(current().device)
-    for axis in (mesh.tokens, mesh["pp"]):
-        comm.all_reduce(total, axis)
-    for chunk in chunks:
-        chunk.scale_gradients(1.0 / (total.item() or 1.0))
 
 
 def _buffer_key(parameter: nn.Parameter) -> tuple:

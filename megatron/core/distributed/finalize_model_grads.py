@@ -1,0 +1,42 @@
+"""The end of a step's gradients, for a loop of one's own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm
+from megatron.core.current_mesh import current
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.lazy import make_callable
+
+
+def finalize_model_grads(
+    model: Sequence[DistributedDataParallel],
+    num_tokens: Tensor | float | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Finish the step's gradient reductions over all chunks of this rank. Every rank must call.
+
+    A step that is complete, as `get_forward_backward_func` leaves it, is neither reduced nor divided again.
+    num_tokens: this rank's tokens of the step; the sums are divided by their total over the ranks of the last stage.
+    pg_collection, force_all_reduce: accepted without effect; the chunks know their groups.
+    """
+    chunks = [chunk for chunk in model if not chunk.is_complete]
+    for chunk in chunks:
+        chunk.finish_grad_reduce()
+    if num_tokens is None or not chunks:
+        return
+    mesh = chunks[0].mesh
+    # Only the last stage knows the tokens; elsewhere a caller's number would be counted again.
+    counted = num_tokens if mesh.has_last_stage else 0.0
+    total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(current().device)
+    for axis in (mesh.tokens, mesh["pp"]):
+        comm.all_reduce(total, axis)
+    for chunk in chunks:
+        chunk.scale_gradients(1.0 / (total.item() or 1.0))
+
+
+make_callable(__name__, finalize_model_grads)  # imported, it takes the place of the function in its package
