@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.current_mesh import current, get_mesh
-from megatron.core.device import to_device
 from megatron.core.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import linear_layers, mappings
-from megatron.core.tensor_parallel.broadcast import broadcast_batch
+from megatron.core.tensor_parallel.broadcast import broadcast_tensors
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
@@ -153,30 +151,11 @@ def gather_from_sequence_parallel_region(x: Tensor, tensor_parallel_output_grad:
     return move(x, get_mesh()["tp"])
 
 
-_MOST_DIMENSIONS = 5
-
-
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
     """The tensors `keys` of the first tensor-parallel rank's `data`, on all ranks of the axis. Every rank must call."""
-    axis, device = get_mesh()["tp"], current().device
     if hasattr(
         data, "stand_ins"
-    ):  # a dry run: of Megatron 2's batches a GPT's has inputs and labels in one, a BERT's does not
+    ):  # a dry run: of Megatron 2's batches a GPT's has inputs and labels in one, a BERT's not
         b, s = data.shape
-        return dict(zip(keys, data.stand_ins(keys, (b, s + (keys == ["text"])), datatype, device)))
-    shapes = torch.full((len(keys), _MOST_DIMENSIONS), -1, dtype=torch.int64)
-    if axis.is_first:
-        wrong = {key: data[key].dtype for key in keys if data[key].dtype != datatype}
-        if wrong:
-            raise TypeError(f"broadcast_data: the batch has {wrong}, not {datatype}; convert it")
-        for row, key in zip(shapes, keys):
-            row[: data[key].dim()] = torch.tensor(data[key].shape)
-    if axis.size > 1:
-        shapes = comm.broadcast(shapes.to(device), axis)
-    sizes = [tuple(n for n in row if n >= 0) for row in shapes.tolist()]
-    numels = [torch.Size(size).numel() for size in sizes]
-    flat = None
-    if axis.is_first:
-        flat = {"all": torch.cat([to_device(data[key].reshape(-1), device) for key in keys])}
-    (flat,) = broadcast_batch(["all"], flat, datatype, (sum(numels),), axis, device)
-    return {key: part.view(size) for key, part, size in zip(keys, flat.split(numels), sizes)}
+        return dict(zip(keys, data.stand_ins(keys, (b, s + (keys == ["text"])), datatype, current().device)))
+    return broadcast_tensors(keys, data, datatype, get_mesh()["tp"], current().device)

@@ -1,4 +1,8 @@
-"""A batch read once per tensor-parallel group: its first rank reads it and broadcasts it to the others."""
+"""A batch read once per tensor-parallel group: its first rank reads it and broadcasts it to the others.
+
+broadcast_batch       tensors of one shape, which every rank knows
+broadcast_tensors     tensors of any shapes, which the first rank knows
+"""
 
 import torch
 from torch import Tensor
@@ -33,3 +37,29 @@ def broadcast_batch(
     else:
         packed = torch.empty((len(keys), *shape), dtype=dtype, device=device)
     return comm.broadcast(packed, axis).unbind()
+
+
+_MOST_DIMENSIONS = 5
+
+
+def broadcast_tensors(
+    keys: list[str], data: dict[str, Tensor] | None, dtype: torch.dtype, axis: Axis, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """The tensors `keys` of the first rank's `data`, of at most 5 dimensions, on every rank of the axis, in two messages: of the
+    shapes, and of the values. Every rank must call. TypeError for another dtype than `dtype`."""
+    shapes = torch.full((len(keys), _MOST_DIMENSIONS), -1, dtype=torch.int64)
+    if axis.is_first:
+        wrong = {key: data[key].dtype for key in keys if data[key].dtype != dtype}
+        if wrong:
+            raise TypeError(f"the batch has {wrong}, not {dtype}; convert it")
+        for row, key in zip(shapes, keys):
+            row[: data[key].dim()] = torch.tensor(data[key].shape)
+    if axis.size > 1:
+        shapes = comm.broadcast(shapes.to(device), axis)
+    sizes = [tuple(n for n in row if n >= 0) for row in shapes.tolist()]
+    numels = [torch.Size(size).numel() for size in sizes]
+    flat = None
+    if axis.is_first:
+        flat = {"all": torch.cat([to_device(data[key].reshape(-1), device) for key in keys])}
+    (flat,) = broadcast_batch(["all"], flat, dtype, (sum(numels),), axis, device)
+    return {key: part.view(size) for key, part, size in zip(keys, flat.split(numels), sizes)}

@@ -1,8 +1,115 @@
-"""Megatron's path of its generators and of `checkpoint`."""
+"""Named states of a device's random generator, for layers that draw their own numbers and differ between ranks.
 
+Our layers need none: their masks follow from names and positions (`megatron.core.random`). A layer that draws from torch's
+generator inside `tracker.fork(name)` draws from a state of its own, which a recomputation restores
+(`recomputed_with_states`). Megatron's functions, which ask the current mesh for tracker and ranks, are found here too.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
+
+from megatron.core.grid import Axis
 from megatron.core.lazy import lazy_names
+from megatron.core.tensor_parallel.saved import SavedActivation
+
+
+def generator_of(device: torch.device | str) -> Any:
+    """The module with the default generator of a device."""
+    device = torch.device(device)
+    return torch.random if device.type == "cpu" else torch.get_device_module(device)
+
+
+class RngTracker:
+    """Named states of the default generator of `device`. default: the state that `fork()` takes."""
+
+    def __init__(self, device: torch.device | str = "cpu", default: str = "default") -> None:
+        self.generator, self.default = generator_of(device), default
+        self.reset()
+
+    def reset(self) -> None:
+        self.states: dict[str, Tensor] = {}
+        self.seeds: set[int] = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Adds a state with its own seed. ValueError if the name or the seed is in use."""
+        if name in self.states or seed in self.seeds:
+            raise ValueError(f"the random state {name!r} or the seed {seed} is in use; choose others or reset()")
+        self.seeds.add(seed)
+        with self._kept():
+            self.generator.manual_seed(seed)
+            self.states[name] = self.generator.get_rng_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str | None = None) -> Iterator[None]:
+        """Draws inside the block come from the named state, and advance it."""
+        name = name or self.default
+        if name not in self.states:
+            raise ValueError(
+                f"there is no random state {name!r}; add it, or call model_parallel_cuda_manual_seed(seed) first"
+            )
+        with self._kept():
+            self.generator.set_rng_state(self.states[name])
+            try:
+                yield
+            finally:
+                self.states[name] = self.generator.get_rng_state()
+
+    @contextlib.contextmanager
+    def as_at(self, states: dict[str, Tensor], state: Tensor) -> Iterator[None]:
+        """Inside, the named states and the generator's own are those of an earlier moment."""
+        now = self.get_states()
+        self.set_states(states)
+        with self._kept():
+            self.generator.set_rng_state(state)
+            try:
+                yield
+            finally:
+                self.set_states(now)
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The generator's state after the block is that before it."""
+        before = self.generator.get_rng_state()
+        try:
+            yield
+        finally:
+            self.generator.set_rng_state(before)
+
+
+def recomputed_with_states(
+    function: Callable[..., Any], tracker: RngTracker, *inputs: Any, parts_over: Axis | None = None
+) -> Any:
+    """function(*inputs), recomputed in the backward with the same states, those of the tracker included.
+
+    parts_over: ranks with equal copies of the first input, which each saves a shard of, and the backward gathers.
+    """
+    # torch finds the device from the arguments, but none may be left: so the generator's state is saved here.
+    states, state = tracker.get_states(), tracker.generator.get_rng_state()
+    take, is_again = None, False
+    if parts_over is not None and torch.is_grad_enabled():
+        take, inputs = SavedActivation(inputs[0], parts_over).take, inputs[1:]
+
+    def run(*again: Any) -> Any:
+        nonlocal is_again
+        again = again if take is None else (take(), *again)
+        with tracker.as_at(states, state) if is_again else contextlib.nullcontext():
+            is_again = True
+            return function(*again)
+
+    return torch_checkpoint.checkpoint(run, *inputs, use_reentrant=False)
+
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
-    {"megatron.core.classic.random": "RngTracker checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed"},
+    __name__, {"megatron.core.classic.random": "checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed"}
 )
