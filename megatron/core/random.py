@@ -112,7 +112,8 @@ def _tiles_overlapping(shape: tuple[int, ...], box: Box) -> list[Box]:
 class DropoutKeys:
     """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 
-    `samples`: the number of each row's sample within the whole run. The pipeline sets them before each action.
+    `samples`: the number of each row's sample within the whole run. The pipeline sets them before each action. (): nobody has
+    named them, as in a forward that no pipeline runs; rows then are samples 0, 1, ...
     """
 
     def __init__(self, seed: int):
@@ -136,12 +137,14 @@ class DropoutKeys:
         finally:
             self.samples = before
 
-    def words_on(self, device: torch.device) -> Tensor:
-        """[samples, 2] for `keys_at`, made once a microbatch."""
-        if device not in self._words:
-            words = pairs_of_words(seed_of(self.seed, sample) for sample in self.samples)
-            self._words[device] = to_device(words, device)
-        return self._words[device]
+    def words_on(self, device: torch.device, rows: int) -> Tensor:
+        """[rows, 2] for `keys_at`, of the samples in the first rows, made once a microbatch."""
+        samples = self.samples or range(rows)
+        assert rows <= len(samples), f"no row {rows - 1} in a microbatch of {len(samples)} samples"
+        if (device, len(samples)) not in self._words:
+            words = pairs_of_words(seed_of(self.seed, sample) for sample in samples)
+            self._words[device, len(samples)] = to_device(words, device)
+        return self._words[device, len(samples)][:rows]
 
 
 class KeyedDropout(nn.Module):
@@ -165,9 +168,7 @@ class KeyedDropout(nn.Module):
 
     def keys_of_rows(self, rows: int, device: torch.device) -> Tensor:
         """[rows, 2], of the samples in the first rows of the microbatch."""
-        samples = self.keys.words_on(device)
-        assert rows <= len(samples), f"no row {rows - 1} in a microbatch of {len(samples)} samples"
-        return keys_at(samples[:rows], self.place_on(device))
+        return keys_at(self.keys.words_on(device, rows), self.place_on(device))
 
 
 class HiddenDropout(KeyedDropout):

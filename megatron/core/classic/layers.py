@@ -23,7 +23,6 @@ from megatron.core.classic.modules import (
     MegatronModule,
     context_of,
     get_bias_dropout_add,
-    name_samples,
     settings_of,
 )
 from megatron.core.classic.specs import ModuleSpec, build_module, get_module
@@ -105,7 +104,6 @@ class DotProductAttention(CoreAttention):
         super().__init__(ours, layer_number - 1, context_of(ours, config))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
-        name_samples(self.dropout.keys, query.shape[1])
         return super().forward(query, key, value, attention_mask)
 
 
@@ -153,7 +151,6 @@ class SelfAttention(ParallelAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if inference_params is not None or packed_seq_params is not None:
             raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
-        name_samples(self.keys, hidden_states.shape[1])
         angles = None
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb[:, :, 0, : rotary_pos_emb.shape[-1] // 2]
@@ -212,7 +209,6 @@ class TransformerLayer(MegatronModule):
         self.mlp = build_module(submodules.mlp, config=config)
         self.mlp_bda = build_module(submodules.mlp_bda)
         context = context_of(settings_of(config), config)
-        self.keys = context.keys
         self.attention_dropout = context.hidden_dropout(self.hidden_dropout, "after attention", number - 1)
         self.mlp_dropout = context.hidden_dropout(self.hidden_dropout, "after mlp", number - 1)
 
@@ -233,7 +229,6 @@ class TransformerLayer(MegatronModule):
         del context_mask
         if inference_params is not None or packed_seq_params is not None:
             raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
-        name_samples(self.keys, hidden_states.shape[1])
         rotary = {} if rotary_pos_emb is None else {"rotary_pos_emb": rotary_pos_emb}
         x = hidden_states
         out = self.self_attention(self.input_layernorm(x), attention_mask=attention_mask, **rotary)
@@ -345,5 +340,4 @@ class TransformerBlock(ParallelTransformer):
         if given := [name for name, value in others.items() if value is not None]:
             raise NotImplementedError(f"TransformerBlock: {', '.join(given)} is not built yet; leave it out")
         x = hidden_states if self.pre_process else self.input_tensor
-        name_samples(self.keys, x.shape[1])
         return super().forward(x, attention_mask)

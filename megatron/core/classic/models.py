@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.classic.layers import layers_of_stage, make_layer_of
-from megatron.core.classic.modules import MegatronModule, context_of, name_samples, settings_of
+from megatron.core.classic.modules import MegatronModule, context_of, settings_of
 from megatron.core.current_mesh import current
 from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
@@ -42,10 +42,6 @@ class _Stage(MegatronModule):
         self.config = config
         self.max_sequence_length, self.parallel_output = max_sequence_length, parallel_output
         self.pre_process, self.post_process = self.language_model.pre_process, self.language_model.post_process
-
-    def _name_samples(self, input_ids: Tensor | None) -> None:
-        if input_ids is not None:
-            name_samples(self.context.keys, len(input_ids))
 
     @property
     def decoder(self) -> nn.Module:
@@ -125,7 +121,6 @@ class GPTModel(_Stage, gpt_model.GPTModel):
             raise NotImplementedError(
                 "decoder_input: hidden states in place of tokens are not built yet; pass input_ids"
             )
-        self._name_samples(input_ids)
         result = super().forward(input_ids, position_ids, attention_mask, labels)
         is_whole = not self.post_process or labels is not None or self.parallel_output
         return (
@@ -175,7 +170,6 @@ class BertModel(_Stage, bert_model.BertModel):
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Any:
-        self._name_samples(input_ids)
         result = super().forward(input_ids, attention_mask, tokentype_ids, lm_labels)
         if not self.post_process:
             return result

@@ -42,12 +42,6 @@ def context_of(ours: ModelConfig, config: Any) -> LayerContext:
     return LayerContext.on(here.mesh, ours.params_dtype, here.dropout_keys, sequence_parallel=divided, **of_tensors)
 
 
-def name_samples(keys: DropoutKeys, rows: int) -> None:
-    """Samples for dropout masks, in a forward that no schedule runs: a schedule has named them."""
-    if len(keys.samples) < rows:
-        keys.samples = tuple(range(rows))
-
-
 class IdentityOp(nn.Module):
     """forward(x, ...) -> x. The constructor takes any arguments."""
 
@@ -168,10 +162,6 @@ class LanguageModelEmbedding(Embedding):
     def zero_parameters(self) -> None:
         for parameter in self.parameters():
             parameter.data.zero_()
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
-        name_samples(self.dropout.keys, len(input_ids))
-        return super().forward(input_ids, position_ids, tokentype_ids)
 
 
 class RotaryEmbedding(nn.Module):

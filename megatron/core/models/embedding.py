@@ -23,7 +23,7 @@ class WholeEmbedding(nn.Module):
 class Embedding(nn.Module):
     """Word table + position table + token type table in the dtype of the residual stream, then dropout.
 
-    forward(tokens, position_ids, token_types, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.
+    forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.
     words_only: no other tables, for the last stage of a model with tied weights, whose output layer uses the word
     table.
     """
@@ -57,11 +57,11 @@ class Embedding(nn.Module):
         self.tokentype_embeddings = WholeEmbedding(types, config, context) if types else None
         self.dropout = context.hidden_dropout(config.hidden_dropout, "embedding", 0)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
-        x = self.word_embeddings(tokens.t()).to(self.dtype)
-        mine = my_sequence_part(tokens.shape[1], self.tp)
+    def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
+        x = self.word_embeddings(input_ids.t()).to(self.dtype)
+        mine = my_sequence_part(input_ids.shape[1], self.tp)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(position_ids.t()[mine])
         if self.tokentype_embeddings is not None:
-            x = x + self.tokentype_embeddings(token_types.t()[mine])
+            x = x + self.tokentype_embeddings(tokentype_ids.t()[mine])
         return self.dropout(x)
