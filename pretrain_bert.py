@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core import comm
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.bert_model import BertModel
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
-from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -34,17 +33,13 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
     """The data sets. The first rank builds their sample maps; the others wait. Every rank must call."""
     runtime = get_runtime()
-    world, device = runtime.mesh["world"], runtime.device.torch_device
     return build_bert_datasets(
         runtime.config.data,
         runtime.config.masked_data,
         get_tokenizer(),
         num_samples,
         runtime.config.training.seed,
-        is_builder=world.is_first,
-        wait=lambda: comm.barrier(world, device),
-        say=print_rank_0,
-        progress=print_rank_0,
+        **runtime.building,
     )
 
 

@@ -221,6 +221,7 @@ def test_training_knows_no_model():
     known = {
         "megatron.core.models.rules",
         "megatron.core.transformer.context",
+        "megatron.core.transformer.masks",  # what a batch hides from its queries
         "megatron.core.transformer.model_config",
     }
     for path in sorted((ROOT / "megatron" / "training").rglob("*.py")):
@@ -317,7 +318,7 @@ BUDGETS = {
     "megatron/core/transformer": 1_072,
     "megatron/deepspeed": 876,
     "megatron/training": 1_740,
-    "megatron/training/classic": 200,
+    "megatron/training/classic": 150,
     "megatron/training/ending": 240,
     "megatron/training/memory": 1_162,
     "megatron/training/resume": 500,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core import parallel_state
+from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import acting_on, current
 from megatron.core.device import Device
@@ -106,6 +106,14 @@ class Runtime:
             "pre_process": pre_process,
             "post_process": post_process,
         }
+
+    @property
+    def building(self) -> dict[str, Any]:
+        """How the ranks share the building of data sets, as functions that build them take it: the first builds indices, the
+        others wait."""
+        world, device = self.mesh["world"], self.device.torch_device
+        wait = {"is_builder": world.is_first, "wait": lambda: comm.barrier(world, device)}
+        return wait | {"say": print_rank_0, "progress": print_rank_0}
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer | None) -> int | None:

@@ -1,8 +1,7 @@
-"""What Megatron's scripts build from, with Megatron's arguments: models, data sets, batches, of its releases 2.5 to core 0.16.
+"""What Megatron's scripts build from, with Megatron's arguments: models and data sets of its releases 2.5 to 23.04.
 
-    flat_models, core_models   `megatron.model.GPTModel(...)`; `megatron.core.models.gpt.GPTModel(config=, ...)` and layer specs
-    flat_data, core_data       `build_train_valid_test_datasets(...)`; `BlendedMegatronDatasetBuilder` and its configs
-    batches                    `get_batch_on_this_tp_rank` and its kin
+    flat_models   `megatron.model.GPTModel(...)` and `BertModel`
+    flat_data     `build_train_valid_test_datasets(...)`
 
 Each is a thin form of the one implementation in core. `megatron.core.classic` holds what needs no run.
 

@@ -6,22 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core import comm
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.masking import MaskedDataConfig
-from megatron.training.runtime import get_runtime, get_tokenizer, print_rank_0
+from megatron.training.runtime import get_runtime, get_tokenizer
 
 Words = Sequence[str] | None  # a prefix, or weights and prefixes in turn
-
-
-def building() -> dict[str, Any]:
-    """How the ranks of this run share the building of indices."""
-    runtime = get_runtime()
-    world, device = runtime.mesh["world"], runtime.device.torch_device
-    wait = {"is_builder": world.is_first, "wait": lambda: comm.barrier(world, device)}
-    return wait | {"say": print_rank_0, "progress": print_rank_0}
 
 
 def data_config(paths: Words, split: str | None, seq_length: int, of_splits: Sequence[Words] = ()) -> DataConfig:
@@ -81,7 +72,7 @@ def build_gpt(
     config = data_config(
         data_prefix, splits_string, seq_length, (train_data_prefix, valid_data_prefix, test_data_prefix)
     )
-    made = build_gpt_datasets(config, get_tokenizer(), train_valid_test_num_samples, seed, **building())
+    made = build_gpt_datasets(config, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building)
     return tuple(None if one is None else Text(one) for one in made)
 
 
@@ -105,4 +96,6 @@ def build_bert(
         raise NotImplementedError(f"dataset_type {dataset_type}: only standard_bert is built")
     masking = MaskedDataConfig(masked_lm_prob, short_seq_prob, binary_head)
     config = data_config(data_prefix, splits_string, max_seq_length)
-    return build_bert_datasets(config, masking, get_tokenizer(), train_valid_test_num_samples, seed, **building())
+    return build_bert_datasets(
+        config, masking, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building
+    )

@@ -1,4 +1,4 @@
-"""Batches, masks and averaged losses as Megatron's scripts make them."""
+"""Batches, masks and averaged losses of a script's forward step, under the names that Megatron's scripts know them by."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core import comm, parallel_state
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
-from megatron.core.transformer.kernels import Documents
+from megatron.core.transformer.masks import Documents
 from megatron.training.runtime import get_runtime
 
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them
