@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config device grid boxes enums errors pending lazy tables batch_size parallel_config model_parallel_config fusions stage_map storage open_table",
+    "config device grid boxes enums errors pending lazy tables batch_size parallel_config model_parallel_config fusions dist_checkpointing stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -302,7 +302,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_111,
-    "megatron/core/checkpoint": 780,
+    "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_320,
@@ -318,7 +318,7 @@ BUDGETS = {
     "megatron/core/transformer": 1_072,
     "megatron/deepspeed": 876,
     "megatron/training": 1_740,
-    "megatron/training/classic": 150,
+    "megatron/training/classic": 167,
     "megatron/training/ending": 240,
     "megatron/training/memory": 1_162,
     "megatron/training/resume": 500,

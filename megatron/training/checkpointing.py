@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from megatron.core import comm, dropout_masks, products
 from megatron.core.boxes import pieces_of_run, size_of
-from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, placed_tensor, save_checkpoint
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.placement import owned_pieces, pieces
 from megatron.training.resume import checks
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.start import Start, where_to_start
@@ -42,7 +41,7 @@ _MASTER = "optimizer/master/"
 def model_tensors(chunks: Chunks, mesh: Mesh) -> dict[str, LocalTensor]:
     """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name."""
     return {
-        f"model/{name}": _local(parameter, parameter.data, mesh)
+        f"model/{name}": placed_tensor(parameter.data, parameter.placement, mesh)
         if name not in shards
         else _run(parameter, *shards[name], mesh, mesh.grad_axes(parameter.placement.reduce_over, shards=True).replica)
         for chunk in chunks
@@ -59,7 +58,7 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
     return {
         f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh, replicas[name])
         if name in kept
-        else _local(parameters[name], tensor, mesh)
+        else placed_tensor(tensor, parameters[name].placement, mesh)
         for kind, tensors in optimizer.tensors().items()
         for name, tensor in tensors.items()
     }
@@ -72,17 +71,10 @@ def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> 
     return int(comm.all_reduce(torch.tensor([mine], dtype=torch.int64, device=device), mesh["world"]).item())
 
 
-def _local(parameter: nn.Parameter, tensor: Tensor, mesh: Mesh) -> LocalTensor:
-    placement, shape = parameter.placement, tuple(tensor.shape)
-    owned = owned_pieces(placement, shape, mesh)
-    copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
-    speaks = bool(owned) and mesh.grad_axes(placement.reduce_over).reduce.is_first
-    return LocalTensor(tensor, placement.shape, owned, speaks, copies)
-
-
 def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis) -> LocalTensor:
-    """`_local` for a sharded parameter: `values` are its elements `kept` (start, stop), equal on all ranks of `replicas`."""
-    whole = _local(parameter, parameter, mesh)
+    """`placed_tensor` for a sharded parameter: `values` are its elements `kept` (start, stop), equal on all ranks of
+    `replicas`."""
+    whole = placed_tensor(parameter, parameter.placement, mesh)
     owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
     return LocalTensor(values, whole.shape, list(owned), bool(owned) and replicas.is_first, copies)
 

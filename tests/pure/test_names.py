@@ -48,6 +48,12 @@ NAMES = {
     "megatron.core.tensor_parallel.utils": "split_tensor_along_last_dim VocabUtility divide",
     "megatron.core.pipeline_parallel": "get_forward_backward_func",
     "megatron.core.pipeline_parallel.schedules": "get_forward_backward_func",
+    "megatron.core.datasets.utils": "compile_helpers",
+    "megatron.core.dist_checkpointing": "check_is_distributed_checkpoint load load_common_state_dict load_content_metadata "
+    "load_plain_tensors save",
+    "megatron.core.dist_checkpointing.serialization": "load load_common_state_dict load_plain_tensors save",
+    "megatron.training.tokenizer": "build_tokenizer",
+    "megatron.training.tokenizer.tokenizer": "_NullTokenizer build_tokenizer",
     "megatron.core.distributed": "DistributedDataParallel MemoryBuffer finalize_model_grads",
     "megatron.core.model_parallel_config": "ModelParallelConfig",
     "megatron.core.transformer": "TransformerConfig ParallelTransformer ParallelTransformerLayer ParallelAttention ParallelMLP",

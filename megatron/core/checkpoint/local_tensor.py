@@ -7,6 +7,8 @@ import torch
 
 from megatron.core.boxes import Box, is_within, size_of, slices
 from megatron.core.checkpoint.format import ITEM_BYTES, show_box
+from megatron.core.mesh import Mesh
+from megatron.core.placement import Placement, owned_pieces, pieces
 from megatron.core.storage.stored import Stored, StoredTensor
 
 
@@ -37,6 +39,15 @@ class LocalTensor:
         if isinstance(self.tensor, StoredTensor):
             return self.tensor.box(local_box).view(size_of(global_box))
         return self.tensor.detach()[slices(local_box)].view(size_of(global_box))
+
+
+def placed_tensor(tensor: Stored, placement: Placement, mesh: Mesh) -> LocalTensor:
+    """This rank's part of a parameter of this placement, or of a state in a parameter's shape."""
+    shape = tuple(tensor.shape)
+    owned = owned_pieces(placement, shape, mesh)
+    copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
+    speaks = bool(owned) and mesh.grad_axes(placement.reduce_over).reduce.is_first
+    return LocalTensor(tensor, placement.shape, owned, speaks, copies)
 
 
 def problems_of_tensors(tensors: dict[str, LocalTensor]) -> list[str]:

@@ -78,6 +78,10 @@ class BERTMaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     classification_head: bool = True
 
 
+def compile_helpers() -> None:
+    """Nothing to do: sample indices are built without compiled code."""
+
+
 def words_of(blend: Blend) -> list[str] | None:
     """A blend as the words of --data-path."""
     if not blend:

@@ -1,0 +1,85 @@
+"""A state dict of a loop of one's own, saved in one layout, is what one process has in every other."""
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from said import raises_telling
+from tiny_run import LLAMA, TINY_GPT2, Layout, build_chunks
+
+from megatron.core import dist_checkpointing
+from megatron.core.boxes import slices
+from megatron.core.checkpoint import load_state_dict, load_whole_tensors, save_state_dict
+from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.placement import pieces
+
+ONE, VPP = Layout(), Layout(pp=2, v=2, schedule="interleaved")
+SHARDED = Layout(tp=2, pp=2, dp=2, sp=True)
+
+
+def parameters(mesh, layout, config):
+    chunks, _, _ = build_chunks(mesh, config, layout)
+    return {name: p for chunk in chunks.values() for name, p in chunk.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, config",
+    [
+        pytest.param(SHARDED, ONE, TINY_GPT2, id="tp pp dp to one"),
+        pytest.param(VPP, Layout(tp=4, sp=True), LLAMA, id="vpp to tp", marks=pytest.mark.full),
+    ],
+)
+def test_a_state_dict_is_saved_in_one_layout_and_loaded_in_another(saved, loaded, config, tmp_path):
+    """First values are those of one process in every layout, so that they are the oracle of both."""
+
+    def save(mesh):
+        state = {
+            "model": parameters(mesh, saved, config),
+            "step": 7,
+            "options": {"count": torch.tensor(5), "kind": "x"},
+        }
+        save_state_dict(tmp_path, state, mesh)
+
+    def load(mesh):
+        mine = parameters(mesh, loaded, config)
+        expected = {name: p.detach().clone() for name, p in mine.items()}
+        for parameter in mine.values():
+            parameter.data.zero_()
+        state = load_state_dict(tmp_path, {"model": mine, "options": {"count": torch.tensor(0)}}, mesh)
+        for name, parameter in mine.items():  # filled in place, but for padding
+            for _, box in pieces(parameter.placement, tuple(parameter.shape), mesh):
+                assert torch.equal(parameter.detach()[slices(box)], expected[name][slices(box)]), name
+            assert state["model"][name].data_ptr() == parameter.data_ptr()
+        assert state["step"] == 7 and state["options"] == {"count": torch.tensor(5), "kind": "x"}
+
+    run_ranks(saved.sizes, save)
+    run_ranks(loaded.sizes, load)
+    whole = load_whole_tensors(tmp_path)
+    assert whole["options/count"] == 5 and any(name.startswith("model/") for name in whole)
+
+
+def test_megatrons_names_save_and_load(tmp_path):
+    def work(mesh):
+        mine = parameters(mesh, Layout(tp=2), TINY_GPT2)
+        expected = {name: p.detach().clone() for name, p in mine.items()}
+        assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
+        dist_checkpointing.save({**mine, "iteration": 3}, str(tmp_path), content_metadata={"format": "own"})
+        for parameter in mine.values():
+            parameter.data.zero_()
+        loaded = dist_checkpointing.load(dict(mine), str(tmp_path))
+        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+        assert loaded["iteration"] == dist_checkpointing.load_common_state_dict(tmp_path)["iteration"] == 3
+        assert dist_checkpointing.load_content_metadata(tmp_path) == {"format": "own"}
+
+    run_ranks({"tp": 2}, work)
+    assert dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
+    assert dist_checkpointing.load_plain_tensors(tmp_path)
+
+
+def test_parameters_in_shards_are_refused(tmp_path):
+    layout = Layout(dp=2, data_parallel=DataParallelConfig(zero_stage=3))
+
+    def work(mesh):
+        with raises_telling(RuntimeError, "ZeRO 3 released"):
+            save_state_dict(tmp_path, parameters(mesh, layout, TINY_GPT2), mesh)
+
+    run_ranks(layout.sizes, work)
