@@ -308,7 +308,7 @@ BUDGETS = {
     "megatron/core/distributed": 1_320,
     "megatron/core/inference": 350,
     "megatron/core/job": 655,
-    "megatron/core/models": 292,
+    "megatron/core/models": 300,
     "megatron/core/optimizer": 965,
     "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 148,

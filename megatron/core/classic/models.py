@@ -9,39 +9,47 @@ from megatron.core.classic.modules import MegatronModule, context_of, settings_o
 from megatron.core.current_mesh import current
 from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
-from megatron.core.tensor_parallel import mappings
-
-
-def of_stage(
-    config: Any, spec: Any, vocab_size: int, max_sequence_length: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of our models for the stage that is being built. options: Megatron's further arguments of a model.
-
-    Inside a run the vocabulary is the run's if `vocab_size` is its padded size: padding takes no part in the softmax.
-    """
-    here, chunk = current(), options.pop("vp_stage", None)
-    run, here.virtual_rank = here.run, here.virtual_rank if chunk is None else chunk
-    join_alone()
-    is_padded = run is not None and vocab_size == run.args.padded_vocab_size
-    options["make_vocab_size_divisible_by"] = run.config.transformer.make_vocab_size_divisible_by if is_padded else 1
-    ours = settings_of(config, **options)
-    return {
-        "config": ours,
-        "vocab_size": run.vocab_size if is_padded else vocab_size,
-        "positions": max_sequence_length,
-        "layers": layers_of_stage(config),
-        "context": context_of(ours, config),
-        "make_layer": make_layer_of(spec, config),
-    }
 
 
 class _Stage(MegatronModule):
-    """What Megatron's models have beside ours."""
+    """What Megatron's models have beside ours, which a subclass names after this class.
 
-    def _take(self, config: Any, max_sequence_length: int, parallel_output: bool) -> None:
-        self.config = config
-        self.max_sequence_length, self.parallel_output = max_sequence_length, parallel_output
-        self.pre_process, self.post_process = self.language_model.pre_process, self.language_model.post_process
+    options: settings by our names, and `tied`. heads: our models' further arguments. Inside a run the vocabulary is the run's if
+    `vocab_size` is its padded size: padding takes no part in the softmax.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        spec: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        ends: tuple[bool, bool],
+        parallel_output: bool,
+        vp_stage: int | None,
+        options: dict[str, Any],
+        **heads: Any,
+    ):
+        here = current()
+        run, here.virtual_rank = here.run, here.virtual_rank if vp_stage is None else vp_stage
+        join_alone()
+        is_padded = run is not None and vocab_size == run.args.padded_vocab_size
+        multiple = run.config.transformer.make_vocab_size_divisible_by if is_padded else 1
+        options |= {"untie_embeddings_and_output_weights": not options.pop("tied")}
+        ours = settings_of(config, make_vocab_size_divisible_by=multiple, **options)
+        super(MegatronModule, self).__init__(
+            ours,
+            vocab_size=run.vocab_size if is_padded else vocab_size,
+            positions=max_sequence_length,
+            layers=layers_of_stage(config),
+            context=context_of(ours, config),
+            make_layer=make_layer_of(spec, config),
+            pre_process=ends[0],
+            post_process=ends[1],
+            **heads,
+        )
+        self.config, self.max_sequence_length = config, max_sequence_length
+        self.parallel_output = parallel_output
 
     @property
     def decoder(self) -> nn.Module:
@@ -72,11 +80,6 @@ def _refuse(others: dict[str, Any]) -> None:
             raise TypeError(f"GPTModel: {name}={value!r} is not built; leave it out")
 
 
-def _named(tied: bool, positions: str, **more: Any) -> dict[str, Any]:
-    """Options of Megatron's models by our names."""
-    return {"untie_embeddings_and_output_weights": not tied, "position_embedding_type": positions, **more}
-
-
 class GPTModel(_Stage, gpt_model.GPTModel):
     """One stage of a GPT; `pre_process` and `post_process` say whether it is the first and the last.
 
@@ -103,11 +106,10 @@ class GPTModel(_Stage, gpt_model.GPTModel):
     ):
         del fp16_lm_cross_entropy  # the loss is taken in float32
         _refuse(others)
-        rotary = {"rotary_percent": rotary_percent, "rotary_base": float(rotary_base)}
-        options = _named(share_embeddings_and_output_weights, position_embedding_type, **rotary, vp_stage=vp_stage)
-        parts = of_stage(config, transformer_layer_spec, vocab_size, max_sequence_length, options)
-        gpt_model.GPTModel.__init__(self, **parts, pre_process=pre_process, post_process=post_process)
-        self._take(config, max_sequence_length, parallel_output)
+        options = {"position_embedding_type": position_embedding_type, "rotary_percent": rotary_percent}
+        options |= {"tied": share_embeddings_and_output_weights, "rotary_base": float(rotary_base)}
+        sizes, ends = (vocab_size, max_sequence_length), (pre_process, post_process)
+        super().__init__(config, transformer_layer_spec, *sizes, ends, parallel_output, vp_stage, options)
 
     def forward(
         self,
@@ -121,11 +123,7 @@ class GPTModel(_Stage, gpt_model.GPTModel):
             raise NotImplementedError(
                 "decoder_input: hidden states in place of tokens are not built yet; pass input_ids"
             )
-        result = super().forward(input_ids, position_ids, attention_mask, labels)
-        is_whole = not self.post_process or labels is not None or self.parallel_output
-        return (
-            result if is_whole else mappings.gather_last(result, self.axis)
-        ).contiguous()  # scripts flatten it by a view
+        return super().forward(input_ids, position_ids, attention_mask, labels)
 
 
 class BertModel(_Stage, bert_model.BertModel):
@@ -156,23 +154,8 @@ class BertModel(_Stage, bert_model.BertModel):
         del fp16_lm_cross_entropy
         if return_embeddings:
             raise NotImplementedError("return_embeddings: a BERT as an encoder of texts is not built yet; leave it out")
-        rotary = {"rotary_percent": rotary_percent}
-        options = _named(share_embeddings_and_output_weights, position_embedding_type, **rotary, vp_stage=vp_stage)
-        parts = of_stage(config, transformer_layer_spec, vocab_size, max_sequence_length, options)
+        options = {"position_embedding_type": position_embedding_type, "rotary_percent": rotary_percent}
+        options |= {"tied": share_embeddings_and_output_weights}
         heads = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
-        bert_model.BertModel.__init__(self, **parts, **heads, pre_process=pre_process, post_process=post_process)
-        self._take(config, max_sequence_length, parallel_output)
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor,
-        tokentype_ids: Tensor | None = None,
-        lm_labels: Tensor | None = None,
-    ) -> Any:
-        result = super().forward(input_ids, attention_mask, tokentype_ids, lm_labels)
-        if not self.post_process:
-            return result
-        words, order = result
-        is_whole = lm_labels is not None or self.parallel_output
-        return (words if is_whole else mappings.gather_last(words, self.axis)).contiguous(), order
+        sizes, ends = (vocab_size, max_sequence_length), (pre_process, post_process)
+        super().__init__(config, transformer_layer_spec, *sizes, ends, parallel_output, vp_stage, options, **heads)

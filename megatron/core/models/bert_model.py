@@ -75,10 +75,10 @@ class BertHead(nn.Module):
 class BertModel(LanguageModelStage):
     """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(tokens, padding_mask, token types, labels, all [b, s]): hidden states [s, b, h]; on the last stage a pair:
+    forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]): hidden states [s, b, h]; on the last stage a pair:
         the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t];
         the scores of the two orders of sentences [b, 2], or None without `add_binary_head`.
-    padding_mask: 1 for a token, 0 for padding, which no query attends to; every stage needs it.
+    attention_mask: 1 for a token, 0 for padding, which no query attends to; every stage needs it.
     """
 
     rules = BERT_RULES
@@ -96,7 +96,7 @@ class BertModel(LanguageModelStage):
         super().__init__(config, vocab_size=vocab_size, context=context, num_tokentypes=num_tokentypes, **parts)
         self.lm_head = self.word_bias = None
         self.pooler = self.binary_head = None
-        if self.language_model.post_process:
+        if self.post_process:
             self.lm_head, self.word_bias = BertHead(config, context), WordBias(config, vocab_size, context)
             if add_binary_head:
                 self.pooler = Pooler(config, context)
@@ -104,20 +104,25 @@ class BertModel(LanguageModelStage):
 
     def forward(
         self,
-        tokens: Tensor | None,
-        padding_mask: Tensor,
+        input_ids: Tensor | None,
+        attention_mask: Tensor,
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        positions = None if tokens is None else torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = (
+            None
+            if input_ids is None
+            else torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        )
         # Only keys are masked: a query without any key would give NaN, and the results of padding are not used.
-        nobody_looks_at = padding_mask[:, None, None, :] == 0  # [b, 1, 1, s]
-        x = self.language_model(tokens, positions, nobody_looks_at, tokentype_ids)
-        if not self.language_model.post_process:
+        nobody_looks_at = attention_mask[:, None, None, :] == 0  # [b, 1, 1, s]
+        x = self.language_model(input_ids, positions, nobody_looks_at, tokentype_ids)
+        if not self.post_process:
             return x
         order = None if self.pooler is None else self.binary_head(self.pooler(x))
         scores = self.word_bias(self.language_model.scores(self.lm_head(x)))
         if lm_labels is None:
-            return scores.transpose(0, 1), order
+            return self.returned(scores), order
         compiled = compiles(self.settings, scores.device)
-        return sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, compiled=compiled).t(), order
+        losses = sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, compiled=compiled)
+        return losses.t().contiguous(), order

@@ -12,7 +12,7 @@ from megatron.core.transformer.kv_cache import KeyValueCache
 class GPTModel(LanguageModelStage):
     """One pipeline stage of a GPT. The keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(tokens [b, s], position_ids [b, s], attention_mask, labels [b, s]): hidden states [s, b, h]; on the last
+    forward(input_ids [b, s], position_ids [b, s], attention_mask, labels [b, s]): hidden states [s, b, h]; on the last
     stage
         the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t].
     attention_mask: [b or 1, 1, s, s], True where attention is masked; None (causal) and `Documents` are faster.
@@ -24,18 +24,18 @@ class GPTModel(LanguageModelStage):
 
     def forward(
         self,
-        tokens: Tensor | None,
+        input_ids: Tensor | None,
         position_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        x = self.language_model(tokens, position_ids, attention_mask, cache=cache)  # [s, b, h]
-        if not self.language_model.post_process:
+        x = self.language_model(input_ids, position_ids, attention_mask, cache=cache)  # [s, b, h]
+        if not self.post_process:
             return x
         scores = self.language_model.scores(x if cache is None else x[-1:])  # [s, b, v/t]
         if labels is None:
-            return scores.transpose(0, 1)
+            return self.returned(scores)
         smoothing, z_loss = self.settings.label_smoothing, self.settings.z_loss_coeff
         compiled = compiles(self.settings, scores.device)
         losses = sharded_cross_entropy(
@@ -48,4 +48,4 @@ class GPTModel(LanguageModelStage):
             compiled=compiled,
             overwrite=compiled,
         )
-        return losses.t()  # [b, s]
+        return losses.t().contiguous()  # [b, s], which scripts flatten by a view

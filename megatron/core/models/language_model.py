@@ -9,6 +9,7 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.models.rules import NO_RULES
 from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.model_config import ModelConfig
@@ -76,9 +77,14 @@ class TransformerLanguageModel(nn.Module):
 
 
 class LanguageModelStage(nn.Module):
-    """One pipeline stage of a model around a language model; a subclass adds head and loss."""
+    """One pipeline stage of a model around a language model; a subclass adds head and loss.
+
+    parallel_output: scores that the forward returns without labels are this rank's part of the vocabulary; False: whole on
+    every rank.
+    """
 
     rules = NO_RULES
+    parallel_output = True
 
     def __init__(self, config: ModelConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
         """parts: further arguments of `TransformerLanguageModel`."""
@@ -87,9 +93,15 @@ class LanguageModelStage(nn.Module):
         self.settings = config
         self.vocab_size, self.axis = vocab_size, context.tp.axis
         self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, context=context, **parts)
+        self.pre_process, self.post_process = self.language_model.pre_process, self.language_model.post_process
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.language_model.set_input_tensor(x)
+
+    def returned(self, scores: Tensor) -> Tensor:
+        """Scores [s, b, v/t] as the forward returns them: [b, s, v/t], or [b, s, v] without `parallel_output`."""
+        whole = scores if self.parallel_output else mappings.gather_last(scores, self.axis)
+        return whole.transpose(0, 1).contiguous()  # scripts flatten them by a view
 
     def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
         """The tensors that a stage sends to the next."""

@@ -8,7 +8,6 @@ from megatron.core import parallel_state
 from megatron.core.classic.transformer_config import model_config
 from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
-from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.runtime import get_runtime
 
@@ -50,7 +49,6 @@ class GPTModel(gpt_model.GPTModel):
         check_token_types("GPTModel", num_tokentypes, 0)
         super().__init__(settings_of(config), **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output = parallel_output
 
     def forward(
@@ -61,11 +59,7 @@ class GPTModel(gpt_model.GPTModel):
         labels: Tensor | None = None,
         tokentype_ids: None = None,
     ) -> Tensor:
-        result = super().forward(input_ids, position_ids, attention_mask, labels)
-        is_whole = not self.post_process or labels is not None or self.parallel_output
-        return (
-            result if is_whole else mappings.gather_last(result, self.axis)
-        ).contiguous()  # scripts flatten it by a view
+        return super().forward(input_ids, position_ids, attention_mask, labels)
 
 
 class BertModel(bert_model.BertModel):
@@ -87,7 +81,6 @@ class BertModel(bert_model.BertModel):
         options = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
         super().__init__(settings_of(config), **options, **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output = parallel_output
 
     def forward(
@@ -97,9 +90,4 @@ class BertModel(bert_model.BertModel):
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Any:
-        result = super().forward(bert_model_input, attention_mask, tokentype_ids, lm_labels)
-        if not self.post_process:
-            return result
-        words, order = result
-        is_whole = lm_labels is not None or self.parallel_output
-        return (words if is_whole else mappings.gather_last(words, self.axis)).contiguous(), order
+        return super().forward(bert_model_input, attention_mask, tokentype_ids, lm_labels)
