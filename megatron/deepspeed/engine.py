@@ -19,21 +19,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from megatron.core import comm
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.whole_parameters import start_alike, whole_state_dict
 from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.placement import Placement
-from megatron.core.tiers.tier import FileTier, HostTier, Tier
+from megatron.core.tiers.offload_config import make_tier
 from megatron.deepspeed import optimizer as optimizers
 from megatron.deepspeed import saving
 from megatron.deepspeed.comm import get_local_rank
 from megatron.deepspeed.schedules import make_schedule
-from megatron.deepspeed.settings import Offload, Settings, load_ds_config, read_settings
-from megatron.deepspeed.zero import GatheredParameters, join
+from megatron.deepspeed.settings import Settings, load_ds_config, read_settings
+from megatron.deepspeed.zero import join
 
 
 class DeepSpeedEngine(nn.Module):
@@ -54,11 +53,12 @@ class DeepSpeedEngine(nn.Module):
         self.training_dataloader: DataLoader | None = None
         config = optimizers.optimizer_config(*groups, settings.clipping)
         number_of = optimizers.numbers_of(module, groups[1])
-        _place(module, settings, self.mesh, self.device)
+        dtype = getattr(torch, settings.precision) if settings.precision else None
+        start_alike(module, self.mesh, self.device, dtype)
         of_params, of_state = settings.offload_param, settings.offload_optimizer
-        state_tier = _tier(of_state, self.global_rank, self.device)
-        same = (of_params.device, of_params.folder) == (of_state.device, of_state.folder)
-        tier = state_tier if same else _tier(of_params, self.global_rank, self.device)
+        state_tier = make_tier(of_state, self.global_rank, self.device)
+        same = (of_params.tier, of_params.offload_dir) == (of_state.tier, of_state.offload_dir)
+        tier = state_tier if same else make_tier(of_params, self.global_rank, self.device)
         self._chunk = (DistributedDataParallel(module, self.mesh, settings.data_parallel, tier=tier),)  # no submodule
         flat = FlatOptimizer(
             self.chunk.buffers,
@@ -68,7 +68,7 @@ class DeepSpeedEngine(nn.Module):
             scaler=make_grad_scaler(settings.loss_scale, fp16=True) if settings.precision == "float16" else None,
             device=self.device,
             tier=state_tier,
-            offload_fraction=settings.offload_optimizer.ratio,
+            offload_fraction=of_state.optimizer_offload_fraction,
         )
         self.optimizer = optimizers.ZeroOptimizer(flat, groups[1])
         self._has_forward = False  # a forward with gradients, since the last backward
@@ -170,11 +170,7 @@ class DeepSpeedEngine(nn.Module):
     def module_state_dict(self) -> dict[str, Tensor]:
         """Copies of all weights and buffers, on the CPU, on every rank. Every rank must call."""
         self.chunk.finish_param_gather()
-        state = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            with GatheredParameters(value):
-                state[name] = value.detach().cpu().clone()
-        return state
+        return whole_state_dict(self.module)
 
     def save_checkpoint(
         self,
@@ -269,29 +265,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="for the script to read; changes nothing by itself")
     group.add_argument("--deepspeed_config", metavar="FILE", help="ds_config, a JSON file")
     return parser
-
-
-def _place(module: nn.Module, settings: Settings, mesh: Any, device: torch.device) -> None:
-    """Bring the tensors to the device, in the run's precision, with the first rank's values. One parameter at a time is whole
-    that was made under `zero.Init`."""
-    dtype = getattr(torch, settings.precision) if settings.precision else None
-    for tensor in (*module.parameters(), *module.buffers()):
-        shard = getattr(tensor, "shard", None)
-        was_sharded = shard is not None and not shard.is_whole
-        if not (was_sharded and dtype in (None, tensor.dtype) and shard.mine.device == device):
-            tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
-            if was_sharded:
-                shard.release()
-            else:
-                comm.broadcast(tensor.data, mesh.samples)
-        if isinstance(tensor, nn.Parameter) and not hasattr(tensor, "placement"):
-            tensor.placement = Placement(tuple(tensor.shape), init=None, replicated_over=("tp",))
-
-
-def _tier(asked: Offload, rank: int, device: torch.device) -> Tier | None:
-    if asked.device == "nvme":
-        return FileTier(asked.folder, rank, pinned=device.type != "cpu")
-    return HostTier(device) if asked.device == "cpu" else None
 
 
 def _half(values: Any) -> Any:

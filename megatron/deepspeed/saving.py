@@ -12,10 +12,9 @@ from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.storage.atomic import atomic_file
-from megatron.training.checkpointing import model_tensors, optimizer_tensors
+from megatron.training.checkpointing import model_tensors, optimizer_tensors, read_tensors
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-_MASTER = "optimizer/master/"
 
 
 def save(engine: Any, folder: Path, tag: str | None, client_state: Any, *, save_latest: bool) -> None:
@@ -55,22 +54,7 @@ def load(
     checkpoint = open_checkpoint(folder / found, world=world, device=engine.device)
     state = checkpoint.state
     tensors = optimizer_tensors(flat, engine.mesh)
-    masters = {name: tensor for name, tensor in tensors.items() if name.startswith(_MASTER)}
-    has_masters = optimizer and any(name.startswith(_MASTER) for name in checkpoint.names)
-    # Weights that are their own masters are those of a half-precision run's masters, with all their digits.
-    weights = {
-        name.replace("model/", _MASTER, 1)
-        if has_masters and not masters and _trained(name, checkpoint)
-        else name: tensor
-        for name, tensor in _weights(engine).items()
-    }
-    wanted = [weights]
-    if optimizer:
-        wanted.append(tensors if has_masters else {n: x for n, x in tensors.items() if n not in masters})
-    if not has_masters:
-        wanted.append({name.replace(_MASTER, "model/", 1): tensor for name, tensor in masters.items()})
-    for some in wanted:
-        checkpoint.read_into(some, world, convert=True, device=engine.device)
+    read_tensors(checkpoint, _weights(engine), tensors, world, engine.device, goes_on=optimizer)
     if optimizer:
         flat.step_count = state["optimizer_steps"]
         for name in _COUNTERS:
@@ -83,10 +67,6 @@ def load(
         for group, rate in zip(engine.optimizer.param_groups, state["rates"]):
             group["lr"] = rate
     return str(checkpoint.folder), state["client_state"]
-
-
-def _trained(name: str, checkpoint: Any) -> bool:
-    return name.startswith("model/") and name.replace("model/", _MASTER, 1) in checkpoint.names
 
 
 def _weights(engine: Any) -> dict[str, LocalTensor]:

@@ -9,16 +9,8 @@ from typing import Any
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
+from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.deepspeed.keys import check_keys
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Where state lies: device none, cpu or nvme, in files below `folder`; `ratio` of it."""
-
-    device: str = "none"
-    folder: str | None = None
-    ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,8 +26,8 @@ class Settings:
     loss_scale: LossScaleConfig
     restores_hysteresis: bool
     casts_inputs: bool
-    offload_optimizer: Offload
-    offload_param: Offload
+    offload_optimizer: OffloadConfig
+    offload_param: OffloadConfig
     optimizer: Mapping[str, Any] | None
     scheduler: Mapping[str, Any] | None
     drop_last: bool
@@ -73,7 +65,7 @@ def read_settings(given: Mapping[str, Any], ranks: int) -> Settings:
         raise ConfigError("ds_config: fp16 and bf16 are both enabled; enable one")
     stage = int(zero.get("stage") or 0)
     offloads = [_offload(zero, name) for name in ("offload_optimizer", "offload_param")]
-    if offloads[1].device != "none" and (stage != 3 or offloads[0].device == "none"):
+    if offloads[1].tier != "device" and (stage != 3 or offloads[0].tier == "device"):
         raise ConfigError("ds_config: offload_param needs stage 3, and offload_optimizer with a device; give both")
     overlaps = bool(zero.get("overlap_comm"))
     bucket = zero.get("reduce_bucket_size")
@@ -126,9 +118,10 @@ def _batches(given: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     return micro, steps
 
 
-def _offload(zero: Mapping[str, Any], name: str) -> Offload:
+def _offload(zero: Mapping[str, Any], name: str) -> OffloadConfig:
     asked = zero.get(name) or {}
     device, folder = asked.get("device") or "none", asked.get("nvme_path")
     if device == "nvme" and not folder:
         raise ConfigError(f"ds_config: zero_optimization.{name} with device nvme needs nvme_path, a folder")
-    return Offload(device, folder, float(asked.get("ratio", 1)))
+    share, where = float(asked.get("ratio", 1)), folder if device == "nvme" else None
+    return OffloadConfig(optimizer_cpu_offload=device == "cpu", optimizer_offload_fraction=share, offload_dir=where)

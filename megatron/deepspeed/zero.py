@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.distributed.made_in_shards import MakingInShards
+from megatron.core.distributed.whole_parameters import WholeParameters
 from megatron.core.model_parallel import initialize_model_parallel
 from megatron.deepspeed.comm import init_distributed
 
@@ -58,7 +58,7 @@ def join(dist_init_required: bool | None = None) -> None:
         initialize_model_parallel()
 
 
-class GatheredParameters:
+class GatheredParameters(WholeParameters):
     """A block in which these parameters are whole. Every rank must enter.
 
     params: one or several. modifier_rank: the global rank whose changes count; None: changes are lost, or where the
@@ -69,33 +69,9 @@ class GatheredParameters:
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ):
-        listed = [params] if isinstance(params, Tensor) else list(params)
-        self._params = [p for p in listed if isinstance(p, Tensor)] if enabled else []
-        self._source = modifier_rank
-        rounded = [p for p in self._params if hasattr(p, "slot") and p.slot.bucket.buffer.is_half_precision]
-        if modifier_rank is not None and rounded:
-            raise ValueError(
-                f"GatheredParameters(modifier_rank={modifier_rank}): {rounded[0].slot.name} is a rounded copy of a float32 "
-                "master, which would undo the change; change weights before initialize()"
-            )
-
-    def __enter__(self) -> None:
-        self._buckets = list(dict.fromkeys(p.slot.bucket for p in self._params if hasattr(p, "slot")))
-        for bucket in self._buckets:
-            bucket.start_gather()
-            bucket.finish_gather()
-        self._shards = [p.shard for p in self._params if hasattr(p, "shard") and not p.shard.is_whole]
-        for shard in self._shards:
-            shard.gather()
-
-    @torch.no_grad()
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        for parameter in self._params if self._source is not None and kind is None else ():
-            world = get_mesh().samples
-            comm.broadcast(parameter.data, world, world.ranks.index(self._source))
-        for bucket in self._buckets:
-            if self._source is not None and kind is None:
-                bucket.keep_values()
-            bucket.release_params()
-        for shard in self._shards:
-            shard.release()
+        listed = [params] if isinstance(params, Tensor) else list(params) if enabled else []
+        changed_on = None
+        if modifier_rank is not None and enabled:
+            samples = get_mesh().samples
+            changed_on = samples, samples.ranks.index(modifier_rank)
+        super().__init__([p for p in listed if isinstance(p, Tensor) and enabled], changed_on)

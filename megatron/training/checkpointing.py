@@ -170,7 +170,8 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     goes_on = config.load_optim and not finetune
     if goes_on:
         checks.check_same_optimizer(runtime, checkpoint.state)
-    _read_tensors(runtime, checkpoint, wanted, optimizer, goes_on=goes_on)
+    state = optimizer_tensors(optimizer, mesh)
+    read_tensors(checkpoint, wanted, state, mesh["world"], device, goes_on=goes_on)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:
             chunk.gather_params()
@@ -186,16 +187,22 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]
 
 
-def _read_tensors(
-    runtime: Runtime, checkpoint: Checkpoint, model: dict[str, LocalTensor], optimizer: FlatOptimizer, *, goes_on: bool
+def read_tensors(
+    checkpoint: Checkpoint,
+    model: dict[str, LocalTensor],
+    state: dict[str, LocalTensor],
+    world: Axis,
+    device: torch.device | str,
+    *,
+    goes_on: bool,
 ) -> None:
-    """Fill the parameters and, if `goes_on`, the optimizer state. Masters not in the checkpoint are filled from the weights."""
-    state = optimizer_tensors(optimizer, runtime.mesh)
+    """Fill the parameters and, if `goes_on`, the optimizer state. Masters not in the checkpoint are filled from the weights.
+    Every rank must call."""
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
     saves_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
     if goes_on and saves_masters and not masters:  # resumed in full precision: the masters become the weights
         names = {name: name.replace("model/", _MASTER, 1) for name in model}
-        # A parameter that was not trained has no master.
+        # What was not trained has no master.
         model = {names[name] if names[name] in checkpoint.names else name: tensor for name, tensor in model.items()}
     wanted = [model]
     if goes_on:  # after the parameters: with --reuse-fp32-param masters share memory with weights
@@ -203,4 +210,4 @@ def _read_tensors(
     if not (goes_on and saves_masters):  # from the saved weights, which may be wider than this run's parameters
         wanted.append({name.replace(_MASTER, "model/", 1): tensor for name, tensor in masters.items()})
     for tensors in wanted:
-        checkpoint.read_into(tensors, runtime.mesh["world"], convert=True, device=runtime.device.torch_device)
+        checkpoint.read_into(tensors, world, convert=True, device=device)

@@ -54,7 +54,7 @@ DOCUMENTED = {
 def test_every_key_of_the_documented_examples_is_answered():
     settings = read_settings(DOCUMENTED, ranks=2)
     assert (settings.micro_batch, settings.accumulation, settings.precision) == (4, 1, "float16")
-    assert settings.data_parallel.stage == 3 and settings.offload_optimizer.ratio == 0.3
+    assert settings.data_parallel.stage == 3 and settings.offload_optimizer.optimizer_offload_fraction == 0.3
     assert settings.loss_scale.initial_loss_scale == 2**16
     assert any(note.startswith("aio: ") for note in settings.notes)
 
