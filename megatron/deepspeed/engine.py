@@ -24,12 +24,12 @@ from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.whole_parameters import start_alike, whole_state_dict
-from megatron.core.optimizer import FlatOptimizer
+from megatron.core.optimizer import FlatOptimizer, torch_groups
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.tiers.offload_config import make_tier
-from megatron.deepspeed import optimizer as optimizers
 from megatron.deepspeed import saving
 from megatron.deepspeed.comm import get_local_rank
+from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups
 from megatron.deepspeed.schedules import make_schedule
 from megatron.deepspeed.settings import Settings, load_ds_config, read_settings
 from megatron.deepspeed.zero import join
@@ -41,7 +41,7 @@ class DeepSpeedEngine(nn.Module):
     global_steps: updates and skipped ones; skipped_steps: overflows of the loss scale; micro_steps: calls of `step`.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, groups: tuple[str, optimizers.Groups], device: Device):
+    def __init__(self, module: nn.Module, settings: Settings, groups: tuple[str, torch_groups.Groups], device: Device):
         super().__init__()
         self.module, self.settings = module, settings
         self.mesh, self.device = get_mesh(), device.torch_device
@@ -51,8 +51,7 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps = self.global_samples = 0
         self.lr_scheduler: Any = None
         self.training_dataloader: DataLoader | None = None
-        config = optimizers.optimizer_config(*groups, settings.clipping)
-        number_of = optimizers.numbers_of(module, groups[1])
+        number_of = torch_groups.numbers_of(module, groups[1])
         dtype = getattr(torch, settings.precision) if settings.precision else None
         start_alike(module, self.mesh, self.device, dtype)
         of_params, of_state = settings.offload_param, settings.offload_optimizer
@@ -60,17 +59,20 @@ class DeepSpeedEngine(nn.Module):
         same = (of_params.tier, of_params.offload_dir) == (of_state.tier, of_state.offload_dir)
         tier = state_tier if same else make_tier(of_params, self.global_rank, self.device)
         self._chunk = (DistributedDataParallel(module, self.mesh, settings.data_parallel, tier=tier),)  # no submodule
+        scaler = make_grad_scaler(settings.loss_scale, fp16=True) if settings.precision == "float16" else None
+        if scaler is not None:
+            scaler.restores = settings.restores_hysteresis
         flat = FlatOptimizer(
             self.chunk.buffers,
-            config,
+            torch_groups.config_of_groups(*groups, settings.clipping),
             self.mesh,
-            group_of=lambda name, _: optimizers.NumberedGroup(number=number_of[name]),
-            scaler=make_grad_scaler(settings.loss_scale, fp16=True) if settings.precision == "float16" else None,
+            group_of=torch_groups.by_number(number_of),
+            scaler=scaler,
             device=self.device,
             tier=state_tier,
             offload_fraction=of_state.optimizer_offload_fraction,
         )
-        self.optimizer = optimizers.ZeroOptimizer(flat, groups[1])
+        self.optimizer = ZeroOptimizer(flat, groups[1])
         self._has_forward = False  # a forward with gradients, since the last backward
         self._backwards = 0  # since the last step
         self._begin_step()
@@ -121,7 +123,7 @@ class DeepSpeedEngine(nn.Module):
         rates = self.optimizer.rates()
         self.chunk.finish_grad_reduce()
         divisor = float(self.mesh.samples.size) if self.settings.takes_mean else 1.0
-        updated = self.optimizer.update(divisor, restores_hysteresis=self.settings.restores_hysteresis)
+        updated = self.optimizer.update(divisor)
         if updated:
             self.chunk.gather_params()
             if self.lr_scheduler is not None:
@@ -215,7 +217,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, optimizers.ZeroOptimizer, DataLoader | None, Any]:
+) -> tuple[DeepSpeedEngine, ZeroOptimizer, DataLoader | None, Any]:
     """(engine, optimizer, loader, schedule) of any torch module. Every rank must call, with the same model.
 
     config: a path or a dict (`config_params` too, or `args.deepspeed_config`). optimizer: torch's Adam, AdamW or SGD, or a
@@ -239,12 +241,13 @@ def initialize(
     if samples.rank == 0:
         for note in settings.notes:
             print(f"ds_config: without effect: {note}", flush=True)
-    held = optimizers.as_groups(model_parameters, model)
+    trained = (p for p in model.parameters() if p.requires_grad)
+    held = list(trained if model_parameters is None else model_parameters)
     if optimizer is not None:
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(held)
-        groups = optimizers.groups_of_torch(made)
+        groups = torch_groups.groups_of_torch(made)
     elif settings.optimizer is not None:
-        groups = optimizers.make_groups(settings.optimizer, held)
+        groups = make_groups(settings.optimizer, held)
     else:
         raise ConfigError("ds_config names no optimizer; name one, or pass optimizer= to initialize()")
     engine = DeepSpeedEngine(model, settings, groups, device)

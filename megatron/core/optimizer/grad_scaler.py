@@ -55,7 +55,10 @@ class DynamicGradScaler:
     """A scale that doubles after a window of good steps and halves when overflows have used up its patience.
 
     Only growth restores the patience, a good step does not: two overflows far apart within one window halve the scale.
+    With `restores` a good step does.
     """
+
+    restores = False
 
     def __init__(self, initial: float, *, minimum: float, window: int, hysteresis: int):
         self.scale, self.minimum = initial, minimum
@@ -78,6 +81,8 @@ class DynamicGradScaler:
                 self.scale = max(self.scale * BACKOFF, self.minimum)
             return
         self.good_steps += 1
+        if self.restores:
+            self.patience = self.hysteresis
         if self.good_steps == self.window:
             self.good_steps, self.patience = 0, self.hysteresis
             self.scale *= GROWTH

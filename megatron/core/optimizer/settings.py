@@ -38,6 +38,10 @@ def _adam(config: "OptimizerConfig") -> Callable[..., None]:
     return partial(optimizer.adam_update, beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps)
 
 
+def _adam_l2(config: "OptimizerConfig") -> Callable[..., None]:
+    return partial(optimizer.adam_l2_update, **_adam(config).keywords)
+
+
 def _sgd(config: "OptimizerConfig") -> Callable[..., None]:
     return partial(optimizer.sgd_update, momentum=config.sgd_momentum)
 
@@ -49,6 +53,7 @@ def _muon(config: "OptimizerConfig") -> Callable[..., None]:
 # A script adds a line before it calls pretrain(); --optimizer then takes its name. The states here have torch's names.
 _OURS = {
     "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True),
+    "adam-l2": UpdateRule(_adam_l2, lambda config: ("exp_avg", "exp_avg_sq")),
     "sgd": UpdateRule(_sgd, lambda config: ("momentum_buffer",) if config.sgd_momentum else ()),
     "muon": UpdateRule(
         _muon, lambda config: ("momentum_buffer",), whole=True, others=lambda config: config.muon_scalar_optimizer
@@ -63,14 +68,15 @@ class OptimizerConfig(MuonConfig):
 
     optimizer: str = knob(
         "adam",
-        "AdamW; gradient descent with momentum; or Muon for the layers' matrices, with --muon-scalar-optimizer for the rest",
+        "AdamW; Adam with the decay in the gradient; gradient descent with momentum; or Muon for the layers' matrices, with "
+        "--muon-scalar-optimizer for the rest",
         names=OPTIMIZERS,
     )
     muon_scalar_optimizer: str = knob(
         "adam", "muon: optimizer of tables, norms, biases and the output layer", names=OPTIMIZERS
     )
     weight_decay: NotNegative = knob(
-        0.01, "weight decay: decoupled (adam, muon) or added to the gradient (sgd); none for biases and norms"
+        0.01, "weight decay: decoupled (adam, muon) or added to the gradient (adam-l2, sgd); none for biases and norms"
     )
     start_weight_decay: float | None = knob(None, "initial weight decay, with --weight-decay-incr-style")
     end_weight_decay: float | None = knob(None, "final weight decay, instead of --weight-decay")

@@ -58,6 +58,13 @@ def adam_update(
     adamw(parameters, gradients, *kept, fused=fused, amsgrad=False, maximize=False, grad_scale=divisor, **rates)
 
 
+def adam_l2_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, **rates: float) -> None:
+    """torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights. The gradients are multiplied."""
+    if step.weight_decay:
+        torch._foreach_add_(gradients, parameters, alpha=step.weight_decay)
+    adam_update(parameters, gradients, states, step._replace(weight_decay=0.0, factor=1.0), **rates)
+
+
 def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, momentum: float) -> None:
     """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike in AdamW, the decay enters the
     momentum."""
