@@ -324,9 +324,10 @@ BUDGETS = {
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_185,
     "megatron/training/watch": 990,
-    "tools": 1_710,
+    "tools": 1_791,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,
+    "tools/configuring": 485,
     "tools/estimating": 215,
     "tools/preprocessing": 560,
 }

@@ -170,6 +170,12 @@ def test_the_quickstart_leads_from_nothing_to_a_sample(folder: Path):
     assert "== done in" in said and (copy / "runs/quickstart/loss.png").stat().st_size > 1000
 
 
+def test_what_configure_writes_trains(folder: Path):
+    said = bash("\n".join(commands_of(ROOT / "docs/configure.md")), folder)
+    assert "dp 2" in said and "zero" in (folder / "runs" / "tiny.yaml").read_text()
+    assert re.search(r"^ \[.*iteration +2/ +2 .*lm loss", said, re.M)
+
+
 # ---------------------------------------------------------------- Python
 
 

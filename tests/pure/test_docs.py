@@ -25,6 +25,7 @@ READS_ON = "tests/gloo/test_documents.py::test_the_readme_leads_from_a_text_to_a
 TEACHES = "tests/gloo/test_documents.py::test_the_tutorial_leads_from_a_text_to_the_same_numbers_in_four_processes"
 WATCHES = "tests/gloo/test_documents.py::test_the_page_about_watching_shows_what_can_be_seen"
 PREPARES = "tests/pure/test_data_tools.py::test_every_command_of_the_page_runs"
+CONFIGURES = "tests/gloo/test_documents.py::test_what_configure_writes_trains"
 TRAINS_A_BERT = "tests/gloo/test_bert.py::test_every_command_of_the_page_runs"
 # document: command, or its beginning before " ..." -> the test that runs it, word for word, or "not run: why".
 COMMANDS = {
@@ -63,6 +64,7 @@ COMMANDS = {
     "docs/memory.md": {
         "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_gpt3_on_a_thousand_ranks_is_estimated_in_one_process"
     },
+    "docs/configure.md": {"python -m megatron.configure ...": CONFIGURES, "bash runs/tiny.sh ...": CONFIGURES},
     "docs/generation.md": {
         "python tools/generate.py ...": READS_ON,
         "torchrun --nproc-per-node 4 tools/generate.py ...": READS_ON,

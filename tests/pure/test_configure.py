@@ -1,0 +1,231 @@
+"""`python -m megatron.configure`: sizes against their names, layouts against the rules of a run, memory against tools/estimate_memory.py."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from documents import ROOT, commands_of
+
+from megatron.core.config import ConfigError
+from megatron.training.command_line import parse_args
+from megatron.training.settings.rules import check
+from tools import configure, estimate_memory
+from tools.configuring.answers import QUESTIONS, Answers, Choices, complete, work_of
+from tools.configuring.command import flags_of, in_lines, launch_words
+from tools.configuring.layouts import Layout, Work, layouts, least_memory, loss, ranked
+from tools.configuring.search import estimate_words, predicted, search
+from tools.configuring.sizes import SIZES, Model, Size
+
+TINY = "--device cpu --devices 2 --model gpt --size tiny --show 1 --yes"
+SMALL = Model("gpt", Size(4, 32, 4, 100, 16))
+
+
+def work(**changed) -> Work:
+    given = dict(model=SMALL, seq_length=16, global_batch=16, micro_batch=1, machines=1, devices=4, device="gpu")
+    return Work(**given | {"half": True} | changed)
+
+
+def flags(of: Work, layout: Layout) -> list[str]:
+    precision = "bf16" if of.half else "fp32"
+    return flags_of(Answers(device=of.device, precision=precision), Choices(), of, layout, [])
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, sizes in SIZES.items() for name in sizes if name != "tiny"]
+)
+def test_a_size_has_the_parameters_of_its_name(family: str, name: str):
+    """A BERT's name counts its heads and positions, too: 2 %."""
+    number = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+    assert Model(family, SIZES[family][name]).parameters == pytest.approx(number, rel=0.02 if number > 2e9 else 0.03)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        work(),
+        work(model=Model("llama", Size(6, 64, 8, 100, 16, 2, 96)), devices=8, global_batch=48, machines=2),
+        work(model=Model("bert", Size(4, 32, 4, 100, 16)), half=False, device="cpu"),
+    ],
+    ids=["gpt", "llama", "bert"],
+)
+def test_a_run_accepts_every_layout(job: Work):
+    found = list(layouts(job))
+    assert len(found) > 20 and {one.tp for one in found} >= {1, 2} and {one.zero for one in found} == {0, 1, 2, 3}
+    for layout in found[::5]:
+        config = parse_args(flags(job, layout))[0]
+        check(config, job.ranks)
+        assert config.data_parallel_size(job.ranks) == layout.dp and config.data_parallel.stage == layout.zero
+        assert config.transformer.num_layers == job.model.size.layers and config.parallel.sequence_parallel == (
+            layout.tp > 1
+        )
+
+
+def test_what_a_layout_loses_follows_from_the_formulas():
+    """By hand: N = 16 x 32 elements of 2 bytes, 4 layers, 12 x 32^2 x 4 + 100 x 32 parameters."""
+    job, n, parameters = work(), 16 * 32 * 2, 12 * 32 * 32 * 4 + 100 * 32
+    flops = (6 * parameters + 6 * 4 * 32 * 16) * 16 * 16 / 4
+    whole, idle = loss(job, Layout(4, 1, 1, 0, "none")), loss(job, Layout(1, 4, 1, 0, "full"))
+    assert whole.inside == 10 * 3 / 4 * n * 4 * 16 and whole.sent == pytest.approx(1000 * whole.inside / flops)
+    assert (idle.idle, idle.repeated, idle.inside) == (3 / 16, 1 / 3, 2 * n * 16)
+    shards = loss(job, Layout(1, 1, 4, 1, "none"))
+    assert shards.inside == pytest.approx(3 / 4 * (4 + 2) * parameters)
+    beside = 1 / 4  # one of four microbatches
+    assert shards.sent == pytest.approx(1000 * shards.inside / flops - beside / 2)
+    apart = work(machines=2, devices=2)
+    assert loss(apart, Layout(2, 2, 1, 0, "none")).between == 2 * n / 2 * 16
+    assert loss(apart, Layout(1, 2, 2, 1, "none")).between == 2 * n * 8
+
+
+def test_equal_layouts_are_ranked_by_data_parallel_ranks():
+    order = [(round(100 * loss(work(), one).total), -one.dp) for one in ranked(work())]
+    assert order == sorted(order) and len(order) == len(list(layouts(work())))
+
+
+LARGE = work(model=Model("gpt", Size(4, 256, 4, 4000, 256)), seq_length=256, global_batch=8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("layout", [Layout(1, 1, 4, 3, "none"), Layout(2, 2, 1, 0, "mlp"), Layout(1, 4, 1, 0, "full")])
+def test_the_least_memory_is_below_the_prediction_and_near_it(layout: Layout, half: bool):
+    """Near for a small model: a tied table is counted once, and is on both ends of a pipeline."""
+    job = work(**vars(LARGE) | {"half": half})
+    total = predicted(job, flags(job, layout)).total
+    assert 0.5 * total < least_memory(job, layout) <= total
+
+
+def said_by(capsys, words: str) -> str:
+    assert configure.main(shlex.split(words)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_memory_is_that_of_the_tool(capsys):
+    """And the command that is shown for it prints the chosen layout's."""
+    job, room = work(device="cpu", half=False, devices=2), 2**30
+    found = search(job, lambda layout: flags(job, layout), room, 2, print)
+    for layout, _, memory, fits in found:
+        assert estimate_memory.main([*estimate_words(job), *flags(job, layout), "--json"]) == 0
+        printed = capsys.readouterr().out
+        assert json.loads(printed[printed.index("{") :])["worst_total_bytes"] == memory.total and fits
+    text = said_by(capsys, TINY)
+    (command,) = re.findall(r"its memory again: python tools/estimate_memory.py (.*)", text)
+    assert estimate_memory.main(shlex.split(command)) == 0
+    total = re.search(r"^0 .* (\S+ MiB)$", capsys.readouterr().out, re.M)[1]
+    assert re.search(rf"^1 .* {re.escape(total)}$", text, re.M)
+
+
+def test_a_bert_is_one_of_pretrain_bert(capsys):
+    text = said_by(capsys, "--device cpu --devices 1 --model bert --size tiny --yes")
+    assert "--world-size 1 --model bert" in text and "\npython pretrain_bert.py \\\n" in text and "torchrun" not in text
+
+
+def test_several_machines_have_a_launch_line_for_each():
+    launch = launch_words(work(machines=2), ["pretrain_gpt.py"])
+    command = in_lines(launch, ["--lr", "1e-4", "--split", "a b"])
+    done = subprocess.run(
+        ["bash", "-uc", f'torchrun() {{ echo "$@"; }}\n{command}'],
+        env={"NODE_RANK": "1", "MASTER_ADDR": "first"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split()[:10] == shlex.split(
+        "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr first --master-port 6000"
+    )
+    assert done.stdout.endswith("pretrain_gpt.py --lr 1e-4 --split a b\n")
+    assert launch_words(work(), ["megatron-pretrain-gpt"])[-2:] == ["--no-python", "megatron-pretrain-gpt"]
+
+
+@pytest.mark.full
+def test_files_have_the_flags_of_the_command(tmp_path, capsys):
+    """And are never overwritten unasked."""
+    shell, yaml = tmp_path / "run.sh", tmp_path / "run.yaml"
+    more = "-- --split 98,2,0 --data-path books wiki --tokenizer-type NullTokenizer --vocab-size 99 --lr 1e-2"
+    plain = said_by(capsys, f"{TINY} {more}")
+    said_by(capsys, f"{TINY} --yaml {yaml} --shell {shell} {more}")
+    command = plain[plain.index("\ntorchrun") :].replace("\\\n", " ")
+    shown, read = (parse_args(words)[0] for words in (shlex.split(command)[4:], ["--yaml-cfg", str(yaml)]))
+    assert shown == read and shown.data.data_path == ["books", "wiki"] and shown.learning_rate.lr == 1e-2
+    assert (
+        not shown.data.mock_data
+        and subprocess.run(["bash", "-n", shell]).returncode == 0
+        and shell.stat().st_mode & 0o100
+    )
+    before = shell.read_text()
+    assert configure.main(shlex.split(f"{TINY} --yaml {yaml} --shell {shell}")) == 2
+    err = capsys.readouterr().err
+    assert f"--shell {shell} is there already" in err and "--overwrite" in err and shell.read_text() == before
+    said_by(capsys, f"{TINY} --shell {shell} --overwrite")
+    assert "--mock-data" in shell.read_text()
+
+
+def test_questions_are_asked_until_they_are_answered(capsys):
+    lines, asked = iter(["cpu", "", "two", "2", "", "bert", "shape", "", "2", "64", "4", "", "", ""]), []
+    answers = complete(Answers(), lambda prompt: asked.append(prompt) or next(lines), print)
+    assert (answers.machines, answers.devices, answers.num_layers, answers.seq_length) == (1, 2, 2, 1024)
+    assert (
+        answers.global_batch_size == 8 and answers.precision == "fp32" and work_of(answers, 1).model.size.vocab == 30522
+    )
+    said = capsys.readouterr().out
+    assert (
+        "'two' is not a whole number" in said and "--num-layers is needed" in said and len(asked) == len(QUESTIONS) + 2
+    )
+    assert complete(Answers(num_layers=2, hidden_size=8, num_attention_heads=2), None, print).size == "shape"
+
+    def ended(_: str) -> str:
+        raise EOFError
+
+    with pytest.raises(ConfigError, match="give flags, or --yes"):
+        complete(Answers(), ended, print)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--size 9b", "--size is 9b; of gpt it is one of"),
+        ("--size tiny --num-layers 3", "--size tiny and --num-layers exclude each other"),
+        ("--size shape", "--num-layers is needed"),
+        ("--model gpt --num-query-groups 2", "--num-query-groups is for --model llama"),
+        ("--devices 0", "--devices is 0; it must be at least 1"),
+        ("--global-batch-size 3 --devices 10 --machines 7", "70 and 140 suit every layout"),
+        ("--choose 9 --devices 1", "--choose is 9, and 1 layout(s) fit"),
+        ("--memorry 3", "did you mean --memory"),
+    ],
+)
+def test_impossible_answers_are_refused(words: str, says: str, capsys):
+    assert (
+        configure.main(
+            [*words.split(), "--device", "cpu", "--yes", "--model", "gpt"][: -2 if "--model" in words else None]
+        )
+        == 2
+    )
+    assert says in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said_where_nothing_fits():
+    job = work(**vars(LARGE) | {"machines": 1, "devices": 2, "global_batch": 8})
+    layout = min(layouts(job), key=lambda one: least_memory(job, one))
+    memory = predicted(job, flags(job, layout))
+    with pytest.raises(ConfigError) as refused:
+        search(job, lambda one: flags(job, one), memory.state - 2**20, 1, print)
+    first, less, more = refused.value.problems
+    assert f"{layout} needs least" in first and "MiB too much" in first and less.startswith("less with ")
+    assert re.search(r"no fewer than \d+ machines", more)
+
+
+@pytest.mark.full
+def test_the_page_shows_what_its_command_prints(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "configure.md"
+    command, _ = commands_of(page)
+    printed = said_by(capsys, command.removeprefix("python -m megatron.configure "))
+    (shown,) = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert shown == printed[: printed.index("\nlayout 1")]
+
+
+def test_help_and_questions_wait_for_no_torch():
+    code = "import sys, tools.configure as c; c._parser().format_help(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

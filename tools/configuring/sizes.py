@@ -1,0 +1,111 @@
+"""Models by name: published sizes of GPT, BERT and Llama, and the flags of pretrain_gpt.py or pretrain_bert.py for them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.core.config import flag_of
+from megatron.training.watch.flops import ModelShape
+
+
+class Size(NamedTuple):
+    """layers, hidden size, heads; words without padding; the longest sequence in the publication. ffn 0: 4 x hidden."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    groups: int = 0  # key/value heads; 0: one for each head
+    ffn: int = 0
+    tied: bool = True  # the output layer is the word table
+    rotary_base: int = 10000
+
+
+_GPT2, _GPT3 = (50257, 1024), (50257, 2048)
+_LLAMA3 = (128256, 8192)
+SIZES: dict[str, dict[str, Size]] = {
+    "gpt": {
+        "tiny": Size(4, 128, 4, 1000, 128),
+        # GPT-2 (Radford et al. 2019), table 2
+        "124m": Size(12, 768, 12, *_GPT2),
+        "355m": Size(24, 1024, 16, *_GPT2),
+        "774m": Size(36, 1280, 20, *_GPT2),
+        "1.6b": Size(48, 1600, 25, *_GPT2),
+        # arXiv:2104.04473, table 1, and arXiv:2005.14165, table 2.1, for 175b
+        "3.6b": Size(30, 3072, 32, *_GPT3),
+        "7.5b": Size(36, 4096, 32, *_GPT3),
+        "18.4b": Size(40, 6144, 48, *_GPT3),
+        "39.1b": Size(48, 8192, 64, *_GPT3),
+        "76.1b": Size(60, 10240, 80, *_GPT3),
+        "145.6b": Size(80, 12288, 96, *_GPT3),
+        "175b": Size(96, 12288, 96, *_GPT3),
+    },
+    "bert": {
+        "tiny": Size(4, 128, 4, 1000, 128),
+        # arXiv:1810.04805, section 3
+        "110m": Size(12, 768, 12, 30522, 512),
+        "340m": Size(24, 1024, 16, 30522, 512),
+    },
+    "llama": {
+        "tiny": Size(4, 128, 4, 1000, 128, 2, 384, False),
+        # arXiv:2407.21783, table 3, and the model cards of 3.2
+        "1.2b": Size(16, 2048, 32, *_LLAMA3, 8, 8192, True, 500000),
+        "3.2b": Size(28, 3072, 24, *_LLAMA3, 8, 8192, True, 500000),
+        "8b": Size(32, 4096, 32, *_LLAMA3, 8, 14336, False, 500000),
+        "70.6b": Size(80, 8192, 64, *_LLAMA3, 8, 28672, False, 500000),
+        "405.9b": Size(126, 16384, 128, *_LLAMA3, 8, 53248, False, 500000),
+        # arXiv:2307.09288, section 2.2
+        "6.7b": Size(32, 4096, 32, 32000, 4096, 0, 11008, False),
+        "13b": Size(40, 5120, 40, 32000, 4096, 0, 13824, False),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of one of the families."""
+
+    family: str
+    size: Size
+
+    @property
+    def script(self) -> str:
+        return "pretrain_bert" if self.family == "bert" else "pretrain_gpt"
+
+    @property
+    def ffn(self) -> int:
+        return self.size.ffn or 4 * self.size.hidden
+
+    def shape(self, seq_length: int) -> ModelShape:
+        """The sizes that its FLOPs follow from."""
+        size, gated = self.size, self.family == "llama"
+        kv = size.hidden // size.heads * (size.groups or size.heads)
+        return ModelShape(size.layers, size.hidden, size.hidden, kv, self.ffn, size.vocab, seq_length, gated)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all matrices and of the word table: without positions, biases, norms and padding."""
+        own_table = 0 if self.size.tied else self.size.hidden * self.size.vocab
+        return self.shape(1).multiplied_parameters + own_table
+
+    def flags(self, seq_length: int) -> list[str]:
+        """Its flags on a command line."""
+        size = self.size
+        given: dict[str, object] = {"num_layers": size.layers, "hidden_size": size.hidden}
+        given |= {"num_attention_heads": size.heads, "seq_length": seq_length}
+        if size.ffn:
+            given["ffn_hidden_size"] = size.ffn
+        if size.groups:
+            given |= {"group_query_attention": True, "num_query_groups": size.groups}
+        if self.family == "llama":
+            given |= {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
+            given |= {"rotary_base": size.rotary_base, "disable_bias_linear": True, "hidden_dropout": 0}
+        if not size.tied:
+            given["untie_embeddings_and_output_weights"] = True
+        return words({**given, "attention_dropout": 0})  # attention's fused kernels have no dropout
+
+
+def words(given: dict[str, object]) -> list[str]:
+    """Settings as the words of a command line. True gives the flag alone; None and False leave it out."""
+    pairs = ((flag_of(name), value) for name, value in given.items() if value is not None and value is not False)
+    return [word for flag, value in pairs for word in ((flag,) if value is True else (flag, str(value)))]
