@@ -305,7 +305,7 @@ BUDGETS = {
     "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_375,
+    "megatron/core/distributed": 1_400,
     "megatron/core/inference": 350,
     "megatron/core/job": 655,
     "megatron/core/models": 300,

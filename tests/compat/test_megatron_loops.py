@@ -1,8 +1,8 @@
-"""The quick-start loop of Megatron core, not one line changed, over our `megatron` on a CPU.
+"""The quick-start loops of Megatron core, not one line changed, over our `megatron` on a CPU.
 
     MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_megatron_loops.py
 
-CLONE: as in test_megatron_scripts.py. `cuda_on_cpu`, imported first, does what the loop asks of CUDA.
+CLONE: as in test_megatron_scripts.py. `cuda_on_cpu`, imported first, does what the loops ask of CUDA.
 """
 
 import math
@@ -28,7 +28,7 @@ print("updates", *{int(state["step"]) for state in optim.state.values()}, "of", 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tag, ranks", [("core_v0.12.0", 2)])
+@pytest.mark.parametrize("tag, ranks", [("core_v0.12.0", 2), ("core_v0.16.1", 2), ("core_v0.16.1", 4)])
 def test_a_quick_start_loop_trains_saves_and_loads(tag: str, ranks: int, tmp_path: Path, monkeypatch):
     script = tmp_path / "loop.py"
     shown = subprocess.run(["git", "-C", CLONE, "show", f"{tag}:{LOOP}"], capture_output=True, check=True)

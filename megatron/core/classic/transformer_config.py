@@ -7,47 +7,31 @@ core_transformer_config_from_args(args)         of the command line
 model_config(config)                            the settings that our layers are built from
 """
 
-import tomllib
-from ast import literal_eval
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.classic.utils import init_method_normal, scaled_init_method_normal
 from megatron.core.config import ConfigError
 from megatron.core.transformer.model_config import ModelConfig
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-_DEFAULTS = {name: literal_eval(value) for value, some in _TABLES["defaults"].items() for name in some.split()}
-_OF_RANKS = [
-    name for name in _DEFAULTS if name.endswith("parallel_size") or name in ("sequence_parallel", "params_dtype")
-]
-_NOT_BUILT = _TABLES["not_built"]["fields"].split()
-
-
-def _dataclass_of(name: str, names: Mapping[str, Any], bases: tuple[type, ...] = ()) -> type:
-    """A dataclass with these fields and defaults."""
-    of_fields = [
-        (one, Any, field(default_factory=list) if value == [] else field(default=value)) for one, value in names.items()
-    ]
-    return make_dataclass(name, of_fields, bases=bases)
-
-
-_Ranks = _dataclass_of("_Ranks", {name: _DEFAULTS[name] for name in _OF_RANKS})
-_Fields = _dataclass_of("_Fields", {name: _DEFAULTS[name] for name in _DEFAULTS if name not in _OF_RANKS}, (_Ranks,))
+_FIELDS = read_fields("transformer_config")
+_OF_RANKS = {
+    name: value
+    for name, value in _FIELDS.defaults.items()
+    if name.endswith("parallel_size") or name in ("sequence_parallel", "params_dtype")
+}
+_Ranks = dataclass_of("_Ranks", _OF_RANKS)
+_REST = {name: value for name, value in _FIELDS.defaults.items() if name not in _OF_RANKS}
+_Fields = dataclass_of("_Fields", _REST, (_Ranks,))
 
 
 @dataclass
 class ModelParallelConfig(_Ranks):
     """How many ranks share a layer, and in which dtype."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.params_dtype, str):
-            self.params_dtype = getattr(torch, self.params_dtype)
 
 
 @dataclass
@@ -55,8 +39,6 @@ class TransformerConfig(_Fields, ModelParallelConfig):
     """A model's settings by Megatron's names. Fields that are built nowhere here are refused once a model is made of them."""
 
     def __post_init__(self) -> None:
-        ModelParallelConfig.__post_init__(self)
-        self.activation_func = functional.gelu if self.activation_func == "gelu" else self.activation_func
         self.ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
         self.num_query_groups = self.num_query_groups or self.num_attention_heads
         self.kv_channels = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)
@@ -93,7 +75,7 @@ def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -
         return replace(config, **options)
     if problems := _problems(config):
         raise ConfigError(problems)
-    values = {one.name: getattr(config, one.name) for one in fields(ModelConfig) if one.name in _DEFAULTS}
+    values = {one.name: getattr(config, one.name) for one in fields(ModelConfig) if one.name in _FIELDS.defaults}
     values |= {
         "norm_epsilon": config.layernorm_epsilon,
         "swiglu": config.gated_linear_unit,
@@ -113,8 +95,7 @@ def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -
 
 def _problems(config: Any) -> list[str]:
     """Why our layers cannot compute what a config says."""
-    asked = [name for name in _NOT_BUILT if getattr(config, name, _DEFAULTS[name]) != _DEFAULTS[name]]
-    problems = [f"TransformerConfig: {name}={getattr(config, name)!r} is not built yet; leave it out" for name in asked]
+    problems = _FIELDS.problems(config)
     known = functional.silu if config.gated_linear_unit else functional.gelu
     if config.activation_func is not known:
         name = getattr(config.activation_func, "__name__", config.activation_func)

@@ -17,7 +17,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".data_parallel_config": "DataParallelConfig",
-        ".data_parallel": "DistributedDataParallel",
+        "megatron.core.classic.data_parallel": "DistributedDataParallel DistributedDataParallelConfig",
         ".finalize_model_grads": "finalize_model_grads",
         ".buffer": "MemoryBuffer ParamAndGradBuffer",
     },

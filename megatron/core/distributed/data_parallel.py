@@ -4,7 +4,7 @@
     REDUCE action   start_grad_reduce(): starts the reduction over the data-parallel ranks; with `overlap` most buckets are in
                     flight already, each since its last gradient was written
     end of step     finish_grad_reduce(): waits, then sums partial gradients: norms under sequence parallelism over tp, a tied
-                    embedding over the first and the last stage
+                    embedding over the first and the last stage; `fills_grad`: the sums are in `.grad` as well
     after update    gather_params(): with ZeRO each rank has updated its shard, and an all-gather distributes it
 
 A buffer holds the parameters of one dtype that are reduced over one group. A tied embedding has a buffer of its own,
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.boxes import flat_run
+from megatron.core.config import ConfigError
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer import ACROSS_STAGES, ParamAndGradBuffer
 from megatron.core.distributed.call_order import UseOrder
@@ -58,7 +59,8 @@ class DistributedDataParallel(nn.Module):
     A parameter without a placement (of a plain torch module) counts as whole on every rank. weight_grads: the store of
     deferred weight gradients, if the schedule defers them; in stages 2 and 3 the module's other gradients follow.
     tier: storage of the shards of stage 3; None: the device's memory. whole: names of parameters whose optimizer needs
-    the whole tensor; in stage 1 each lies in one shard.
+    the whole tensor; in stage 1 each lies in one shard. fills_grad: stage 0, for an optimizer of torch.optim: gradients
+    that are complete are in `.grad` too, and a forward after the optimizer's `zero_grad()` begins a step.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class DistributedDataParallel(nn.Module):
         *,
         tier: Tier | None = None,
         whole: Collection[str] = (),
+        fills_grad: bool = False,
     ):
         super().__init__()
         self.module, self.mesh = module, mesh
-        self.config = config or DataParallelConfig()
+        self.fills_grad = fills_grad
+        self.settings = config or DataParallelConfig()
         self._weight_grads = weight_grads or WeightGradStore()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -84,16 +88,20 @@ class DistributedDataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
+        if fills_grad and self.settings.zero.shards_state:
+            raise ConfigError(
+                f"fills_grad needs whole gradients; ZeRO stage {self.settings.stage} keeps shards of them"
+            )
         units = units_of(module)
         items = [Item(n, p.numel(), _buffer_key(p), units[n], n in whole) for n, p in trained.items()]
         self.buffers = [
-            ParamAndGradBuffer(plan, trained, self._axes(plan.key), self.config, tier)
+            ParamAndGradBuffer(plan, trained, self._axes(plan.key), self.settings, tier)
             for plan in lay_out(items, cut_of=self._cut)
         ]
         # With transient gradients, all ranks of a shard axis must use the model in one order.
         self._orders = {
-            buffer.axes.shard: UseOrder(buffer.axes.shard, buffer.device, at_once=self.config.poison_released_buffers)
-            for buffer in (self.buffers if self.config.zero.passes_grads else ())
+            buffer.axes.shard: UseOrder(buffer.axes.shard, buffer.device, at_once=self.settings.poison_released_buffers)
+            for buffer in (self.buffers if self.settings.zero.passes_grads else ())
         }
         self._buckets = [
             Bucket(buffer, number, self._orders.get(buffer.axes.shard))
@@ -101,15 +109,16 @@ class DistributedDataParallel(nn.Module):
             for number in range(len(buffer.plan.buckets))
         ]
         self._choose_strategies()
+        self._trained, self._is_filled = list(trained.values()), False
         self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
         # Transient parameters have no fixed memory; their class refuses an assignment to `.data`.
-        lasting = () if self.config.zero.passes_params else trained.values()
+        lasting = () if self.settings.zero.passes_params else trained.values()
         self._addresses = {p.slot: p.data_ptr() for p in lasting}
         self.zero_grad_buffer()
 
     def _choose_strategies(self) -> None:
         """Choose the gradient and parameter strategy of the ZeRO stage."""
-        config, buckets = self.config, self._buckets
+        config, buckets = self.settings, self._buckets
         uses, ahead = self._count_uses(), config.overlap_param_gather
         self._params: ParamGather = (
             ParamFetcher(self.module, buckets, uses, ahead=ahead)
@@ -133,14 +142,14 @@ class DistributedDataParallel(nn.Module):
         return self._grads.is_complete
 
     def _axes(self, key: tuple) -> GradAxes:
-        config = self.config
+        config = self.settings
         return self.mesh.grad_axes(key[0], shards=config.zero.shards_state, divides_outer=config.divides_over_outer)
 
     def _cut(self, key: tuple) -> Cut:
         """How the buffer of these parameters is cut into buckets and shards."""
         axes = self._axes(key)
         shards = axes.shard.size * axes.outer.size
-        return Cut(self.config.bucket_numel(axes.reduce.size), shards, by_unit=self.config.zero.passes_params)
+        return Cut(self.settings.bucket_numel(axes.reduce.size), shards, by_unit=self.settings.zero.passes_params)
 
     def _count_uses(self) -> Uses:
         """Gradients of one backward by bucket, as the model declares them, and the buckets without a declaration."""
@@ -149,6 +158,7 @@ class DistributedDataParallel(nn.Module):
         return Uses({bucket: sum(count or 1 for count in counts) for bucket, counts in said.items()}, guessed)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        self._begin_if_zeroed()
         self._params.before_forward()
         return self.module(*inputs, **options)
 
@@ -159,6 +169,7 @@ class DistributedDataParallel(nn.Module):
         """Multiply every gradient of the chunk."""
         for tensor in (tensor for buffer in self.buffers for tensor in buffer.sums.tensors):
             tensor.mul_(factor)
+        self._fill()
 
     def zero_grad_buffer(self, num_microbatches: int | None = None) -> None:
         """Forget the gradients of the last step, which may have ended in an error.
@@ -169,6 +180,19 @@ class DistributedDataParallel(nn.Module):
         self._check_parameters()
         self._params.begin_step()
         self._grads.begin_step(num_microbatches)
+        for parameter in self._trained if self._is_filled else ():
+            parameter.grad = None
+        self._is_filled = False
+
+    def _fill(self) -> None:
+        """Put the gradients into `.grad`, if there are any: the buffer's own memory where it has the parameter's dtype."""
+        self._is_filled = self.fills_grad and self._grads.has_gradients
+        for parameter in self._trained if self._is_filled else ():
+            parameter.grad = parameter.main_grad.to(parameter.dtype) if parameter.requires_grad else None
+
+    def _begin_if_zeroed(self) -> None:
+        if self._is_filled and all(parameter.grad is None for parameter in self._trained):
+            self.zero_grad_buffer()
 
     def _check_parameters(self) -> None:
         """Raise RuntimeError if the model computes with other tensors than the optimizer trains; it would learn
@@ -191,6 +215,7 @@ class DistributedDataParallel(nn.Module):
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """Called before a forward or backward of this microbatch."""
+        self._begin_if_zeroed()
         self._grads.begin_microbatch(microbatch, backward=backward)
         self._params.begin_microbatch(backward=backward)
 
@@ -214,6 +239,7 @@ class DistributedDataParallel(nn.Module):
             for tensor in buffer.sums.tensors if buffer.is_tied else ():
                 comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
         self._grads.is_complete = True
+        self._fill()
 
     # Megatron's names, for a fork's own loop.
 
@@ -258,9 +284,9 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.buffers:
             lent = sum(b.plan.stop - b.plan.start for b in twice if b.buffer is buffer)
             widths = [kind.itemsize for kind in (buffer.dtype, buffer.master_dtype, buffer.grad_dtype)]
-            if self.config.grad_reduce_in_bf16:
+            if self.settings.grad_reduce_in_bf16:
                 widths[2] = torch.bfloat16.itemsize
-            result.append(Flat(buffer.plan.numel, lent, *widths, self.config.reduce_scatter_with_fp32_accumulation))
+            result.append(Flat(buffer.plan.numel, lent, *widths, self.settings.reduce_scatter_with_fp32_accumulation))
         return result
 
     def _sum_partial(self, axis_name: str) -> None:
@@ -289,7 +315,7 @@ class DistributedDataParallel(nn.Module):
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if self.config.zero.passes_grads and self._weight_grads.is_collecting:
+        if self.settings.zero.passes_grads and self._weight_grads.is_collecting:
             self._weight_grads.keep(partial(_add_to_main_grad, parameter, gradient))
             grad_was_put_off(parameter)
         else:

@@ -35,6 +35,11 @@ class GradReduce:
         self.learned = False  # whether a step has shown how many gradients each parameter gets
         self._num_microbatches: int | None = None  # of this step
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step has any yet; validation has none."""
+        return any(slot.added for slot in self.slots)
+
     def begin_step(self, num_microbatches: int | None) -> None:
         """Forget the last step. With an equal number of microbatches, a parameter gets at most the gradients it got
         before."""
@@ -62,7 +67,7 @@ class GradReduce:
         """Count a gradient. Raises RuntimeError after the reduction began; a step without gradients, such as
         validation, may continue."""
         # Validation begins and ends a step without gradients; training may then add to it.
-        if self.begun and any(other.added for other in self.slots):
+        if self.begun and self.has_gradients:
             raise RuntimeError(
                 f"the gradient of {slot.name} was added after the gradients of its step were reduced over the ranks; call "
                 "zero_grad_buffer() of each model chunk before the first forward of a step, and run all microbatches of the "

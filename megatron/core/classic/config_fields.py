@@ -1,0 +1,43 @@
+"""Megatron's config dataclasses as tables: NAME.toml has the fields, their defaults, and those that are refused."""
+
+import tomllib
+from ast import literal_eval
+from collections.abc import Mapping
+from dataclasses import field, make_dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Fields(NamedTuple):
+    """A table. not_built: fields that would change the numbers, and that nothing here computes."""
+
+    defaults: dict[str, Any]
+    not_built: list[str]
+
+    def problems(self, config: Any) -> list[str]:
+        """Why what `config` says cannot be computed."""
+        asked = [name for name in self.not_built if getattr(config, name, self.defaults[name]) != self.defaults[name]]
+        kind = type(config).__name__
+        return [f"{kind}: {name}={getattr(config, name)!r} is not built yet; leave it out" for name in asked]
+
+
+def read_fields(name: str) -> Fields:
+    """The table NAME.toml of this folder. A default is written as in Python; it may be something of torch's."""
+    tables = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text())
+    defaults = {one: _value(value) for value, some in tables["defaults"].items() for one in some.split()}
+    return Fields(defaults, tables["not_built"]["fields"].split())
+
+
+def _value(text: str) -> Any:
+    return reduce(getattr, text.split(".")[1:], torch) if text.startswith("torch.") else literal_eval(text)
+
+
+def dataclass_of(name: str, names: Mapping[str, Any], bases: tuple[type, ...] = ()) -> type:
+    """A dataclass with these fields and defaults."""
+    of_fields = [
+        (one, Any, field(default_factory=list) if value == [] else field(default=value)) for one, value in names.items()
+    ]
+    return make_dataclass(name, of_fields, bases=bases)

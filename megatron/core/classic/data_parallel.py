@@ -1,0 +1,75 @@
+"""Megatron core's `DistributedDataParallel(config=, ddp_config=, module=)` over our wrapper of a model chunk."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron.core.classic.config_fields import dataclass_of, read_fields
+from megatron.core.config import ConfigError
+from megatron.core.current_mesh import current
+from megatron.core.distributed import data_parallel
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
+
+_FIELDS = read_fields("distributed_data_parallel_config")
+_Fields = dataclass_of("_Fields", _FIELDS.defaults)
+
+
+@dataclass
+class DistributedDataParallelConfig(_Fields):
+    """How gradients are reduced. They are accumulated and reduced in float32, whatever `grad_reduce_in_fp32` says.
+
+    data_parallel_sharding_strategy: counts with `use_megatron_fsdp` or `use_custom_fsdp`, as in Megatron.
+    """
+
+    def ours(self, *, in_one_bucket: bool = False) -> DataParallelConfig:
+        """The same as our settings. Raises ConfigError for what is not built or does not go together."""
+        shards = self.use_megatron_fsdp or self.use_custom_fsdp
+        ours = DataParallelConfig(
+            overlap_grad_reduce=self.overlap_grad_reduce and not in_one_bucket,
+            ddp_bucket_size=self.bucket_size,
+            use_distributed_optimizer=self.use_distributed_optimizer,
+            data_parallel_sharding_strategy=self.data_parallel_sharding_strategy if shards else None,
+            num_distributed_optimizer_instances=self.num_distributed_optimizer_instances,
+            outer_dp_sharding_strategy=self.outer_dp_sharding_strategy,
+            overlap_param_gather=self.overlap_param_gather,
+        )
+        if problems := [*_FIELDS.problems(self), *ours.problems()]:
+            raise ConfigError(problems)
+        return ours
+
+
+class DistributedDataParallel(data_parallel.DistributedDataParallel):
+    """Wraps a model chunk of the current mesh. Every rank of the chunk's groups must wrap its own.
+
+    In ZeRO stage 0 an optimizer of torch.optim trains it, else that of `get_megatron_optimizer`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+    ):
+        del pg_collection  # the mesh knows the groups
+        ours = ddp_config.ours(in_one_bucket=disable_bucketing)
+        super().__init__(module, current().mesh, ours, fills_grad=not ours.zero.shards_state)
+        self.config, self.ddp_config = config, ddp_config
+
+    def finish_grad_reduce(self) -> None:
+        super().finish_grad_reduce()
+        tensors = [tensor for buffer in self.buffers for tensor in buffer.sums.tensors]
+        if self.ddp_config.check_for_nan_in_grad and not all(tensor.isfinite().all() for tensor in tensors):
+            raise RuntimeError("check_for_nan_in_grad: a gradient is not finite; lower the rate or check the data")
+
+    def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> dict[str, Any]:
+        """That of the module, by its own names."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict)
