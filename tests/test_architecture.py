@@ -301,7 +301,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_111,
+    "megatron/core": 2_125,
     "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_245,
     "megatron/core/datasets": 1_960,

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from megatron.core.comm import Group, TorchGroup, as_peer_error
 from megatron.core.config import ConfigError
-from megatron.core.current_mesh import current, mesh_of_process, set_mesh_of_process
+from megatron.core.current_mesh import current, get_mesh, mesh_of_process, set_mesh_of_process
+from megatron.core.grid import AxisSizes
 from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
-from megatron.core.mesh import Mesh, StageRanks, build_mesh
+from megatron.core.mesh import MakeGroup, Mesh, StageRanks, build_mesh
 from megatron.core.parallel_config import ORDER, ParallelConfig
 from megatron.core.stage_map import StageMap, loop
 
@@ -65,19 +66,40 @@ def initialize_model_parallel(
     sizes = parallel.sizes(launched_world_size(), num_distributed_optimizer_instances, order)
     timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
 
-    def make_group(name: str, ranks: tuple[int, ...]) -> Group:
-        # Only the members synchronize: start-up costs no world-wide collective per group.
+    options: dict[str, Any] = {"ranks_per_kv_head": ranks_per_kv_head}
+    chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
+    options |= {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
+    options["stages"] = stages or loop(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1)
+    make_group = _group_maker(sizes, timeout, options)
+    set_mesh_of_process(build_mesh(sizes, launched_rank(), make_group, **options))
+    all_have_met()
+    return get_mesh()
+
+
+_first_mesh_of: Any = None  # the torch.distributed group of all ranks whose first mesh has been made
+
+
+def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[str, Any]) -> MakeGroup:
+    """Makes the groups of this rank's mesh, by their members alone: start-up costs no world-wide collective per group.
+
+    Not so in a job's second mesh: torch then names a group by its ranks and by the number of groups that a member has had,
+    which the first mesh has left unequal (a stage between is in no group of the word table). There all ranks make all groups.
+    """
+    global _first_mesh_of
+
+    def make(name: str, ranks: tuple[int, ...], *, alone: bool = True) -> Group:
         with as_peer_error():
-            made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+            made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=alone, group_desc=name)
         return TorchGroup(made)
 
-    chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
-    chosen = {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
-    stages = stages or loop(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1)
-    mesh = build_mesh(sizes, launched_rank(), make_group, ranks_per_kv_head, stages=stages, **chosen)
-    set_mesh_of_process(mesh)
-    all_have_met()
-    return mesh
+    if _first_mesh_of is None or _first_mesh_of is not dist.group.WORLD:
+        _first_mesh_of = dist.group.WORLD
+        return make
+    wanted: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for rank in range(launched_world_size()):
+        build_mesh(sizes, rank, lambda name, ranks: wanted.setdefault((name, ranks)), **options)
+    groups = {key: make(*key, alone=False) for key in wanted}
+    return lambda name, ranks: groups[name, ranks]
 
 
 def destroy_model_parallel() -> None:

@@ -62,9 +62,10 @@ torch.Tensor.cuda = nn.Module.cuda = staying
 torch.Tensor.to, nn.Module.to = moving(torch.Tensor.to), moving(nn.Module.to)
 for _name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "tensor", "eye"):
     setattr(torch, _name, with_devices_mapped(getattr(torch, _name)))
-for _name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"):
+for _name in ("set_device", "synchronize", "empty_cache", "manual_seed_all"):
     setattr(torch.cuda, _name, nothing)
 torch.cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
+torch.cuda.manual_seed = torch.default_generator.manual_seed
 torch.cuda.current_device = lambda: CPU
 torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
 torch.cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)

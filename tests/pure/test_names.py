@@ -44,10 +44,13 @@ NAMES = {
     "megatron.core.tensor_parallel.cross_entropy": "vocab_parallel_cross_entropy",
     "megatron.core.tensor_parallel.data": "broadcast_data",
     "megatron.core.tensor_parallel.mappings": "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region",
-    "megatron.core.tensor_parallel.random": "get_cuda_rng_tracker checkpoint model_parallel_cuda_manual_seed",
-    "megatron.core.tensor_parallel.utils": "split_tensor_along_last_dim VocabUtility divide",
+    "megatron.core.tensor_parallel.random": "CudaRNGStatesTracker get_cuda_rng_tracker checkpoint "
+    "model_parallel_cuda_manual_seed",
+    "megatron.core.tensor_parallel.utils": "split_tensor_along_last_dim VocabUtility divide gather_split_1d_tensor "
+    "split_tensor_into_1d_equal_chunks",
     "megatron.core.pipeline_parallel": "get_forward_backward_func",
-    "megatron.core.pipeline_parallel.schedules": "get_forward_backward_func",
+    "megatron.core.pipeline_parallel.schedules": "deallocate_output_tensor forward_backward_no_pipelining "
+    "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving get_forward_backward_func",
     "megatron.core.datasets.utils": "compile_helpers",
     "megatron.core.dist_checkpointing": "check_is_distributed_checkpoint load load_common_state_dict load_content_metadata "
     "load_plain_tensors save",

@@ -6,23 +6,45 @@ Layers that draw inside `get_cuda_rng_tracker().fork()` depend on the layout, as
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron.core.current_mesh import current, get_mesh
+from megatron.core.classic.signatures import takes
+from megatron.core.current_mesh import current, get_mesh, model_parallel_is_initialized
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 
 MODEL_PARALLEL, DATA_PARALLEL = "model-parallel-rng", "data-parallel-rng"
 EXPERT_PARALLEL = "expert-parallel-rng"
 
 
+class CudaRNGStatesTracker(RngTracker):
+    """States of the default generator of this process's device, a CPU's too."""
+
+    @takes(use_cudagraphable_rng=False, is_inference_rng_tracker=False)
+    def __init__(self) -> None:
+        own = current().device if model_parallel_is_initialized() else None
+        super().__init__(own or torch.accelerator.current_accelerator(check_available=True) or "cpu", MODEL_PARALLEL)
+
+
+@takes(use_te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False)
 def get_cuda_rng_tracker() -> RngTracker:
     """The tracker of this process, whatever its device. A run's has its states from the start, of its stage's seed."""
     here = current()
     if here.rng_tracker is None:
-        here.rng_tracker = RngTracker(here.device, MODEL_PARALLEL)
+        here.rng_tracker = CudaRNGStatesTracker()
         if here.seed is not None:
             _add_states(here.rng_tracker, here.seed)
     return here.rng_tracker
+
+
+class _TrackerOfProcess:
+    """The tracker of whatever mesh is there when it is asked, for scripts that import the object."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_cuda_rng_tracker(), name)
+
+
+_CUDA_RNG_STATE_TRACKER = _TrackerOfProcess()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

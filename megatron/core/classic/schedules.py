@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.classic.signatures import takes
 from megatron.core.classic.utils import get_model_config, unwrap_model
 from megatron.core.current_mesh import current
 from megatron.core.mesh import Mesh
@@ -25,6 +26,7 @@ from megatron.core.stage_map import loop
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
 
 
+@takes(pp_size=None, vp_size=None)
 def get_forward_backward_func() -> Callable[..., list[Any]]:
     return forward_backward
 
@@ -131,3 +133,14 @@ def _finish(pipeline: Pipeline, tokens: float, *, scaled_by: float) -> None:
             for parameter in chunk.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(share)
+
+
+forward_backward_no_pipelining = forward_backward
+forward_backward_pipelining_without_interleaving = forward_backward
+forward_backward_pipelining_with_interleaving = forward_backward
+
+
+def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
+    """Releases the memory of a stage's output that has been sent, if told to; the autograd graph stays."""
+    if out is not None and deallocate_pipeline_outputs:
+        out.data = torch.empty((1,), device=out.device, dtype=out.dtype)

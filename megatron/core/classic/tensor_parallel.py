@@ -7,7 +7,6 @@ The layers find axis, sequence parallelism and device in the current mesh. `conf
 torch's generator; in a model that `get_model` builds they are seeded by their names.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,25 +129,6 @@ class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """The loss of each token. vocab_parallel_logits: [s, b, v/t]; target: [s, b] -> [s, b]."""
     return sharded_cross_entropy(vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing)
-
-
-def _region(move: mappings.Move) -> Callable[[Tensor], Tensor]:
-    """A region of `mappings` over the tensor-parallel axis of the current mesh."""
-    return lambda x: move(x, get_mesh()["tp"])
-
-
-copy_to_tensor_model_parallel_region = _region(mappings.copy)
-reduce_from_tensor_model_parallel_region = _region(mappings.reduce)
-scatter_to_tensor_model_parallel_region = _region(mappings.scatter_last)
-gather_from_tensor_model_parallel_region = _region(mappings.gather_last)
-scatter_to_sequence_parallel_region = _region(mappings.scatter_sequence)
-reduce_scatter_to_sequence_parallel_region = _region(mappings.reduce_scatter_sequence)
-
-
-def gather_from_sequence_parallel_region(x: Tensor, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """All-gather of the sequence. `tensor_parallel_output_grad`: the ranks' output gradients are partial sums, else equal."""
-    move = mappings.gather_sequence if tensor_parallel_output_grad else mappings.whole_sequence
-    return move(x, get_mesh()["tp"])
 
 
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""Megatron's import path for `get_forward_backward_func`."""
+"""Import path of Megatron core."""
 
-from megatron.core.lazy import lazy_names
+from megatron.core.lazy import all_names
 
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.schedules": "get_forward_backward_func"})
+__getattr__ = all_names(__name__, "megatron.core.classic.schedules")

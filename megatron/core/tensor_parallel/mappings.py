@@ -23,9 +23,29 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import Axis
-from megatron.core.lazy import lazy_names
+from megatron.core.lazy import all_names
 
-Move = Callable[[Tensor, Axis], Tensor]
+Direction = Callable[[Tensor, Axis], Tensor]
+
+
+class Move:
+    """An autograd function from its two directions. ctx holds the axis, since a backward looks nothing up."""
+
+    def __init__(self, name: str, forward: Direction, backward: Direction):
+        self.forward, self.backward = forward, backward
+
+        def run_forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+            ctx.axis = axis
+            return forward(x, axis)
+
+        def run_backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+            return backward(grad, ctx.axis), None
+
+        methods = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+        self.function = type(name, (torch.autograd.Function,), methods)
+
+    def __call__(self, x: Tensor, axis: Axis) -> Tensor:
+        return x if axis.size == 1 else self.function.apply(x, axis)
 
 
 def _identity(x: Tensor, axis: Axis) -> Tensor:
@@ -47,36 +67,14 @@ def _part_last(x: Tensor, axis: Axis) -> Tensor:
     return x[..., comm.my_part(x.shape[-1], axis)].contiguous()
 
 
-def _move(name: str, forward: Move, backward: Move) -> Move:
-    """An autograd function from its two directions. ctx holds the axis, since a backward looks nothing up."""
-
-    def run_forward(ctx, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return forward(x, axis)
-
-    def run_backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return backward(grad, ctx.axis), None
-
-    methods = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
-    function = type(name, (torch.autograd.Function,), methods)
-    return lambda x, axis: x if axis.size == 1 else function.apply(x, axis)
-
-
-copy = _move("copy", _identity, _all_reduce)
-reduce = _move("reduce", _all_reduce, _identity)
-gather_sequence = _move("gather_sequence", comm.all_gather, comm.reduce_scatter)
-whole_sequence = _move("whole_sequence", comm.all_gather, _part)
-reduce_scatter_sequence = _move("reduce_scatter_sequence", comm.reduce_scatter, comm.all_gather)
-scatter_sequence = _move("scatter_sequence", _part, comm.all_gather)
-scatter_last = _move("scatter_last", _part_last, _all_gather_last)
-gather_last = _move("gather_last", _all_gather_last, _part_last)
+copy = Move("copy", _identity, _all_reduce)
+reduce = Move("reduce", _all_reduce, _identity)
+gather_sequence = Move("gather_sequence", comm.all_gather, comm.reduce_scatter)
+whole_sequence = Move("whole_sequence", comm.all_gather, _part)
+reduce_scatter_sequence = Move("reduce_scatter_sequence", comm.reduce_scatter, comm.all_gather)
+scatter_sequence = Move("scatter_sequence", _part, comm.all_gather)
+scatter_last = Move("scatter_last", _part_last, _all_gather_last)
+gather_last = Move("gather_last", _all_gather_last, _part_last)
 
 # Megatron's names; they use the mesh's tensor-parallel axis.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "megatron.core.classic.tensor_parallel": "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
-        "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
-        "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region scatter_to_tensor_model_parallel_region"
-    },
-)
+__getattr__ = all_names(__name__, "megatron.core.classic.regions")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from megatron.core.grid import Axis
-from megatron.core.lazy import lazy_names
+from megatron.core.lazy import all_names
 from megatron.core.tensor_parallel.saved import SavedActivation
 
 
@@ -110,6 +110,4 @@ def recomputed_with_states(
     return torch_checkpoint.checkpoint(run, *inputs, use_reentrant=False)
 
 
-__getattr__, __dir__ = lazy_names(
-    __name__, {"megatron.core.classic.random": "checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed"}
-)
+__getattr__ = all_names(__name__, "megatron.core.classic.random")
