@@ -309,7 +309,7 @@ BUDGETS = {
     "megatron/core/inference": 350,
     "megatron/core/job": 655,
     "megatron/core/models": 300,
-    "megatron/core/optimizer": 1_069,
+    "megatron/core/optimizer": 1_099,
     "megatron/core/pipeline_parallel": 1_160,
     "megatron/core/storage": 148,
     "megatron/core/tensor_parallel": 669,

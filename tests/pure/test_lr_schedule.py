@@ -28,6 +28,11 @@ def schedule(train_iters: int = ITERS, **settings) -> LearningRateSchedule:
 TABLE = [
     ({"lr": 1.0, "lr_decay_style": "constant"}, {0: 1, 1: 1, 400: 1, 401: 1, 10_000: 1}),
     ({"lr": 1.0, "lr_decay_style": "constant", "lr_warmup_iters": 10}, {0: 0, 4: 0.1, 20: 0.5, 40: 1, 41: 1, 900: 1}),
+    # ln(1 + iterations) / ln 8, complete after 7 of 8
+    (
+        {"lr": 1.0, "lr_decay_style": "constant", "lr_warmup_style": "log", "lr_warmup_iters": 8},
+        {0: 0, 4: 1 / 3, 12: 2 / 3, 28: 1, 32: 1, 400: 1},
+    ),
     ({"lr": 1.0}, {0: 1, 100: 0.75, 200: 0.5, 300: 0.25, 400: 0, 401: 0, 4000: 0}),
     ({"lr": 1.0, "min_lr": 0.2}, {0: 1, 200: 0.6, 400: 0.2, 401: 0.2, 4000: 0.2}),
     ({"lr": 1.0, "min_lr": 0.2, "lr_warmup_iters": 20}, {0: 0, 40: 0.5, 80: 1, 240: 0.6, 400: 0.2, 404: 0.2}),

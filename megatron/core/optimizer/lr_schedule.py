@@ -17,6 +17,7 @@ from megatron.core.config import ConfigError, Count, FlagConfig, NotNegative, Po
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+WarmupStyle = Literal["linear", "log"]
 IncreaseStyle = Literal["constant", "linear", "cosine"]
 
 
@@ -36,10 +37,11 @@ class LearningRateConfig(FlagConfig):
     lr_wsd_decay_style: WsdStyle = knob("exponential", "decay at the end of WSD")
     lr_wsd_decay_iters: Count | None = knob(None, "iterations of the decay of WSD")
     lr_wsd_decay_samples: Count | None = knob(None, "samples of the decay of WSD, with --train-samples")
-    lr_warmup_iters: WholeNumber = knob(0, "iterations of linear warm-up")
-    lr_warmup_samples: WholeNumber = knob(0, "samples of linear warm-up, with --train-samples")
+    lr_warmup_iters: WholeNumber = knob(0, "iterations of warm-up")
+    lr_warmup_samples: WholeNumber = knob(0, "samples of warm-up, with --train-samples")
     lr_warmup_fraction: Share | None = knob(None, "warm-up as a share of the decay iterations or samples")
     lr_warmup_init: NotNegative = knob(0.0, "learning rate at the start of the warm-up")
+    lr_warmup_style: WarmupStyle = knob("linear", "warm-up by iterations, or by the logarithm of 1 + iterations")
     override_opt_param_scheduler: bool = knob(
         False,
         "resume with this run's learning rate and weight decay schedules instead of the checkpoint's",
@@ -108,6 +110,8 @@ class LearningRateSchedule:
     wsd_style: WsdStyle = "exponential"
     decoupled_lr: float | None = None
     decoupled_min_lr: float | None = None
+    warmup_style: WarmupStyle = "linear"
+    warmup_unit: int = 1  # samples of an iteration, whose number the logarithm is of
 
     def at(self, samples: int) -> float:
         return self._between(self.min_lr, self.lr, samples)
@@ -121,7 +125,7 @@ class LearningRateSchedule:
 
     def _between(self, lowest: float, highest: float, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:
-            return self.warmup_init + (highest - self.warmup_init) * samples / self.warmup
+            return self.warmup_init + self._risen(highest - self.warmup_init, samples)
         if self.style == "constant":
             return highest
         if samples > self.decay:
@@ -133,10 +137,18 @@ class LearningRateSchedule:
         style, start = (self.wsd_style, self.decay - self.wsd_decay) if wsd else (self.style, self.warmup)
         return lowest + _FALLS[style](max(samples - start, 0) / (self.decay - start)) * (highest - lowest)
 
+    def _risen(self, rise: float, samples: int) -> float:
+        """The part of the warm-up's rise after `samples` samples. By the logarithm it is complete an iteration before the end."""
+        if self.warmup_style == "linear":
+            return rise * samples / self.warmup
+        of_all = max(2.0, self.warmup / self.warmup_unit)
+        return rise * min(1.0, math.log(1 + samples / self.warmup_unit) / math.log(of_all))
+
     @property
     def ignored(self) -> set[str]:
         """The fields that this style does not read."""
         wsd = set() if self.style == "WSD" else {"wsd_decay", "wsd_style"}
+        wsd |= {"warmup_unit"} if self.warmup_style == "linear" else set()
         return wsd | ({"min_lr", "decay", "decoupled_min_lr"} if self.style == "constant" else set())
 
 
@@ -186,6 +198,8 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
         wsd_style=config.lr_wsd_decay_style,
         decoupled_lr=config.decoupled_lr,
         decoupled_min_lr=config.decoupled_min_lr,
+        warmup_style=config.lr_warmup_style,
+        warmup_unit=length.samples_per_iter,
     )
 
 
