@@ -310,7 +310,7 @@ BUDGETS = {
     "megatron/core/job": 655,
     "megatron/core/models": 300,
     "megatron/core/optimizer": 1_099,
-    "megatron/core/pipeline_parallel": 1_160,
+    "megatron/core/pipeline_parallel": 1_211,
     "megatron/core/storage": 148,
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,

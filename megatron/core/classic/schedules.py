@@ -17,10 +17,10 @@ from megatron.core.classic.signatures import takes
 from megatron.core.classic.utils import get_model_config, unwrap_model
 from megatron.core.current_mesh import current
 from megatron.core.mesh import Mesh
-from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline, tell
+from megatron.core.pipeline_parallel.loss import ForwardStep
+from megatron.core.pipeline_parallel.own_loop import run_step
+from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.stage_map import loop
 
 # Megatron's arguments that only concern its own transfers, groups or warm-up.
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
@@ -70,30 +70,24 @@ def forward_backward(
     iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
     if len(chunks) != len(iterators):
         raise ValueError(f"{len(chunks)} model chunk(s) but {len(iterators)} data iterator(s); give one for each chunk")
-    here, reports = current(), []
-    mesh = here.mesh
-    batch, stages = BatchShape(micro_batch_size, num_microbatches, seq_length), loop(mesh["pp"].size, len(chunks))
-    mine = stages.of_rank(mesh["pp"].rank)
-    pipeline = Pipeline(
-        dict(zip(mine, chunks)),
-        mesh,
-        batch,
-        boundary=_boundary(chunks[0], mesh, seq_length, micro_batch_size),
-        forward_step=keep_reports(forward_step_func, reports, non_loss=collect_non_loss_data),
-        schedule_name="1f1b" if len(chunks) == 1 else "interleaved",
+    here, trains = current(), not (forward_only or collect_non_loss_data)
+    scale = grad_scale_func or _config_of(chunks[0], "grad_scale_func") if trains else None
+    finalize = _config_of(chunks[0], "finalize_model_grads_func")
+    reports = run_step(
+        chunks,
+        iterators,
+        forward_step_func,
+        here.mesh,
+        BatchShape(micro_batch_size, num_microbatches, seq_length),
+        boundary=_boundary(chunks[0], here.mesh, seq_length, micro_batch_size),
+        first_sample=here.samples,
+        training=trains,
+        non_loss=collect_non_loss_data,
+        loss_scale=None if scale is None else float(scale(torch.ones((), device=here.device))),
+        before_reduce=None if finalize is None else lambda chunks: finalize(chunks, None),  # the division follows
         device=here.device,
     )
-    data, first_sample = dict(zip(mine, iterators)), here.samples
-    if forward_only or collect_non_loss_data:
-        pipeline.run(data, first_sample, training=False)
-        return reports
-    scale = _loss_scale(grad_scale_func or _config_of(chunks[0], "grad_scale_func"))
-    rank_samples = num_microbatches * micro_batch_size
-    # With a loss scale the loss is divided by the tokens before the backward: a sum over tokens could overflow float16.
-    step_tokens = 1 if scale is None else rank_samples * seq_length * mesh.tokens.size
-    totals = pipeline.run(data, first_sample, loss_scale=(scale or 1.0) / step_tokens)
-    _finish(pipeline, pipeline.share_totals(totals).tokens, scaled_by=1 / step_tokens)
-    here.samples += rank_samples * mesh.samples.size
+    here.samples += num_microbatches * micro_batch_size * here.mesh.samples.size if trains else 0
     return reports
 
 
@@ -113,26 +107,6 @@ def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: i
 def _config_of(chunk: nn.Module, name: str) -> Any:
     """A field of the model's config; None if there is none."""
     return getattr(getattr(unwrap_model(chunk), "config", None), name, None)
-
-
-def _loss_scale(grad_scale_func: Callable | None) -> float | None:
-    """The factor of `grad_scale_func`; None without one."""
-    return None if grad_scale_func is None else float(grad_scale_func(torch.ones((), device=current().device)))
-
-
-def _finish(pipeline: Pipeline, tokens: float, *, scaled_by: float) -> None:
-    """Reduces the gradients, and divides them by the tokens of the step and by `scaled_by`, the factor of the loss."""
-    chunks, share = list(pipeline.chunks.values()), 1.0 / (max(tokens, 1.0) * scaled_by)
-    if (finalize := _config_of(chunks[0], "finalize_model_grads_func")) is not None:
-        finalize(chunks, None)  # without tokens: the division follows here
-    for chunk in chunks:
-        tell(chunk, "finish_grad_reduce")
-        if hasattr(chunk, "scale_gradients"):
-            chunk.scale_gradients(share)
-        else:
-            for parameter in chunk.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(share)
 
 
 forward_backward_no_pipelining = forward_backward

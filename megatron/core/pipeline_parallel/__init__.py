@@ -3,7 +3,7 @@
     stage, schedule, zero_bubble_v, table    on paper (no torch): layers of a stage, lists of actions, schedules by name
     lower, simulate, plot                    transfers, times, drawings
     executor, transport, loss                one rank's list on tensors
-    pipeline                                 a step of training or of evaluation
+    pipeline, own_loop                       a step of training or of evaluation; of a loop of one's own
 
 May import: floors 0 and 1; no other mechanism. Names load on first use.
 To add a schedule: a function of integers and a line of `SCHEDULES`, also from a script; its lists place the stages.

@@ -1,6 +1,6 @@
 """The driver of a step: runs this rank's chunks by the schedules of training and of evaluation.
 
-`train_step` and Megatron's `get_forward_backward_func()` both run on a `Pipeline`.
+`train_step` and `own_loop.run_step` both run on a `Pipeline`.
 """
 
 from collections.abc import Callable, Mapping
