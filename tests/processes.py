@@ -7,8 +7,7 @@
         job.kill(1)
         outcome = job.wait(timeout=30)
 
-pretrain_gpt.py, pretrain_bert.py, tools/generate.py and the scripts of tests/gloo are forked from a process that has imported torch
-already (`nursery.py`); anything else is started from nothing.
+Scripts are forked from a process that has imported torch already (`nursery.py`); modules (-m) and commands (-c) are started from nothing.
 
 Every line that looks like a training or validation line must match the format that scripts parse, to the blank.
 """
@@ -31,11 +30,6 @@ from nursery import Child, born
 ONE_PROCESS = Layout()
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN_GPT, PRETRAIN_BERT = str(ROOT / "pretrain_gpt.py"), str(ROOT / "pretrain_bert.py")
-_OF_TESTS = (
-    str(ROOT / "tests" / "gloo" / f"{name}.py")
-    for name in ("refused_script", "failing_script", "own_script", "zero_ranks", "limited", "deepspeed_script")
-)
-_FORKED = (PRETRAIN_GPT, PRETRAIN_BERT, str(ROOT / "tools" / "generate.py"), *_OF_TESTS)
 
 _GRACE = 40.0  # seconds that the other ranks have to end once one has failed
 _LAUNCHER_VARIABLES = re.compile(
@@ -114,7 +108,7 @@ class Job:
         out, err, folder = self._path(rank, "out"), self._path(rank, "err"), self._folder.name
         for path in (out, err):
             path.touch()
-        if command[0] in _FORKED:
+        if command[0].endswith(".py"):
             return born(command, environment, folder, out, err)
         with out.open("wb") as out_file, err.open("wb") as err_file:
             return subprocess.Popen(

@@ -46,6 +46,7 @@ def test_more_ranks_than_query_groups(saved):
     assert four.succeeded().stdout[0] == one.succeeded().stdout[0]
 
 
+@pytest.mark.full  # torchrun itself is tested in test_scripts.py
 def test_runs_under_torchrun(saved):
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), TOOL]
     flags = ["--load", saved, "--device", "cpu", "--prompt", "def ", "--greedy", "--pipeline-model-parallel-size", "2"]

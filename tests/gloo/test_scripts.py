@@ -64,6 +64,7 @@ def test_runs_under_torchrun(twenty_steps):
     assert len(lines) == 3, "one line of each step and one of the validation, from one rank"
 
 
+@pytest.mark.full  # as test_sbatch_trains_on_two_nodes of test_examples.py, which starts them by its script
 def test_runs_as_two_nodes_of_one_rank(twenty_steps):
     """Two launches of torchrun on one machine, which meet over its loopback as those of two machines do over a network."""
     flags = [*twenty_steps.flags("gpt2"), *TWO_STEPS, *Layout(pp=2).flags]

@@ -114,7 +114,7 @@ def test_no_schedule_deadlocks_over_the_whole_product(p):
     for m, v in itertools.product(range(1, 33), CHUNKS):
         for schedule in schedules_of(p, m, v):
             walked = []
-            for cost in COSTS[:3] if m <= 2 * max(RANKS) else [COSTS[m % 3]]:
+            for cost in COSTS[:3] if m <= 2 * p else [COSTS[m % 3]]:
                 lowered = add_reduce(add_transfers(schedule, cost))
                 if lowered not in walked:
                     check_rendezvous(lowered)
