@@ -1,0 +1,49 @@
+"""What the fast set leaves to the full one, beside the tests that are marked `full`."""
+
+from collections import Counter
+
+import pytest
+
+# Of these tests' cases the fast set has one in so many, the first among them.
+ONE_IN = {
+    "promises/test_promises.py::test_a_fork_trains_at_tp_2_and_pp_2_as_in_one_process": 2,
+    "pure/test_classic_flags.py::test_a_flag_that_works_is_a_setting": 4,
+    "pure/test_gpt_dataset.py::test_a_damaged_cache_is_built_again_with_a_warning": 4,
+    "pure/test_index_cache.py::test_a_bit_that_flips_changes_no_sample": 2,
+    "pure/test_killed_saves.py::test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint": 3,
+    "pure/test_memory.py::test_activations_of_a_layer_are_the_published_ones": 3,
+    "pure/test_preprocess_pieces.py::test_a_kill_at_any_moment_is_followed_by_a_clean_resume": 3,
+    "pure/test_schedule.py::test_bubble_and_memory_by_name_match_their_closed_forms": 5,
+    "pure/test_yaml_settings.py::test_what_is_wrong_with_a_file_is_said": 3,
+    "ranks/test_bert.py::test_every_layout_equals_one_process": 2,
+    "ranks/test_cache.py::test_cached_scores_equal_the_plain_forward": 5,
+    "ranks/test_changed_settings.py::test_a_checkpoint_of_another_model_tokenizer_or_precision_is_refused": 3,
+    "ranks/test_documents.py::test_packed_documents_under_a_layout_equal_one_process": 2,
+    "ranks/test_forward_backward_func.py::test_a_loop_may_finalize_gradients_as_often_as_it_likes": 3,
+    "ranks/test_forward_backward_func.py::test_it_gives_the_losses_and_gradients_of_the_train_step": 5,
+    "ranks/test_generate.py::test_a_checkpoint_of_a_forks_model_is_not_run_with_the_layers_of_a_gpt": 3,
+    "ranks/test_generate.py::test_weights_of_any_layout_make_the_same_model": 4,
+    "ranks/test_layer_specs.py::test_modules_of_the_user_train_as_in_one_process": 4,
+    "ranks/test_layers.py::test_column_parallel_equals_linear": 3,
+    "ranks/test_layers.py::test_row_parallel_equals_linear": 3,
+    "ranks/test_optimizer.py::test_a_bad_gradient_stops_every_rank_before_anything_is_updated": 3,
+    "ranks/test_precision.py::test_half_precision_layouts_agree_as_well_as_half_precision_can": 3,
+    "ranks/test_restarts.py::test_the_same_command_goes_on_after_a_save_that_did_not_end": 4,
+    "ranks/test_schedules.py::test_validations_come_when_asked": 3,
+    "ranks/test_schedules.py::test_what_was_done_is_saved_once": 4,
+    "ranks/test_v_schedule.py::test_a_run_logs_and_validates_once_where_the_last_stage_is": 2,
+    "ranks/test_zero.py::test_a_step_sends_what_the_formula_says": 3,
+    "ranks/test_zero.py::test_shards_load_into_any_layout": 3,
+}
+
+
+def leave_cases_to_the_full_set(items: list[pytest.Item]) -> None:
+    """Marks them `full`; a test's cases are counted in their order."""
+    seen = Counter()
+    for item in items:
+        if item.get_closest_marker("full"):
+            continue
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if seen[name] % ONE_IN.get(name, 1):
+            item.add_marker(pytest.mark.full)
+        seen[name] += 1
