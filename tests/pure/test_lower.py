@@ -227,6 +227,7 @@ def split_at_compute(actions):
     return [*gaps, (gap, None)]
 
 
+@pytest.mark.full
 def test_between_two_computes_nothing_waits_before_all_is_begun():
     for *_, lowered in lowered_schedules():
         for gap, _ in itertools.chain.from_iterable(map(split_at_compute, lowered)):

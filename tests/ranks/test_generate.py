@@ -110,6 +110,7 @@ def by_hand(model, ids: list[int], count: int, stop_id: int | None = None) -> li
 
 
 @pytest.mark.parametrize("kind", [pytest.param("learned", marks=pytest.mark.full), "rotary"])
+@pytest.mark.full
 def test_greedy_text_is_the_argmax_of_the_model(runs, tool, kind):
     expected = by_hand(load(runs / kind), [5, 6, 7], 12, stop_id=60)
     code, out, err = tool("--load", runs / kind, "--prompt", "5 6 7", "--greedy", "--max-new-tokens", 12)

@@ -337,6 +337,7 @@ def unweighted(layout: Layout) -> tiny_run.Outcome:
 
 
 @pytest.mark.parametrize("factor", [pytest.param(1e-4, marks=pytest.mark.full), -0.5])
+@pytest.mark.full
 def test_the_count_of_a_step_may_be_a_fraction_or_negative(factor: float, monkeypatch):
     """A loss that weights its tokens: the mean is that of the weights times any factor. float64, three steps."""
     layout, loss_func = Layout(pp=2, dp=2, m=3), tiny_run.loss_func

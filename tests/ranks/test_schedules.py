@@ -163,6 +163,7 @@ def test_a_table_of_sizes_is_followed():
     assert_close(ranks.steps, run(ONE, flags).steps)
 
 
+@pytest.mark.full
 def test_sizes_that_ranks_cannot_share_are_rounded_down():
     """Steps of 6 and 9 on two data-parallel ranks with micro-batches of 2."""
     flags = "--global-batch-size 9 --rampup-batch-size 6 3 10 --decrease-batch-size-if-needed --train-samples 30 "

@@ -178,6 +178,7 @@ def test_an_error_in_a_step_leaves_nothing_to_the_next(name: str):
             assert got == pytest.approx(expected, rel=1e-12), fails
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SOME_STAGES)
 def test_steps_may_have_other_numbers_of_microbatches(name: str):
     """As a growing batch has."""
