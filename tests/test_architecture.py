@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config device grid boxes enums errors pending lazy tables batch_size parallel_config model_parallel_config fusions dist_checkpointing stage_map storage open_table",
+    "config device grid boxes enums errors pending lazy tables batch_size parallel_config model_parallel_config fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -303,13 +303,13 @@ BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_125,
     "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_245,
+    "megatron/core/classic": 1_347,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_400,
     "megatron/core/inference": 350,
     "megatron/core/job": 655,
     "megatron/core/models": 300,
-    "megatron/core/optimizer": 1_099,
+    "megatron/core/optimizer": 1_145,
     "megatron/core/pipeline_parallel": 1_211,
     "megatron/core/storage": 148,
     "megatron/core/tensor_parallel": 669,

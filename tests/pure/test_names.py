@@ -55,6 +55,9 @@ NAMES = {
     "megatron.core.dist_checkpointing": "check_is_distributed_checkpoint load load_common_state_dict load_content_metadata "
     "load_plain_tensors save",
     "megatron.core.dist_checkpointing.serialization": "load load_common_state_dict load_plain_tensors save",
+    "megatron.core.optimizer": "MegatronOptimizer OptimizerConfig get_megatron_optimizer",
+    "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+    "megatron.core.optimizer_param_scheduler": "OptimizerParamScheduler",
     "megatron.training.tokenizer": "build_tokenizer",
     "megatron.training.tokenizer.tokenizer": "_NullTokenizer build_tokenizer",
     "megatron.core.distributed": "DistributedDataParallel DistributedDataParallelConfig MemoryBuffer finalize_model_grads",

@@ -16,7 +16,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".optimizer": "FlatOptimizer",
-        ".settings": "OPTIMIZERS OptimizerConfig UpdateRule",
+        ".settings": "OPTIMIZERS UpdateRule",
+        "megatron.core.classic.optimizers": "MegatronOptimizer OptimizerConfig get_megatron_optimizer",
         ".muon": "muon_update",
         ".param_groups": "ParamGroup",
         ".update": "adam_l2_update adam_update sgd_update",

@@ -1,7 +1,15 @@
-"""Rates by number of updates, written into the groups of an optimizer: for a loop of one's own."""
+"""Rates by number of updates, rates and decays by samples, written into the groups of an optimizer: for a loop of one's own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
+
+from megatron.core.optimizer.lr_schedule import (
+    LearningRateConfig,
+    LearningRateSchedule,
+    WeightDecaySchedule,
+    schedule_in_force,
+)
 
 
 class GroupSchedule:
@@ -32,3 +40,41 @@ class GroupSchedule:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.step(int(state["last_batch_iteration"]))
+
+
+class SampleSchedule:
+    """Writes `lr` and `weight_decay` into the groups of an optimizer. The unit of a step is the caller's: samples, in a run.
+
+    A group may have its own `max_lr` and `min_lr`, and factors `lr_mult` and `wd_mult`.
+    """
+
+    def __init__(self, optimizer: Any, rate: LearningRateSchedule, decay: WeightDecaySchedule):
+        self.optimizer, self.num_steps = optimizer, 0
+        self.rate, self.decay = rate, decay
+        self.step(0)
+
+    def get_lr(self, param_group: Mapping[str, Any]) -> float:
+        ends = {"lr": param_group.get("max_lr"), "min_lr": param_group.get("min_lr")}
+        given = {name: value for name, value in ends.items() if value is not None}
+        return replace(self.rate, **given).at(self.num_steps)
+
+    def get_wd(self) -> float:
+        return self.decay.at(self.num_steps)
+
+    def step(self, increment: int) -> None:
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.get_wd() * group.get("wd_mult", 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "rate": asdict(self.rate), "decay": asdict(self.decay)}
+
+    def resume(self, state: Mapping[str, Any], config: LearningRateConfig) -> None:
+        """Go on where the saved one was. Raises ConfigError if it was another schedule and no option of `config` says which
+        of them counts."""
+        steps = state["num_steps"]
+        self.rate = schedule_in_force(self.rate, state["rate"], config, what="learning rate", samples=steps)
+        self.decay = schedule_in_force(self.decay, state["decay"], config, what="weight decay", samples=steps)
+        self.num_steps = 0
+        self.step(steps)

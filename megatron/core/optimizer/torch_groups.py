@@ -3,7 +3,8 @@
     name, groups = groups_of_torch(torch.optim.AdamW(model.parameters()))       or groups of one's own
     numbers = numbers_of(model, groups)                                         before the model is wrapped
     flat = FlatOptimizer(wrapped.buffers, config_of_groups(name, groups, clip), mesh, group_of=by_number(numbers))
-    GroupedOptimizer(flat, groups).update(divisor)
+    optimizer = GroupedOptimizer(flat, groups)
+    optimizer.update(divisor)
 
 Masters, moments and shards are `FlatOptimizer`'s; rates and decays are read from the groups at every update.
 """
@@ -22,6 +23,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.update import UpdateStep
+from megatron.core.storage.stored import copy_stored
 
 Groups = list[dict[str, Any]]
 TORCHS = {  # what a group may say beside its parameters, and torch's values
@@ -137,3 +139,20 @@ class GroupedOptimizer:
     def rates(self) -> list[float]:
         """The learning rate of each group in the next update."""
         return [float(group["lr"]) for group in self.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, for the same layout: moments and masters, and the groups' numbers."""
+        groups = [{name: value for name, value in one.items() if name != "params"} for one in self.param_groups]
+        scale = {} if self.flat.scaler is None else self.flat.scaler.state()
+        return {"state": self.flat.tensors(), "step": self.flat.step_count, "param_groups": groups, "scaler": scale}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of the same layout."""
+        for kind, tensors in self.flat.tensors().items():
+            for name, tensor in tensors.items():
+                copy_stored(tensor, state_dict["state"][kind][name])
+        self.flat.step_count = state_dict["step"]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        if self.flat.scaler is not None:
+            self.flat.scaler.load_state(state_dict["scaler"])

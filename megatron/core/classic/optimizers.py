@@ -1,0 +1,166 @@
+"""Megatron core's `OptimizerConfig`, `get_megatron_optimizer` and `OptimizerParamScheduler` over our optimizer of flat buffers.
+
+optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [chunk])      chunks in DistributedDataParallel
+ok, norm, zeros = optimizer.step()                                         after get_forward_backward_func()
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.classic.config_fields import dataclass_of, read_fields
+from megatron.core.config import ConfigError
+from megatron.core.optimizer import settings
+from megatron.core.optimizer.grad_scaler import LossScaleConfig, make_grad_scaler
+from megatron.core.optimizer.group_schedule import SampleSchedule
+from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule, WeightDecaySchedule
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.param_groups import ParamGroup, default_group
+from megatron.core.optimizer.torch_groups import GroupedOptimizer, by_number
+
+_FIELDS = read_fields("optimizer_config")
+_Fields = dataclass_of("_Fields", _FIELDS.defaults)
+
+
+@dataclass
+class OptimizerConfig(_Fields):
+    """Which update, its numbers, and the loss scale. The stage of ZeRO is that of the chunks."""
+
+    def of_kind(self, kind: type, **others: Any) -> Any:
+        """The same as one of our settings. Raises ConfigError for what is not built or out of range."""
+        alike = {one.name: getattr(self, one.name) for one in fields(kind) if one.name in _FIELDS.defaults}
+        made = kind(**{**alike, **others})
+        if problems := [*_FIELDS.problems(self), *made.problems()]:
+            raise ConfigError(problems)
+        return made
+
+
+class MegatronOptimizer(GroupedOptimizer):
+    """Updates all chunks of this rank. `param_groups`: their `lr` and `weight_decay` are those of the next step."""
+
+    def __init__(self, config: OptimizerConfig, chunks: Sequence[Any], group_of: Callable[[str, Any], ParamGroup]):
+        self.config, self.chunks = config, list(chunks)
+        named = {n: p for chunk in chunks for n, p in chunk.module.named_parameters() if hasattr(p, "slot")}
+        kinds = {name: group_of(name, p) for name, p in named.items()}
+        groups = {kind: self._group(kind) for kind in kinds.values()}
+        for name, parameter in named.items():
+            groups[kinds[name]]["params"].append(parameter)
+        is_l2 = config.optimizer == "adam" and not config.decoupled_weight_decay
+        flat = FlatOptimizer(
+            [buffer for chunk in chunks for buffer in chunk.buffers],
+            config.of_kind(
+                settings.OptimizerConfig,
+                muon_nesterov=config.muon_use_nesterov,
+                optimizer="adam-l2" if is_l2 else config.optimizer,
+            ),
+            chunks[0].mesh,
+            group_of=by_number({name: list(groups).index(kind) for name, kind in kinds.items()}),
+            scaler=make_grad_scaler(config.of_kind(LossScaleConfig), fp16=config.fp16),
+        )
+        super().__init__(flat, list(groups.values()))
+        for chunk in chunks:
+            chunk.fills_grad = False  # for optimizers of torch.optim alone
+
+    def _group(self, kind: ParamGroup) -> dict[str, Any]:
+        config, far = self.config, kind.decoupled and self.config.decoupled_lr is not None
+        peak, low = (config.decoupled_lr, config.decoupled_min_lr) if far else (config.lr, config.min_lr)
+        numbers = {"max_lr": peak, "min_lr": config.min_lr if low is None else low, "is_decoupled_lr": far}
+        numbers |= {"wd_mult": kind.weight_decay_multiplier, "lr_mult": kind.lr_multiplier}
+        decay = config.weight_decay * kind.weight_decay_multiplier
+        return {"params": [], "lr": (peak or 0.0) * kind.lr_multiplier, "weight_decay": decay, **numbers}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of a finished step."""
+        del set_to_none
+        for chunk in self.chunks:
+            if chunk.is_complete:
+                chunk.zero_grad_buffer()
+
+    def get_parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return self.flat.scale_loss(loss)
+
+    def get_loss_scale(self) -> Tensor:
+        return torch.tensor([self.loss_scale], device=self.flat.device)
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """(whether parameters were updated, norm of the gradient, None). Every rank must call.
+
+        (False, None, None) if a gradient overflowed under a loss scale that can fall: nothing was updated.
+        """
+        if not self.update(1.0):
+            return False, None, None
+        for chunk in self.chunks:
+            chunk.gather_params()
+        return True, self.norm, None
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[Any],
+    no_weight_decay_cond: Callable[[str, Tensor], bool] | None = None,
+    scale_lr_cond: Callable[[str, Tensor], bool] | None = None,
+    lr_mult: float = 1.0,
+    use_gloo_process_groups: bool = True,
+    *,
+    config_overrides: dict | None = None,
+    pg_collection: Any = None,
+) -> MegatronOptimizer:
+    """The optimizer of chunks that DistributedDataParallel wraps. Every rank must call.
+
+    no_weight_decay_cond(name, parameter): default: vectors do not decay. scale_lr_cond: whose rate is multiplied by `lr_mult`.
+    """
+    del use_gloo_process_groups, pg_collection  # the mesh knows the groups
+    if config_overrides:
+        raise NotImplementedError("config_overrides is not built; use no_weight_decay_cond, scale_lr_cond and lr_mult")
+    if any(config.use_distributed_optimizer > chunk.settings.zero.shards_state for chunk in model_chunks):
+        raise ConfigError("OptimizerConfig: use_distributed_optimizer needs that of DistributedDataParallelConfig too")
+
+    def group_of(name: str, parameter: Tensor) -> ParamGroup:
+        group = default_group(name, parameter.placement)
+        if no_weight_decay_cond is not None:
+            group = replace(group, weight_decay_multiplier=float(not no_weight_decay_cond(name, parameter)))
+        scaled = scale_lr_cond is not None and scale_lr_cond(name, parameter)
+        return replace(group, lr_multiplier=lr_mult) if scaled else group
+
+    return MegatronOptimizer(config, model_chunks, group_of)
+
+
+class OptimizerParamScheduler(SampleSchedule):
+    """Sets `lr` and `weight_decay` of an optimizer's groups. The unit of a step is the caller's: samples, in Megatron's loop."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float,
+        lr_warmup_steps: int,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool | None = True,
+        override_opt_param_scheduler: bool | None = False,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str | None = None,
+    ):
+        wsd = (wsd_decay_steps, lr_wsd_decay_style or "exponential")
+        rate = LearningRateSchedule(max_lr, min_lr, init_lr, lr_warmup_steps, lr_decay_steps, lr_decay_style, *wsd)
+        decay = WeightDecaySchedule(start_wd, end_wd, wd_incr_style, wd_incr_steps)
+        super().__init__(optimizer, rate, decay)
+        self._choice = LearningRateConfig(
+            override_opt_param_scheduler=bool(override_opt_param_scheduler),
+            use_checkpoint_opt_param_scheduler=bool(use_checkpoint_opt_param_scheduler),
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the saved one was. Raises ConfigError if it was another schedule and no option says which counts."""
+        self.resume(state_dict, self._choice)
