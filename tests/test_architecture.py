@@ -301,7 +301,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_125,
+    "megatron/core": 2_130,
     "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_347,
     "megatron/core/datasets": 1_960,
@@ -315,7 +315,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 1_072,
+    "megatron/core/transformer": 1_195,
     "megatron/deepspeed": 876,
     "megatron/training": 1_740,
     "megatron/training/classic": 168,

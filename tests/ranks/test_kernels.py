@@ -21,9 +21,12 @@ FUSED = ("auto", "fused", "flash")
 
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_dropout_alone_takes_the_fused_kernel_from_its_work(name: str):
-    plain = KERNELS["unfused"]
-    assert kernel_for(name, CASE) is (KERNELS["fused"] if name in FUSED else plain)
-    assert kernel_for(name, CASE._replace(dropout=0.1)) is plain
+    plain, tiles = KERNELS["unfused"], KERNELS["tiled-eager"]
+    others = plain if name in ("unfused", "local") else tiles
+    assert kernel_for(name, CASE) is (KERNELS["fused"] if name in FUSED else others)
+    assert kernel_for(name, CASE._replace(dropout=0.1)) is others
+    with_cache = AttentionCase(CASE.q[:, :, :1], CASE.k, None, 0.1)
+    assert kernel_for(name, with_cache) is plain
 
 
 def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_use(monkeypatch):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron.core.config import ConfigError
 from megatron.training.memory.report import as_json, full_report
-from megatron.training.memory.room import hint_of_fused
 from megatron.training.memory.timeline import forecast
 from tools.estimating.job import own_flags_in, read
 from tools.estimating.measure import measure, measured_report
@@ -24,7 +23,6 @@ def run(words: Sequence[str]) -> int:
             job, args = read(words)
             ranks = forecast(job)
             lines = [json.dumps(as_json(job, ranks), indent=1)] if args.json else full_report(job, ranks)
-            lines += [] if args.json else hint_of_fused(job, ranks)
     except ConfigError as error:
         problems = "\n".join(f"  - {problem}" for problem in error.problems)
         print(f"cannot estimate, {len(error.problems)} problem(s):\n{problems}", file=sys.stderr)

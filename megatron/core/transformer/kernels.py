@@ -18,6 +18,7 @@ from megatron.core.config import ConfigError
 from megatron.core.open_table import Table
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.band import attention_in_band
+from megatron.core.transformer.eager_tiles import eager_tiled_attention
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 from megatron.core.transformer.tiled_attention import tiled_attention
 
@@ -107,6 +108,10 @@ def _not_for_tiles(case: AttentionCase) -> str | None:
     return None if causal else "is for causal attention"
 
 
+def _not_for_eager_tiles(case: AttentionCase) -> str | None:
+    return None if case.q.shape[2] == case.k.shape[2] else "has no cache of keys and values"
+
+
 def _not_for_fused(case: AttentionCase) -> str | None:
     if case.dropout:
         return "has no dropout by samples"
@@ -115,9 +120,18 @@ def _not_for_fused(case: AttentionCase) -> str | None:
 
 
 _PLAIN = Kernel(plain_attention)
-_TILED = Kernel(tiled_attention, _not_for_tiles, instead="unfused")
+_TILED = Kernel(tiled_attention, _not_for_tiles, instead="tiled-eager")
+_EAGER_TILES = Kernel(eager_tiled_attention, _not_for_eager_tiles, instead="unfused")
 _FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled")
-_OURS = {"auto": _FUSED, "fused": _FUSED, "flash": _FUSED, "tiled": _TILED, "unfused": _PLAIN, "local": _PLAIN}
+_OURS = {
+    "auto": _FUSED,
+    "fused": _FUSED,
+    "flash": _FUSED,
+    "tiled": _TILED,
+    "tiled-eager": _EAGER_TILES,
+    "unfused": _PLAIN,
+    "local": _PLAIN,
+}
 KERNELS: Table[Kernel] = Table("KERNELS", Kernel, _OURS)
 
 

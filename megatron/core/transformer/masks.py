@@ -6,6 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.tiles import Tile
+
 
 class Documents:
     """In place of a mask: samples of several documents, which do not attend to each other.
@@ -64,3 +66,20 @@ def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Te
             hidden_keys(mask.within, queries, keys, device) | later | everything.tril(keys - queries - mask.before - 1)
         )
     return later
+
+
+def hidden_in_tile(mask: Mask, tile: Tile, scores: tuple[int, ...], device: torch.device) -> Tensor:
+    """The tile's part of `hidden_keys`, [heads or 1, queries, keys]. scores: the shape of all, [b, n, s, s]. Unless the mask is
+    a tensor, the tile's last query is its last key."""
+    heads, queries = tile.rows
+    keys, numbers = tile.columns[1], torch.arange(heads.start, heads.stop, device=device)
+    if isinstance(mask, Tensor):
+        return mask.expand(scores)[numbers // scores[1], numbers % scores[1], queries, keys]
+    if isinstance(mask, Window) and mask.within is not None:
+        parts = (hidden_in_tile(part, tile, scores, device) for part in (Window(mask.before, None), mask.within))
+        return torch.logical_or(*parts)
+    here = queries.stop - queries.start, keys.stop - keys.start
+    if isinstance(mask, Documents):
+        documents = mask.numbers[numbers // scores[1]]
+        return hidden_keys(None, *here, device) | (documents[:, queries, None] != documents[:, None, keys])
+    return hidden_keys(mask, *here, device)

@@ -61,8 +61,8 @@ class ShapeConfig(FlagConfig):
     )
     attention_backend: str = knob(
         "auto",
-        "auto, fused, flash: torch's fused kernel where it applies; tiled: with --compile, for causal attention; unfused, "
-        "local: plain torch operations",
+        "auto, fused, flash: torch's fused kernel where it applies; tiled: with --compile, for causal attention; "
+        "tiled-eager: the same by torch operations, for any mask; unfused, local: the reference, which keeps all scores",
         names=KERNELS,
     )
 

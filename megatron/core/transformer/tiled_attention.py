@@ -1,17 +1,10 @@
 """Causal attention in tiles of queries, compiled, with dropout or without: no s x s tensor.
 
-    keys        0   1   2   3           a tile of queries meets the keys up to its own last: 10 of 16 tiles of scores here;
-    queries 0   x                       its scores stay in the cache between the product that makes them and the product
-            1   x   x                   that reads them
-            2   x   x   x
-            3   x   x   x   x
-
 As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of each
-row, and the backward computes the scores again. A tile holds all of its keys, so its softmax needs no rescaling.
+row, and the backward computes the scores again.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +14,7 @@ from megatron.core.compiler import Compiled
 from megatron.core.dropout_masks import MaskWords, kept
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.masks import Mask
+from megatron.core.transformer.tiles import by_head, tiles_of, wide_empty
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
@@ -36,12 +30,11 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *dropout: Any) -> Tensor:
         """dropout: the words of its masks, lines and columns, or None and None; its probability."""
-        q, k = _by_head(q), _by_head(k)
-        of_heads, out = _by_head(v), torch.empty_like(q)
-        log_sums = _wide_empty(q.shape[:2], q)
-        for tile in _tiles(q):
-            rows, keys = tile, (tile[0], slice(tile[1].stop))
-            probabilities, log_sums[rows] = _FORWARD(q[rows] @ k[keys].transpose(1, 2), *_of_tile(dropout, *tile))
+        q, k = by_head(q), by_head(k)
+        of_heads, out = by_head(v), torch.empty_like(q)
+        log_sums = wide_empty(q.shape[:2], q)
+        for rows, keys in tiles_of(q, _QUERIES, _ELEMENTS):
+            probabilities, log_sums[rows] = _FORWARD(q[rows] @ k[keys].transpose(1, 2), *_of_tile(dropout, *rows))
             torch.bmm(probabilities, of_heads[keys], out=out[rows])
         ctx.save_for_backward(q, k, of_heads, out, log_sums, *dropout[:2])
         ctx.probability = dropout[2]
@@ -53,14 +46,13 @@ class _Tiled(torch.autograd.Function):
         q, k = saved[:2]
         v, out = saved[2:4]
         log_sums, *words = saved[4:]
-        shape, grad = grad.shape, _by_head(grad)
+        shape, grad = grad.shape, by_head(grad)
         inner = (grad.to(log_sums.dtype) * out).sum(dim=-1)  # of each row: sum of probability x its gradient
-        grad_q, grad_k = torch.empty_like(q), _wide_empty(k.shape, k).zero_()
+        grad_q, grad_k = torch.empty_like(q), wide_empty(k.shape, k).zero_()
         grad_v = torch.zeros_like(grad_k)  # wide, since it is a sum over tiles
-        for tile in _tiles(q):
-            rows, keys = tile, (tile[0], slice(tile[1].stop))
+        for rows, keys in tiles_of(q, _QUERIES, _ELEMENTS):
             products = q[rows] @ k[keys].transpose(1, 2), grad[rows] @ v[keys].transpose(1, 2)
-            masks = _of_tile((*words, ctx.probability), *tile)
+            masks = _of_tile((*words, ctx.probability), *rows)
             probabilities, by_scores = _BACKWARD(*products, log_sums[rows], inner[rows], *masks)
             torch.bmm(by_scores, k[keys], out=grad_q[rows])
             grad_k[keys] += by_scores.transpose(1, 2) @ q[rows]
@@ -68,26 +60,7 @@ class _Tiled(torch.autograd.Function):
         return *(x.to(q.dtype).view(shape) for x in (grad_q, grad_k, grad_v)), None, None, None
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """[b, n, ...] -> [b n, ...]"""
-    return x.reshape(-1, *x.shape[2:])
-
-
-def _wide_empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-
-
-def _tiles(q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(heads, queries) of each tile, for q [b n, s, d]."""
-    heads, length = q.shape[:2]
-    for start in range(0, length, _QUERIES):
-        stop = min(start + _QUERIES, length)
-        at_once = max(1, _ELEMENTS // (_QUERIES * stop))
-        for first in range(0, heads, at_once):
-            yield slice(first, min(first + at_once, heads)), slice(start, stop)
-
-
-_QUERIES, _ELEMENTS = 256, 2**20  # _ELEMENTS: of scores at once, 2 to 4 MB, beside their probabilities
+_QUERIES, _ELEMENTS = 256, 2**20  # of a tile: scores of 2 to 4 MB, beside their probabilities
 
 
 def _of_tile(dropout: tuple[Any, ...], heads: slice, queries: slice) -> tuple[Any, ...]:
@@ -95,7 +68,7 @@ def _of_tile(dropout: tuple[Any, ...], heads: slice, queries: slice) -> tuple[An
     lines, *others = dropout
     if lines is None:
         return None, None, 0.0
-    return _by_head(lines)[heads, queries], others[0][: queries.stop], others[1]
+    return by_head(lines)[heads, queries], others[0][: queries.stop], others[1]
 
 
 # ---------------------------------------------------------------- formulas

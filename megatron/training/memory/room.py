@@ -1,11 +1,9 @@
 """Whether a prediction fits the memory of a device or machine, which kind takes most, and the flags that reduce it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from megatron.training.memory.dry_run import Job
 from megatron.training.memory.tier_bytes import amount
-from megatron.training.memory.timeline import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory, forecast, worst
+from megatron.training.memory.timeline import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory
 from megatron.training.settings.config import Config
 
 
@@ -28,23 +26,6 @@ def warning_of_room(
     ]
 
 
-def hint_of_fused(job: Job, ranks: Sequence[RankMemory]) -> list[str]:
-    """One line if only the dropout of attention weights prevents a fused kernel that at least halves the activations."""
-    config = job.runtime.config
-    if not _is_unfused_by_dropout(config):
-        return []
-    fused = replace(config, transformer=replace(config.transformer, attention_dropout=0.0))
-    then = worst(forecast(job._replace(runtime=replace(job.runtime, config=fused)))).bytes[ACTIVATIONS]
-    now = worst(ranks).bytes[ACTIVATIONS]
-    hint = f"--attention-dropout 0 uses the fused kernel: activations {amount(then)} instead of {amount(now)}"
-    return [hint] if now >= 2 * then else []
-
-
-def _is_unfused_by_dropout(config: Config) -> bool:
-    model = config.transformer
-    return model.attention_dropout > 0 and model.attention_backend not in ("unfused", "local")
-
-
 def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str:
     """The flags not given yet that reduce `what`: STATE, ACTIVATIONS, or communication. shares: as in `warning_of_room`."""
     model, parallel = config.transformer, config.parallel
@@ -55,7 +36,7 @@ def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str
     tier, samples = config.offload.tier, config.training.micro_batch_size
     if what == ACTIVATIONS:
         flags = {
-            "--attention-dropout 0 (its kernel keeps no attention weights)": _is_unfused_by_dropout(config),
+            "--attention-backend auto": model.attention_backend in ("unfused", "local"),  # others keep no scores
             "--recompute-granularity full --recompute-method uniform": model.recompute_granularity != "full",
             f"a --micro-batch-size below {samples}": samples > 1,
             "--sequence-parallel": parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel_on,
