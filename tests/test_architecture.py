@@ -317,7 +317,7 @@ BUDGETS = {
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_195,
     "megatron/deepspeed": 876,
-    "megatron/training": 1_740,
+    "megatron/training": 1_805,
     "megatron/training/classic": 168,
     "megatron/training/ending": 240,
     "megatron/training/memory": 1_162,

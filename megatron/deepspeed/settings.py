@@ -1,4 +1,4 @@
-"""What a ds_config asks for, in this project's settings. Pure."""
+"""What a ds_config asks for, in this project's settings."""
 
 import json
 from collections.abc import Mapping
@@ -11,28 +11,18 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.grad_scaler import LossScaleConfig
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.deepspeed.keys import check_keys
+from megatron.training.engine import EngineConfig
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(EngineConfig):
     """A ds_config, read. notes: its keys without effect, and why."""
 
-    micro_batch: int
-    accumulation: int
-    precision: str  # "" (the model's own), float16 or bfloat16
-    clipping: float
-    takes_mean: bool
-    data_parallel: DataParallelConfig
-    loss_scale: LossScaleConfig
-    restores_hysteresis: bool
-    casts_inputs: bool
-    offload_optimizer: OffloadConfig
-    offload_param: OffloadConfig
-    optimizer: Mapping[str, Any] | None
-    scheduler: Mapping[str, Any] | None
-    drop_last: bool
-    steps_per_print: int | None
-    notes: tuple[str, ...]
+    optimizer: Mapping[str, Any] | None = None
+    scheduler: Mapping[str, Any] | None = None
+    drop_last: bool = False
+    steps_per_print: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def load_ds_config(given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
