@@ -26,6 +26,7 @@ TEACHES = "tests/gloo/test_documents.py::test_the_tutorial_leads_from_a_text_to_
 WATCHES = "tests/gloo/test_documents.py::test_the_page_about_watching_shows_what_can_be_seen"
 PREPARES = "tests/pure/test_data_tools.py::test_every_command_of_the_page_runs"
 CONFIGURES = "tests/gloo/test_documents.py::test_what_configure_writes_trains"
+WALKS = "tests/gloo/test_documents.py::test_the_walkthrough_shows_what_its_commands_print"
 TRAINS_A_BERT = "tests/gloo/test_bert.py::test_every_command_of_the_page_runs"
 # document: command, or its beginning before " ..." -> the test that runs it, word for word, or "not run: why".
 COMMANDS = {
@@ -65,6 +66,12 @@ COMMANDS = {
         "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_gpt3_on_a_thousand_ranks_is_estimated_in_one_process"
     },
     "docs/configure.md": {"python -m megatron.configure ...": CONFIGURES, "bash runs/tiny.sh ...": CONFIGURES},
+    "docs/walkthrough.md": {
+        "RANK=5 WORLD_SIZE=16 ...": WALKS,
+        "torchrun --nproc-per-node 4 examples/walkthrough.py start": WALKS,
+        "python examples/walkthrough.py ...": WALKS,
+        "torchrun --nproc-per-node 2 examples/walkthrough.py engine": WALKS,
+    },
     "docs/generation.md": {
         "python tools/generate.py ...": READS_ON,
         "torchrun --nproc-per-node 4 tools/generate.py ...": READS_ON,
