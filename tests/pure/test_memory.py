@@ -98,6 +98,7 @@ def kept_by_layer(more: str) -> float:
     ("more", "units"),
     [
         ("", 32),
+        ("--normalization RMSNorm", 32),
         ("--tensor-model-parallel-size 4 --world-size 4", 8 + 24 / 4),
         ("--tensor-model-parallel-size 4 --world-size 4 --sequence-parallel", 32 / 4),
         ("--recompute-granularity full --recompute-method uniform", 2),

@@ -124,9 +124,26 @@ def _attention(on_cpu: bool, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor 
     return _Fused.apply(q, k, v, attn_mask)
 
 
+class _FusedRmsNorm(torch.autograd.Function):
+    """The memory of a fused RMSNorm: it saves its input, its weight, and one float32 per row. torch's own kernel has no
+    backward on the meta device, where it would save float32 copies of its input instead."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: torch.Size) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(rows, dtype=torch.promote_types(x.dtype, torch.float32)))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
 def _rms_norm(on_cpu: bool, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """One kernel on an accelerator, several operations on a CPU."""
-    return torch.rms_norm(x, shape, weight, eps) if on_cpu else torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+    if on_cpu:
+        return torch.rms_norm(x, shape, weight, eps)
+    return _FusedRmsNorm.apply(x, weight, x.shape[: x.dim() - len(shape)])
 
 
 _DEVICE = Tensor.device.__get__
