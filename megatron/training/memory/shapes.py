@@ -135,7 +135,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
+        x, weight = ctx.saved_tensors[:2]
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
