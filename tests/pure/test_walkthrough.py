@@ -8,17 +8,24 @@ from walkthrough_doc import PAGE, ROW, definitions, place_of, places
 REDRAW = "run: python tests/walkthrough_doc.py"
 
 
+@pytest.mark.full
 def test_every_line_of_the_page_is_current():
+    """Not before every commit, for every edit of a file moves lines."""
+    assert places(PAGE.read_text()) == PAGE.read_text(), REDRAW
+
+
+def test_every_definition_of_the_page_is_in_the_file_that_it_names():
     page = PAGE.read_text()
     tables = [line for line in page.splitlines() if re.match(r"\| .* \|$", line) and "| Here |" not in line]
     assert len(ROW.findall(page)) == len(tables) > 40, "a row of the page names no line"
-    assert places(page) == page, REDRAW
+    apart = re.compile(r"(?<=\.py):\d+")
+    assert apart.sub("", places(page)) == apart.sub("", page), REDRAW
 
 
 def test_a_line_that_has_moved_is_found():
     """And a definition that is gone."""
     page = PAGE.read_text()
-    assert places(re.sub(r"(\w+\.py):\d+", r"\1:7", page)) == page
+    assert places(re.sub(r"(\w+\.py):\d+", r"\1:7", page)) == places(page) != re.sub(r"(\w+\.py):\d+", r"\1:7", page)
     assert (
         place_of("megatron.core.grid.Grid.groups")
         == f"megatron/core/grid.py:{definitions('megatron/core/grid.py')['Grid.groups']}"
