@@ -11,7 +11,7 @@ from megatron.core.comm import Group, TorchGroup, as_peer_error
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current, get_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.grid import AxisSizes
-from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size
+from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size, leave_at_exit
 from megatron.core.mesh import MakeGroup, Mesh, StageRanks, build_mesh
 from megatron.core.parallel_config import ORDER, ParallelConfig
 from megatron.core.stage_map import StageMap, loop
@@ -63,6 +63,8 @@ def initialize_model_parallel(
             f"{launched().launcher} started {launched_world_size()} processes, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first, or initialize_megatron(), which does both"
         )
+    if dist.is_initialized():
+        leave_at_exit()
     sizes = parallel.sizes(launched_world_size(), num_distributed_optimizer_instances, order)
     timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
 

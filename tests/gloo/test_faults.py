@@ -184,3 +184,9 @@ def assert_stopped(outcome: Outcome, said: str) -> None:
     assert said in outcome.everything, outcome
     assert "Traceback" not in outcome.everything, outcome
     assert len([line for line in outcome.everything.splitlines() if said in line]) == 1, outcome
+
+
+@pytest.mark.full
+def test_a_script_that_leaves_the_job_to_the_interpreter_ends_well():
+    """Threads of the back end that outlive the interpreter would abort the process now and then: exit code -6."""
+    run([str(Path(__file__).with_name("leaving_script.py"))], ranks=2).succeeded()

@@ -48,7 +48,7 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     """
     global _joined
     if dist.is_initialized():
-        atexit.register(_leave_what_the_caller_joined)
+        leave_at_exit()
         _open_line_of_adopted_job()
         return
     launch = discover(os.environ)
@@ -186,22 +186,35 @@ def stop_distributed() -> None:
     """
     global _joined
     say_goodbye()
+    _drop_mesh()
+    if _joined:
+        _destroy_groups()
+        _joined = False
+
+
+def _drop_mesh() -> None:
     if (mesh := mesh_of_process()) is not None:
         for axis in mesh.values():
             if isinstance(axis.group, TorchGroup):
                 axis.group.process_group = None
         set_mesh_of_process(None)
-    if _joined:
-        gc.collect()  # graphs of the last step hold axes in reference cycles
-        dist.destroy_process_group()
-        _joined = False
+
+
+def _destroy_groups() -> None:
+    gc.collect()  # graphs of the last step hold axes in reference cycles
+    dist.destroy_process_group()
+
+
+def leave_at_exit() -> None:
+    """Destroys process groups of the caller's that still exist when the interpreter ends: see `stop_distributed`."""
+    atexit.unregister(_leave_what_the_caller_joined)
+    atexit.register(_leave_what_the_caller_joined)
 
 
 def _leave_what_the_caller_joined() -> None:
-    """Destroys the caller's process group at the end of the interpreter, if it still exists: see `stop_distributed`."""
     if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
+        _drop_mesh()
+        _destroy_groups()
 
 
 def available_backends() -> list[str]:
