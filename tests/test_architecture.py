@@ -307,7 +307,7 @@ BUDGETS = {
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_400,
     "megatron/core/inference": 350,
-    "megatron/core/job": 655,
+    "megatron/core/job": 659,
     "megatron/core/models": 300,
     "megatron/core/optimizer": 1_145,
     "megatron/core/pipeline_parallel": 1_211,
