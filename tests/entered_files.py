@@ -43,7 +43,7 @@ BUILT, TRAINED = "a parameter is built", "a batch is trained"
 SUMMED, WRITTEN = "a gradient is summed", "a checkpoint's tensor is written"
 # What is done -> the functions that do it: of what, by which name.
 DOERS = {
-    "a rank's model is built": [(build, "get_model")],
+    "a rank's model is built": [(build, "built_chunks")],
     BUILT: [(transformer_layer, "ParallelMLP"), (build, "initialize_parameters"), (chunks, "DistributedDataParallel")],
     TRAINED: [(trainer, "train_step")],
     SUMMED: [(DistributedDataParallel, name) for name in ("start_grad_reduce", "finish_grad_reduce")],

@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config device grid boxes enums errors pending lazy tables batch_size parallel_config model_parallel_config fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
+    "config device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -33,7 +33,7 @@ PURE = """
     core.grid core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
     core.parallel_config core.stage_map core.open_table core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
-    core.optimizer.lr_schedule core.optimizer.grad_scaler core.optimizer.settings core.optimizer.muon_config
+    core.optimizer.lr_schedule core.optimizer.loss_scale core.optimizer.settings core.optimizer.muon_config
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
     core.pipeline_parallel.table core.pipeline_parallel.zero_bubble_v core.pipeline_parallel.lower
     core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot
@@ -301,9 +301,9 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_130,
+    "megatron/core": 2_170,
     "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_347,
+    "megatron/core/classic": 1_360,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_400,
     "megatron/core/inference": 350,
@@ -317,8 +317,8 @@ BUDGETS = {
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_195,
     "megatron/deepspeed": 876,
-    "megatron/training": 1_805,
-    "megatron/training/classic": 168,
+    "megatron/training": 1_820,
+    "megatron/training/classic": 182,
     "megatron/training/ending": 240,
     "megatron/training/memory": 1_162,
     "megatron/training/resume": 500,

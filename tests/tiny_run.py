@@ -19,7 +19,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.optimizer.settings import OptimizerConfig

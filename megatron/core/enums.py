@@ -8,3 +8,5 @@ class ModelType(Enum):
 
     encoder_or_decoder = 1  # one stack of layers: GPT, BERT
     encoder_and_decoder = 2  # two stacks, the second attends to the first: T5
+    retro_encoder = 3
+    retro_decoder = 4

@@ -38,11 +38,15 @@ from megatron.core.model_parallel import (  # noqa: F401
     torch_group,
 )
 from megatron.core.parallel_config import ORDER, ParallelConfig  # noqa: F401
+from megatron.core.signatures import takes
 from megatron.core.stage_map import loop
 
 
-def _group(axis: str) -> Callable[[], Any]:
-    return lambda: torch_group(axis)
+def _group(axis: str) -> Callable[..., Any]:
+    """check_initialized False: None before initialization, where it is an error otherwise."""
+    return lambda check_initialized=True: (
+        torch_group(axis) if check_initialized or model_parallel_is_initialized() else None
+    )
 
 
 def _rank(axis: str) -> Callable[[], int]:
@@ -95,7 +99,9 @@ get_embedding_group = _group("embd")
 get_position_embedding_group = _group("pos_embd")
 
 
-def get_context_parallel_global_ranks() -> list[int]:
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    if not check_initialized and not model_parallel_is_initialized():
+        return None
     return list(get_mesh()["cp"].ranks)
 
 
@@ -132,24 +138,29 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 # Megatron's tools set ranks and sizes to build another rank's shard. Layers here take an `Axis`, and would ignore the setting;
 # so a setter accepts the actual value, or None, and refuses all others.
-def _say_again(setter: str, get: Callable[[], int]) -> Callable[[int | None], None]:
-    def say(value: int | None) -> None:
-        if value not in (None, get()):
-            raise ConfigError(
-                f"{setter}({value}): it is {get()} and cannot be changed; start the processes of the layout that you want, with "
-                "--tensor-model-parallel-size and --pipeline-model-parallel-size (a checkpoint loads into any layout)"
-            )
-
-    return say
+def _check_again(setter: str, value: int | None, actual: int) -> None:
+    if value not in (None, actual):
+        raise ConfigError(
+            f"{setter}({value}): it is {actual} and cannot be changed; start the processes of the layout that you want, with "
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size (a checkpoint loads into any layout)"
+        )
 
 
-set_tensor_model_parallel_rank = _say_again("set_tensor_model_parallel_rank", _rank("tp"))
-set_tensor_model_parallel_world_size = _say_again("set_tensor_model_parallel_world_size", _size("tp"))
-set_pipeline_model_parallel_rank = _say_again("set_pipeline_model_parallel_rank", _rank("pp"))
-set_pipeline_model_parallel_world_size = _say_again("set_pipeline_model_parallel_world_size", _size("pp"))
-set_data_parallel_rank = _say_again("set_data_parallel_rank", _rank("dp"))
-set_expert_model_parallel_rank = _say_again("set_expert_model_parallel_rank", _rank("ep"))
-set_expert_model_parallel_world_size = _say_again("set_expert_model_parallel_world_size", _size("ep"))
+def _rank_again(setter: str, axis: str) -> Callable[[int | None], None]:
+    return lambda rank: _check_again(setter, rank, get_mesh()[axis].rank)
+
+
+def _size_again(setter: str, axis: str) -> Callable[[int | None], None]:
+    return lambda world_size: _check_again(setter, world_size, get_mesh()[axis].size)
+
+
+set_tensor_model_parallel_rank = _rank_again("set_tensor_model_parallel_rank", "tp")
+set_tensor_model_parallel_world_size = _size_again("set_tensor_model_parallel_world_size", "tp")
+set_pipeline_model_parallel_rank = _rank_again("set_pipeline_model_parallel_rank", "pp")
+set_pipeline_model_parallel_world_size = _size_again("set_pipeline_model_parallel_world_size", "pp")
+set_data_parallel_rank = _rank_again("set_data_parallel_rank", "dp")
+set_expert_model_parallel_rank = _rank_again("set_expert_model_parallel_rank", "ep")
+set_expert_model_parallel_world_size = _size_again("set_expert_model_parallel_world_size", "ep")
 
 
 def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
@@ -187,11 +198,16 @@ def _of_expert_data(accessor: Callable[[str], Callable[[], Any]]) -> Callable[..
     return lambda partial_expert_data_parallel=False: accessor("edp" + "_inner" * partial_expert_data_parallel)()
 
 
-get_data_parallel_group = _of_data(_group)
+get_data_parallel_group = takes(independent_all_gather=False)(_of_data(_group))
 get_data_parallel_rank = _of_data(_rank)
 get_data_parallel_world_size = _of_data(_size)
 get_data_parallel_src_rank = _of_data(_member)
-get_expert_data_parallel_group = _of_expert_data(_group)
+
+
+def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Any:
+    return _group("edp" + "_inner" * partial_expert_data_parallel)(check_initialized)
+
+
 get_expert_data_parallel_rank = _of_expert_data(_rank)
 get_expert_data_parallel_world_size = _of_expert_data(_size)
 

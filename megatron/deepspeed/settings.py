@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.optimizer.grad_scaler import LossScaleConfig
+from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.deepspeed.keys import check_keys
 from megatron.training.engine import EngineConfig

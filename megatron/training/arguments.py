@@ -6,6 +6,6 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "megatron.core.classic.transformer_config": "core_transformer_config_from_args",
-        "megatron.training.command_line": "parse_args",
+        "megatron.training.classic.building": "parse_args",
     },
 )

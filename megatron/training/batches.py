@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm, parallel_state
+from megatron.core.signatures import takes
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.transformer.masks import Documents
 from megatron.training.runtime import get_runtime
@@ -14,6 +15,7 @@ from megatron.training.runtime import get_runtime
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them
 
 
+@takes(mtp_on_this_rank=False)
 def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     """tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is causal over
     the whole sample, which is faster than a mask, else `Documents`. Every tensor-parallel rank of the stage must call."""
@@ -29,6 +31,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     return {name: batch[name] for name in NAMES}
 
 
+@takes(cp_group=None)
 def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """This context-parallel rank's part of the sequence. Context parallelism is not built yet: the whole batch."""
     return batch

@@ -20,6 +20,7 @@ from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_sched
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.random import initialize_parameters
+from megatron.core.signatures import takes
 from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room
@@ -29,7 +30,7 @@ from megatron.training.runtime import Runtime, get_runtime
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 
 
-def get_model(
+def built_chunks(
     model_provider: ModelProvider,
     runtime: Runtime,
     group_of: GroupRule = default_group,
@@ -85,20 +86,21 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
     ]
 
 
+@takes(no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, checkpointing_context=None)
 def setup_model_and_optimizer(
-    model_provider: ModelProvider, model_type: ModelType | None = None, *, group_of: GroupRule = default_group
+    model_provider_func: ModelProvider, model_type: ModelType | None = None, *, group_of: GroupRule = default_group
 ) -> tuple[list[DistributedDataParallel], FlatOptimizer, AnySchedule]:
     """(model chunks, optimizer, learning rate schedule) of this rank, after `initialize_megatron`. Every rank must call."""
     del model_type  # a model's `boundary` says which tensors pass between stages
     runtime = get_runtime()
-    chunks = get_model(model_provider, runtime, group_of)
+    chunks = built_chunks(model_provider_func, runtime, group_of)
     schedule = learning_rate_schedule(runtime.config.learning_rate, runtime.run_length)
     with refused_alike(runtime):
         return list(chunks.values()), build_optimizer(chunks, runtime, group_of), schedule
 
 
 def build_train_valid_test_data_iterators(
-    provider: DatasetsProvider,
+    build_train_valid_test_datasets_provider: DatasetsProvider,
 ) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
     """This rank's batches of each data set from the start, for a script's own loop. Every rank must call.
 
@@ -111,7 +113,7 @@ def build_train_valid_test_data_iterators(
     sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, runtime.batch_sizes.last)
     sizes[0] = training.train_samples or sizes[0]
     with comm.together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
-        datasets = provider(sizes)
+        datasets = build_train_valid_test_datasets_provider(sizes)
     if not runtime.mesh["tp"].is_first:
         return None, None, None
     where = training.micro_batch_size, samples.rank, samples.size

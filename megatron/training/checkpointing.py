@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from megatron.core import comm, dropout_masks, products
 from megatron.core.boxes import pieces_of_run, size_of
-from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, placed_tensor, save_checkpoint
+from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, placed_tensor
+from megatron.core.checkpoint import save_checkpoint as write_checkpoint
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
@@ -90,7 +91,7 @@ def save(
     world = mesh["world"]
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
-    save_checkpoint(
+    write_checkpoint(
         Path(root),
         state.iteration,
         model_tensors(chunks, mesh)

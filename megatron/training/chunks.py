@@ -10,7 +10,7 @@ from torch import nn
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current, filling_by_name
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.loss_scale import make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep

@@ -25,6 +25,7 @@ from megatron.core.job.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.random import DropoutKeys
+from megatron.core.signatures import takes
 from megatron.core.tiers.folder import folder_problems, remove_left_behind
 from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tokenizers import build_tokenizer
@@ -32,7 +33,8 @@ from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training.checkpointing import saved_products
-from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs, parse_args
+from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs
+from megatron.training.command_line import parse_args as parse_words
 from megatron.training.memory.offload import notes_of
 from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
@@ -54,11 +56,13 @@ class Settings:
     tokenizer_sha256: str | None
 
 
+@takes(ignore_unknown_args=False, skip_mpu_initialization=False, parsed_args=None, store=None)
 def initialize_megatron(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
-    argv: Sequence[str] | None = None,
     *,
+    argv: Sequence[str] | None = None,
+    allow_no_cuda: bool = False,
     rules: ModelRules = NO_RULES,
     get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
@@ -68,6 +72,7 @@ def initialize_megatron(
     Ranks may be started with different or invalid settings, so they agree first. Raises ConfigError on ranks with invalid
     settings and PeerError on the others, before any group is made.
     """
+    del allow_no_cuda  # Megatron's; the device is --device, or the one that is there
     settings, problem = None, None
     try:
         settings = read_settings(extra_args_provider, args_defaults, argv, rules)
@@ -155,7 +160,7 @@ def read_settings(
     """Parse and check the command line and prepare this rank's device. Raises ConfigError with all problems."""
     world_size = parallel_state.launched_world_size()
     try:
-        parsed = parse_args(argv, extra_args_provider, args_defaults, rules.unread)
+        parsed = parse_words(argv, extra_args_provider, args_defaults, rules.unread)
     except ArgumentsError as error:
         found = examine(filled_in(error.parts), world_size, rules).problems
         raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None

@@ -189,9 +189,9 @@ def is_last_rank() -> bool:
     return parallel_state.launched_rank() == parallel_state.launched_world_size() - 1
 
 
-def print_rank_0(message: str) -> None:
-    """Print once per run, from the first rank."""
-    if parallel_state.launched_rank() == 0 and not is_dry_run():
+def print_rank_0(message: str, rank: int | None = None) -> None:
+    """Print once per run, from the first rank. rank: this process's, if the caller knows it."""
+    if (parallel_state.launched_rank() if rank is None else rank) == 0 and not is_dry_run():
         print(message, flush=True)
 
 

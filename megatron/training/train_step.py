@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
+from megatron.core.optimizer.loss_scale import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.pipeline import Pipeline, SharedTotals
 from megatron.training.watch.timers import Timers

@@ -23,7 +23,7 @@ from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learni
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
-from megatron.training.build import DatasetsProvider, get_model, refused_alike
+from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
@@ -78,7 +78,7 @@ class Trainer:
         with heartbeat("building the model", print_rank_0):
             # chunks by stage
             forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
-            self.chunks = get_model(model_provider, runtime, group_of, forecast)
+            self.chunks = built_chunks(model_provider, runtime, group_of, forecast)
             with refused_alike(runtime):
                 self.optimizer = build_optimizer(self.chunks, runtime, group_of)
         self.model = list(self.chunks.values())

@@ -23,12 +23,8 @@ from megatron.core.errors import write_error_file
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep
-from megatron.training.build import (
-    DatasetsProvider,
-    build_train_valid_test_data_iterators,
-    get_model,
-    setup_model_and_optimizer,
-)
+from megatron.core.signatures import takes
+from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
 from megatron.training.command_line import ExtraArgs
 from megatron.training.ending import failures, interrupt
@@ -36,17 +32,9 @@ from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
 from megatron.training.resume.start import where_to_go_on
 from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.train_step import train_step
 from megatron.training.trainer import NonLossData, Trainer
 
-__all__ = [
-    "Trainer",
-    "build_train_valid_test_data_iterators",
-    "get_model",
-    "pretrain",
-    "setup_model_and_optimizer",
-    "train_step",
-]
+__all__ = ["Trainer", "build_train_valid_test_data_iterators", "pretrain", "setup_model_and_optimizer"]
 
 
 class Script(NamedTuple):
@@ -64,11 +52,12 @@ class Script(NamedTuple):
     argv: Sequence[str] | None
 
 
+@takes(store=None, inprocess_call_wrapper=None)
 def pretrain(
-    train_valid_test_datasets_provider: DatasetsProvider,
+    train_valid_test_dataset_provider: DatasetsProvider,
     model_provider: ModelProvider,
     model_type: ModelType | ForwardStep,
-    forward_step: ForwardStep | None = None,
+    forward_step_func: ForwardStep | None = None,
     process_non_loss_data_func: Callable[[Any, int, Any], None] | None = None,
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
@@ -86,10 +75,10 @@ def pretrain(
     Invalid settings end all processes with code 2. A later error ends them with code 1 and the message of the failing rank.
     A job of one process raises that error, unless the message alone says what to change (for example for a NaN loss).
 
-    train_valid_test_datasets_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data set has
+    train_valid_test_dataset_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data set has
         a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its `is_distributed` says.
     model_provider(pre_process, post_process[, vp_stage]) -> this stage's part of the model
-    forward_step(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
+    forward_step_func(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
     extra_args_provider(parser) adds the script's own flags; args_defaults: defaults of settings, by name
     process_non_loss_data_func(data, iteration, writer=None) is called on the last rank after each validation. data is the result
         of non_loss_data_func(model chunks), or a list of loss_func(output, non_loss_data=True) over the microbatches of a batch.
@@ -97,11 +86,11 @@ def pretrain(
     rules: the model's own rules about settings, beside the rules for every run
     group_of(name, placement) -> the group that sets how this parameter is updated
     """
-    if forward_step is None or not isinstance(model_type, ModelType):
+    if forward_step_func is None or not isinstance(model_type, ModelType):
         # Megatron 2.5: pretrain(datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults).
         args_defaults, process_non_loss_data_func = process_non_loss_data_func or args_defaults, None
-        extra_args_provider, forward_step = forward_step or extra_args_provider, model_type
-        if isinstance(forward_step, ModelType) or not callable(forward_step):
+        extra_args_provider, forward_step_func = forward_step_func or extra_args_provider, model_type
+        if isinstance(forward_step_func, ModelType) or not callable(forward_step_func):
             expected = "forward_step(data_iterator, model) -> (output, loss_func)"
             raise TypeError(f"pretrain() needs {expected}, after the model type")
     ranks_of = {
@@ -109,15 +98,15 @@ def pretrain(
         "get_position_embedding_ranks": get_position_embedding_ranks,
     }
     non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
-    functions = train_valid_test_datasets_provider, model_provider, forward_step, extra_args_provider
+    functions = train_valid_test_dataset_provider, model_provider, forward_step_func, extra_args_provider
     run_script(Script(*functions, args_defaults, ranks_of, non_loss, rules, group_of, argv))
 
 
 def run_script(script: Script) -> None:
     """Train as the script says, to the end. `pretrain` calls it by this name, which tools replace to read a script alone."""
     began = time.monotonic()
-    settings = script.extra_args_provider, script.args_defaults, script.argv
-    initialize = partial(initialize_megatron, *settings, rules=script.rules, **script.ranks_of)
+    settings = script.extra_args_provider, script.args_defaults
+    initialize = partial(initialize_megatron, *settings, argv=script.argv, rules=script.rules, **script.ranks_of)
     parts = script.train_valid_test_datasets_provider, script.model_provider, script.forward_step, script.group_of
 
     def make_trainer(runtime: Runtime) -> Trainer:

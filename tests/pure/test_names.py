@@ -87,7 +87,7 @@ NAMES = {
     "megatron.core.models.gpt_model": "GPTModel",
     "megatron.training": "get_args get_tokenizer print_rank_0 print_rank_last pretrain initialize_megatron get_model "
     "setup_model_and_optimizer build_train_valid_test_data_iterators",
-    "megatron.training.training": "pretrain train_step setup_model_and_optimizer get_model",
+    "megatron.training.training": "pretrain setup_model_and_optimizer",
     "megatron.training.initialize": "initialize_megatron",
     "megatron.training.arguments": "core_transformer_config_from_args parse_args",
     "megatron.training.utils": "average_losses_across_data_parallel_group get_ltor_masks_and_position_ids unwrap_model "

@@ -17,7 +17,7 @@ from megatron.core import compiler
 from megatron.core.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.train_step import StepResult

@@ -25,7 +25,7 @@ from tiny_run import (
 from megatron.core.current_mesh import current
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+from megatron.core.optimizer.loss_scale import ConstantGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.storage.stored import start_reading, start_writing

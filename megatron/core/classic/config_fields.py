@@ -12,10 +12,11 @@ import torch
 
 
 class Fields(NamedTuple):
-    """A table. not_built: fields that would change the numbers, and that nothing here computes."""
+    """A table. not_built: fields that would change the numbers, and that nothing here computes. groups: fields by a name."""
 
     defaults: dict[str, Any]
     not_built: list[str]
+    groups: dict[str, list[str]]
 
     def problems(self, config: Any) -> list[str]:
         """Why what `config` says cannot be computed."""
@@ -28,7 +29,8 @@ def read_fields(name: str) -> Fields:
     """The table NAME.toml of this folder. A default is written as in Python; it may be something of torch's."""
     tables = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text())
     defaults = {one: _value(value) for value, some in tables["defaults"].items() for one in some.split()}
-    return Fields(defaults, tables["not_built"]["fields"].split())
+    groups = {one: some.split() for one, some in tables.get("groups", {}).items()}
+    return Fields(defaults, tables["not_built"]["fields"].split(), groups)
 
 
 def _value(text: str) -> Any:

@@ -29,6 +29,7 @@ from megatron.core.classic.specs import ModuleSpec, build_module, get_module
 from megatron.core.classic.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.current_mesh import current
 from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.signatures import takes
 from megatron.core.transformer.attention import CoreAttention, ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.masks import Documents
@@ -63,6 +64,7 @@ class SelfAttentionSubmodules:
     k_layernorm: Any = None
 
 
+@takes(activation_func=None)
 @dataclass
 class MLPSubmodules:
     linear_fc1: Any = None
@@ -83,6 +85,7 @@ class TransformerLayerSubmodules:
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
+@takes(layer_norm=None)
 @dataclass
 class TransformerBlockSubmodules:
     layer_specs: list[ModuleSpec] | None = None
@@ -110,6 +113,7 @@ class DotProductAttention(CoreAttention):
 class SelfAttention(ParallelAttention):
     """forward(hidden_states [s, b, h], attention_mask, rotary_pos_emb=[s, 1, 1, d]) -> (output [s, b, h], bias or None)"""
 
+    @takes(cp_comm_type=None, pg_collection=None)
     def __init__(
         self,
         config: Any,
@@ -160,6 +164,7 @@ class SelfAttention(ParallelAttention):
 class MLP(ParallelMLP):
     """forward(hidden_states [s, b, h]) -> (output [s, b, h], bias or None)"""
 
+    @takes(ffn_hidden_size=None, tp_group=None)
     def __init__(self, config: Any, submodules: MLPSubmodules, is_expert: bool = False, input_size: int | None = None):
         if is_expert or input_size not in (None, config.hidden_size):
             raise NotImplementedError("MLP: is_expert and another input_size are not built yet; leave them out")
@@ -188,6 +193,7 @@ class TransformerLayer(MegatronModule):
     states, context). Norms that a part holds itself, as Transformer Engine's do, are IdentityOp here.
     """
 
+    @takes(pg_collection=None, vp_stage=None)
     def __init__(
         self,
         config: Any,
@@ -316,6 +322,7 @@ def make_layer_of(spec: Any, config: Any) -> MakePart:
 class TransformerBlock(ParallelTransformer):
     """The layers of a stage. forward(hidden_states [s, b, h], attention_mask) -> the same shape"""
 
+    @takes(pg_collection=None, vp_stage=None)
     def __init__(
         self, config: Any, spec: Any, post_layer_norm: bool = True, pre_process: bool = True, post_process: bool = True
     ):

@@ -9,6 +9,7 @@ from megatron.core.classic.modules import MegatronModule, context_of, settings_o
 from megatron.core.current_mesh import current
 from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
+from megatron.core.signatures import takes
 
 
 class _Stage(MegatronModule):
@@ -132,6 +133,7 @@ class BertModel(_Stage, bert_model.BertModel):
     forward(input_ids, attention_mask, tokentype_ids=None, lm_labels=None) as `megatron.model.BertModel`'s.
     """
 
+    @takes(pg_collection=None)
     def __init__(
         self,
         config: Any,
@@ -146,14 +148,18 @@ class BertModel(_Stage, bert_model.BertModel):
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "learned_absolute",
         rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: None = None,
         add_binary_head: bool = True,
         return_embeddings: bool = False,
         *,
         vp_stage: int | None = None,
     ):
         del fp16_lm_cross_entropy
-        if return_embeddings:
-            raise NotImplementedError("return_embeddings: a BERT as an encoder of texts is not built yet; leave it out")
+        if return_embeddings or seq_len_interpolation_factor:
+            raise NotImplementedError(
+                "return_embeddings (a BERT as an encoder of texts) and seq_len_interpolation_factor are not built yet; "
+                "leave them out"
+            )
         options = {"position_embedding_type": position_embedding_type, "rotary_percent": rotary_percent}
         options |= {"tied": share_embeddings_and_output_weights}
         heads = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}

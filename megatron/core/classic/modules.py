@@ -12,15 +12,18 @@ from megatron.core.classic.transformer_config import model_config
 from megatron.core.current_mesh import current
 from megatron.core.models.embedding import Embedding
 from megatron.core.random import DropoutKeys
+from megatron.core.signatures import takes
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.rotary import rotary_angles
 
-AttnMaskType = Enum("AttnMaskType", ["padding", "causal", "no_mask", "padding_causal"])
+AttnMaskType = Enum(
+    "AttnMaskType", ["padding", "causal", "no_mask", "padding_causal", "arbitrary", "causal_bottom_right"]
+)
 AttnType = Enum("AttnType", ["self_attn", "cross_attn"])
 AttnBackend = Enum("AttnBackend", ["flash", "fused", "unfused", "local", "auto"])
-LayerType = Enum("LayerType", ["encoder", "decoder"])
+LayerType = Enum("LayerType", ["embedding", "loss", "encoder", "decoder", "mtp"])
 
 
 def settings_of(config: Any, **options: Any) -> ModelConfig:
@@ -76,19 +79,18 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 class FusedLayerNorm(Norm):
     """The norm of `config.normalization` over the last dimension. forward(x) -> the shape of x"""
 
+    @takes(sequence_parallel=False, zero_centered_gamma=False)
     def __init__(
         self,
         config: Any,
         hidden_size: int,
         eps: float = 1e-5,
         persist_layer_norm: bool = True,
-        zero_centered_gamma: bool = False,
-        normalization: str | None = None,
+        *,
+        normalization: str = "LayerNorm",
     ):
-        del persist_layer_norm
-        if zero_centered_gamma:
-            raise NotImplementedError("zero_centered_gamma is not built yet; leave it out")
-        ours = settings_of(config, norm_epsilon=eps, normalization=normalization or config.normalization)
+        del persist_layer_norm, normalization  # in Megatron's signature
+        ours = settings_of(config, norm_epsilon=eps)
         super().__init__(ours, context_of(ours, config), hidden_size)
         self.config = config
 
@@ -146,6 +148,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 class LanguageModelEmbedding(Embedding):
     """Words and positions. forward(input_ids [b, s], position_ids, tokentype_ids) -> [s, b, h]"""
 
+    @takes(scatter_to_sequence_parallel=True, tp_group=None)
     def __init__(
         self,
         config: Any,
@@ -167,6 +170,7 @@ class LanguageModelEmbedding(Embedding):
 class RotaryEmbedding(nn.Module):
     """The rotary angles. forward(max_seq_len, offset=0) -> [s, 1, 1, width], each angle for both features of its pair."""
 
+    @takes(rope_scaling=False, rope_scaling_factor=8.0, use_cpu_initialization=False, cp_group=None)
     def __init__(
         self,
         kv_channels: int,

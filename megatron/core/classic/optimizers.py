@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.config import ConfigError
 from megatron.core.optimizer import settings
-from megatron.core.optimizer.grad_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.group_schedule import SampleSchedule
+from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule, WeightDecaySchedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import ParamGroup, default_group

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.classic.signatures import takes
 from megatron.core.current_mesh import current, get_mesh, model_parallel_is_initialized
+from megatron.core.signatures import takes
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 
 MODEL_PARALLEL, DATA_PARALLEL = "model-parallel-rng", "data-parallel-rng"
@@ -47,6 +47,15 @@ class _TrackerOfProcess:
 _CUDA_RNG_STATE_TRACKER = _TrackerOfProcess()
 
 
+@takes(
+    te_rng_tracker=False,
+    inference_rng_tracker=False,
+    use_cudagraphable_rng=False,
+    tp_rank=None,
+    ep_rank=None,
+    etp_rank=None,
+    force_reset_rng=False,
+)
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seeds the default generator equally on all tensor-parallel ranks, and a state per rank with seed + 2718 + rank."""
     tracker = get_cuda_rng_tracker()
@@ -61,12 +70,15 @@ def _add_states(tracker: RngTracker, seed: int) -> None:
     tracker.add(EXPERT_PARALLEL, seed + 1024)
 
 
-def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | Tensor, *args: Any) -> Any:
     """function(*args), recomputed in the backward with the same generator states, tracked ones included.
 
     distribute_saved_activations: shards the first argument over the tensor-parallel ranks, which all hold it, until the backward
     all-gathers it. Ignored under sequence parallelism, where the ranks hold different tensors, and if its size is not divisible.
+    Megatron 2 had no such argument: a tensor in its place is the function's first.
     """
+    if isinstance(distribute_saved_activations, Tensor):
+        distribute_saved_activations, args = False, (distribute_saved_activations, *args)
     tp, x = get_mesh()["tp"], args[0]
     can_divide = tp.size > 1 and not current().sequence_parallel and isinstance(x, Tensor) and x.numel() % tp.size == 0
     axis = tp if distribute_saved_activations and can_divide else None

@@ -12,6 +12,7 @@ class ModuleSpec:
     module: type | tuple[str, str]
     params: dict[str, Any] = field(default_factory=dict)
     submodules: Any = None
+    metainfo: dict[str, Any] = field(default_factory=dict)
 
 
 def import_module(module_path: tuple[str, str]) -> Any:

@@ -11,18 +11,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.init import xavier_normal_
 
 from megatron.core.current_mesh import current, get_mesh
 from megatron.core.placement import Constant, InitialValue, Normal
+from megatron.core.signatures import takes
 from megatron.core.tensor_parallel import linear_layers, mappings
 from megatron.core.tensor_parallel.broadcast import broadcast_tensors
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
-INIT_STD = 0.02
-
 # Megatron's arguments without effect: weights are always drawn for the whole tensor, and gradients accumulate in place.
-_WITHOUT_EFFECT = {"keep_master_weight_for_test", "skip_weight_param_allocation", "is_expert"}  # where they are False
+_WITHOUT_EFFECT = set(  # where they are False, None or empty
+    [
+        "keep_master_weight_for_test",
+        "skip_weight_param_allocation",
+        "is_expert",
+        "embedding_activation_buffer",
+        "grad_output_buffer",
+        "disable_grad_reduce",
+        "use_cpu_initialization",
+        "gradient_accumulation_fusion",
+        "tp_group",
+    ]
+)
 
 
 def tensor_parallel_of(config: Any = None) -> TensorParallel:
@@ -45,12 +57,13 @@ def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) 
         strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.linear_layers)")
     if strange:
         raise TypeError(f"{layer}: not built: {', '.join(strange)}")
-    if init_method is not None and not isinstance(init_method, Normal | Constant) and not callable(init_method):
+    init_method = init_method or xavier_normal_
+    if not isinstance(init_method, Normal | Constant) and not callable(init_method):
         raise TypeError(
             f"{layer}: init_method must be init_method_normal(std), scaled_init_method_normal(std, layers) or a function of "
             f"the whole tensor, such as torch.nn.init.xavier_normal_, not {type(init_method).__name__}"
         )
-    return Normal(INIT_STD) if init_method is None else init_method
+    return init_method
 
 
 class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
@@ -65,15 +78,21 @@ class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
         output_size: int,
         bias: bool = True,
         gather_output: bool | None = None,
-        init_method: Any = None,
+        init_method: Any = xavier_normal_,
         stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         *,
         config: Any = None,
         tp: TensorParallel | None = None,
         **others: Any,
     ):
-        init = _checked("ColumnParallelLinear", init_method, stride, others)
+        init = _checked(
+            "ColumnParallelLinear",
+            init_method,
+            stride,
+            others | {"keep_master_weight_for_test": keep_master_weight_for_test},
+        )
         if gather_output is None:
             gather_output = config is None and tp is None
         options = {"bias": bias, "gather_output": gather_output, "skip_bias_add": skip_bias_add}
@@ -89,15 +108,21 @@ class RowParallelLinear(linear_layers.RowParallelLinear):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        init_method: Any = None,
+        init_method: Any = xavier_normal_,
         stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         *,
         config: Any = None,
         tp: TensorParallel | None = None,
         **others: Any,
     ):
-        init = _checked("RowParallelLinear", init_method, stride, others)
+        init = _checked(
+            "RowParallelLinear",
+            init_method,
+            stride,
+            others | {"keep_master_weight_for_test": keep_master_weight_for_test},
+        )
         tp = tp or tensor_parallel_of(config)
         super().__init__(input_size, output_size, tp=tp, init=init, bias=bias, skip_bias_add=skip_bias_add)
         self.input_is_parallel = input_is_parallel
@@ -113,7 +138,7 @@ class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        init_method: Any = None,
+        init_method: Any = xavier_normal_,
         reduce_scatter_embeddings: bool = False,
         *,
         config: Any = None,
@@ -131,6 +156,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
     return sharded_cross_entropy(vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing)
 
 
+@takes(tp_group=None)
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
     """The tensors `keys` of the first tensor-parallel rank's `data`, on all ranks of the axis. Every rank must call."""
     if hasattr(

@@ -19,11 +19,7 @@ from megatron.core.config import ConfigError
 from megatron.core.transformer.model_config import ModelConfig
 
 _FIELDS = read_fields("transformer_config")
-_OF_RANKS = {
-    name: value
-    for name, value in _FIELDS.defaults.items()
-    if name.endswith("parallel_size") or name in ("sequence_parallel", "params_dtype")
-}
+_OF_RANKS = {name: _FIELDS.defaults[name] for name in _FIELDS.groups["model_parallel"]}
 _Ranks = dataclass_of("_Ranks", _OF_RANKS)
 _REST = {name: value for name, value in _FIELDS.defaults.items() if name not in _OF_RANKS}
 _Fields = dataclass_of("_Fields", _REST, (_Ranks,))
@@ -31,7 +27,7 @@ _Fields = dataclass_of("_Fields", _REST, (_Ranks,))
 
 @dataclass
 class ModelParallelConfig(_Ranks):
-    """How many ranks share a layer, and in which dtype."""
+    """How ranks share a layer and a pipeline, and in which dtypes they compute."""
 
 
 @dataclass

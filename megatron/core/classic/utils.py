@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.placement import Normal
+from megatron.core.signatures import takes
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -26,23 +27,27 @@ def init_method_normal(sigma: float) -> Normal:
     return Normal(sigma)
 
 
-def scaled_init_method_normal(sigma: float, num_layers: int) -> Normal:
-    """For the output matrix of each block: sigma / sqrt(2 num_layers), since the residual stream sums 2 num_layers outputs."""
-    return Normal(sigma / math.sqrt(2.0 * num_layers))
+def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Normal:
+    """For the output matrix of each block: sigma / sqrt(2 num_layers), since the residual stream sums 2 num_layers outputs.
+
+    multiplier: the outputs of a layer that it sums."""
+    return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
-def unwrap_model(model: Any) -> Any:
+def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:
     """The model, or each of a list of models, without its data-parallel wrapper."""
     if isinstance(model, list | tuple):
-        return [unwrap_model(one) for one in model]
-    while isinstance(getattr(model, "module", None), nn.Module):
+        return [unwrap_model(one, module_instances) for one in model]
+    while isinstance(model, module_instances or nn.Module) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
 
 
-def get_attr_wrapped_model(model: Any, attr: str) -> Any:
-    """An attribute of the model inside its wrappers."""
-    return getattr(unwrap_model(model), attr)
+@takes(allow_none=True)
+def get_attr_wrapped_model(model: Any, attr: str, *, return_model_obj: bool = False) -> Any:
+    """An attribute of the model inside its wrappers, or that model, if it has the attribute."""
+    found = getattr(unwrap_model(model), attr)
+    return unwrap_model(model) if return_model_obj else found
 
 
 def get_model_config(model: Any) -> Any:

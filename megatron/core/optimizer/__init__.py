@@ -4,7 +4,7 @@
     optimizer, update, sliced, whole    the update of flat buffers, in slices, or of whole tensors
     torch_groups, group_schedule        the update and its rates under torch's param_groups, for loops of one's own
     muon_config, muon                   Muon: its settings (no torch), its update of whole matrices
-    lr_schedule, grad_scaler            learning rate and weight decay by samples; float16's loss scale (no torch)
+    lr_schedule, loss_scale             learning rate and weight decay by samples; float16's loss scale (no torch)
 
 May import: floors 0 to 2, of which it uses `distributed`.
 To add an optimizer: a line of OPTIMIZERS, also from a script.

@@ -20,9 +20,9 @@ from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer import settings
+from megatron.core.optimizer.loss_scale import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
-from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import UpdateStep, make_update
@@ -45,7 +45,7 @@ class FlatOptimizer:
     def __init__(
         self,
         buffers: Sequence[ParamAndGradBuffer],
-        config: OptimizerConfig,
+        config: settings.OptimizerConfig,
         mesh: Mesh,
         *,
         group_of: GroupRule = default_group,

@@ -10,7 +10,7 @@ from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.masking import MaskedDataConfig
-from megatron.training.runtime import get_runtime, get_tokenizer
+from megatron.training.runtime import get_args, get_runtime, get_tokenizer
 
 Words = Sequence[str] | None  # a prefix, or weights and prefixes in turn
 
@@ -78,23 +78,27 @@ def build_gpt(
 
 def build_bert(
     data_prefix: Words,
-    data_impl: str,
+    *,
     splits_string: str,
     train_valid_test_num_samples: list[int],
     max_seq_length: int,
-    masked_lm_prob: float,
-    short_seq_prob: float,
     seed: int,
-    skip_warmup: bool,
+    data_impl: str | None = None,
+    skip_warmup: bool = True,
+    masked_lm_prob: float | None = None,
+    short_seq_prob: float | None = None,
     binary_head: bool = False,
     max_seq_length_dec: int | None = None,
     dataset_type: str = "standard_bert",
 ) -> tuple[Any, ...]:
-    """(train, valid, test) for a BERT, as `build_gpt` for a GPT."""
+    """(train, valid, test) for a BERT, as `build_gpt` for a GPT. Probabilities: None for those of the flags."""
     del data_impl, skip_warmup
     if dataset_type != "standard_bert" or max_seq_length_dec is not None:
         raise NotImplementedError(f"dataset_type {dataset_type}: only standard_bert is built")
-    masking = MaskedDataConfig(masked_lm_prob, short_seq_prob, binary_head)
+    of_flags = get_args()
+    masked = of_flags.mask_prob if masked_lm_prob is None else masked_lm_prob
+    short = of_flags.short_seq_prob if short_seq_prob is None else short_seq_prob
+    masking = MaskedDataConfig(masked, short, binary_head)
     config = data_config(data_prefix, splits_string, max_seq_length)
     return build_bert_datasets(
         config, masking, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building

@@ -21,7 +21,7 @@ from megatron.core.datasets.fim import FimConfig
 from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.optimizer.grad_scaler import LossScaleConfig
+from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig

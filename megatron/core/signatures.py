@@ -7,12 +7,15 @@ from typing import Any
 
 
 def takes(**others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function or constructor with Megatron's further arguments, after its own and in this order, each with its default.
+    """A function, or a class, with Megatron's further arguments, after its own and in this order, each with its default.
 
     NotImplementedError for any other value.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
         own = inspect.signature(function)
         named, rest = [], []
         for one in own.parameters.values():
