@@ -1,6 +1,7 @@
 """A whole run of a top-level script inside `run_ranks`: its trainer, from flags, as `pretrain` would build it."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +18,28 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import TOKENIZERS, build_tokenizer
 from megatron.core.transformer.kernels import KERNELS
 from megatron.core.weight_grads import WeightGradStore
+from megatron.training import trainer as trainer_module
 from megatron.training.command_line import Arguments, parse_args
+from megatron.training.memory.timeline import Forecast, RankMemory
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check
 from megatron.training.trainer import Trainer
 
 TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS, TOKENIZERS]  # those that a script may add to
+
+
+class _WhereAsked(Forecast):
+    """A prediction takes as long as some steps of a tiny model: runs that are tested for something else do without."""
+
+    this_thread = threading.local()
+
+    @property
+    def ranks(self) -> list[RankMemory]:
+        return super().ranks if getattr(self.this_thread, "predicts", True) else []
+
+
+trainer_module.Forecast = _WhereAsked
 
 
 @contextmanager
@@ -50,10 +66,13 @@ def settings_of(script: ModuleType | SimpleNamespace, flags: str) -> tuple[Confi
 
 
 @contextmanager
-def trainer_of(script: ModuleType | SimpleNamespace, mesh: Mesh, flags: str) -> Iterator[Trainer]:
+def trainer_of(
+    script: ModuleType | SimpleNamespace, mesh: Mesh, flags: str, *, predicts: bool = True
+) -> Iterator[Trainer]:
     """This rank's trainer. The script's functions find their run as long as the block lasts.
 
-    script: has the arguments of `pretrain` under their names; those that have a default may be missing.
+    script: has the arguments of `pretrain` under their names; those that have a default may be missing. predicts: whether the run
+    predicts its memory, as a user's does.
     """
     config, args = settings_of(script, flags)
     check(config, mesh["world"].size)
@@ -63,6 +82,7 @@ def trainer_of(script: ModuleType | SimpleNamespace, mesh: Mesh, flags: str) -> 
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())
     set_runtime(runtime, this_thread_only=True)
+    _WhereAsked.this_thread.predicts = predicts
     try:
         yield Trainer(
             runtime,

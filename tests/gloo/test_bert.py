@@ -34,13 +34,14 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_sentences(folder, documents(), words=60, pieces=20)
 
 
-def test_a_stopped_run_over_four_ranks_goes_on_as_if_it_had_not_stopped(sentences, tmp_path: Path):
+@pytest.mark.parametrize("layout", [Layout(pp=2), pytest.param(FOUR, marks=pytest.mark.full)], ids=str)
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(layout: Layout, sentences, tmp_path: Path):
     """Every printed digit of both losses, and the last checkpoint to the last byte."""
     flags = [*MODEL, *sentences, "--bf16"]
-    whole = pretrain([*flags, "--save", f"{tmp_path}/whole"], FOUR, script=PRETRAIN_BERT)
+    whole = pretrain([*flags, "--save", f"{tmp_path}/whole"], layout, script=PRETRAIN_BERT)
     both = [*flags, "--save", f"{tmp_path}/two", "--load", f"{tmp_path}/two"]
-    first = pretrain([*both, "--exit-interval", "2"], FOUR, script=PRETRAIN_BERT)
-    second = pretrain(both, FOUR, script=PRETRAIN_BERT)
+    first = pretrain([*both, "--exit-interval", "2"], layout, script=PRETRAIN_BERT)
+    second = pretrain(both, layout, script=PRETRAIN_BERT)
     assert [line.iteration for line in whole.training] == [3, 6]
     assert all(" | sop loss: " in line.text for line in whole.training)
     assert all(" | sop accuracy value: " in line.text for line in whole.validation) and len(whole.validation) == 2

@@ -14,12 +14,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from local_ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import comm, device
-from megatron.core.classic import random as tensor_parallel_random
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
@@ -27,6 +25,7 @@ from megatron.core.pipeline_parallel.transport import Transport
 from megatron.core.stage_map import StageMap, loop
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 from megatron.core.transformer.kernels import fused_attention
 from megatron.training.ending import failures
 from megatron.training.memory.offload import notes_of
@@ -295,22 +294,17 @@ class CountedDraws:
         self.state = state
 
 
-def test_a_recomputed_function_draws_from_the_devices_generator_again(monkeypatch):
-    generator, drawn = CountedDraws(), []
-    monkeypatch.setattr(tensor_parallel_random, "_generator", lambda: generator)
+def test_a_recomputed_function_draws_from_the_devices_generator_again():
+    tracker, drawn = RngTracker(), []
+    generator = tracker.generator = CountedDraws()
 
     def draw(x: Tensor) -> Tensor:
         generator.state += 1
         drawn.append(generator.state)
         return (x * generator.state).sin()  # whose backward needs what was drawn
 
-    def work(mesh) -> None:
-        x = torch.ones(2, requires_grad=True)
-        first = tensor_parallel_random.checkpoint(draw, False, x)
-        second = tensor_parallel_random.checkpoint(draw, False, first)
-        second.sum().backward()
-
-    run_ranks({"tp": 1}, work)
+    first = recomputed_with_states(draw, tracker, torch.ones(2, requires_grad=True))
+    recomputed_with_states(draw, tracker, first).sum().backward()
     assert drawn == [1, 2, 2, 1]
     assert generator.state == 2
 

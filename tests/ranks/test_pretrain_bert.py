@@ -56,7 +56,7 @@ def data() -> str:
 
 def train(mesh: Mesh, flags: str) -> tuple[list, dict[str, float]]:
     """(losses and gradient norm of each step, losses of a validation) of this rank's whole run."""
-    with trainer_of(pretrain_bert, mesh, MODEL + data() + flags) as trainer:
+    with trainer_of(pretrain_bert, mesh, MODEL + data() + flags, predicts=False) as trainer:
         steps = []
         trainer.log.add = lambda losses, is_nan=False, *, skipped=False: steps.append(dict(losses))
         trainer._train()

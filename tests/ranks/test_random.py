@@ -149,7 +149,7 @@ def test_a_run_draws_each_weight_once_and_by_its_name(monkeypatch):
     def work(mesh):
         flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1e-3 --train-iters 1 "
         flags += "--mock-data --tokenizer-type NullTokenizer --vocab-size 7 --device cpu --eval-iters 0"
-        with trainer_of(pretrain_gpt, mesh, flags) as trainer:
+        with trainer_of(pretrain_gpt, mesh, flags, predicts=False) as trainer:
             return [
                 name for name, p in trainer.model[0].module.named_parameters() if isinstance(p.placement.init, Normal)
             ]

@@ -71,7 +71,7 @@ class Recorder:
 
 def train(mesh: Mesh, flags: str, prepare=lambda trainer: None) -> Rank:
     """This rank's whole run."""
-    with trainer_of(pretrain_gpt, mesh, MODEL + flags) as trainer:
+    with trainer_of(pretrain_gpt, mesh, MODEL + flags, predicts=False) as trainer:
         trainer.log = Recorder()
         prepare(trainer)
         trainer.run()

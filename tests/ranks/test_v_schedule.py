@@ -36,7 +36,7 @@ def weights(sizes: dict[str, int], flags: str) -> dict:
     """The whole model's after a run."""
 
     def work(mesh, flags: str) -> list:
-        with trainer_of(pretrain_gpt, mesh, flags) as trainer:
+        with trainer_of(pretrain_gpt, mesh, flags, predicts=False) as trainer:
             trainer.run()
             buffers = [buffer for chunk in trainer.model for buffer in chunk.buffers if buffer.stage == 3]
             return pieces_of_chunks(trainer.chunks, mesh, lambda p: p.data, {"owned_params": buffers})

@@ -142,7 +142,7 @@ SOME_STAGES = [pytest.param(name, marks=[pytest.mark.full] * (name != "stage 3 b
 @pytest.mark.full
 @pytest.mark.parametrize("name", SOME_STAGES)
 def test_an_error_in_a_step_leaves_nothing_to_the_next(name: str):
-    """Raised in the second of three microbatches, forward or backward; the step after it has the norm it has without."""
+    """Raised in the second of three microbatches, in turn in the forward and in the backward; the step after it has the norm it has without."""
     layout = Layout(dp=2, m=3, data_parallel=DataParallelConfig(**STAGES[name]))
 
     class Stop(Exception):
@@ -173,9 +173,9 @@ def test_an_error_in_a_step_leaves_nothing_to_the_next(name: str):
         return found
 
     (expected, *_) = run_ranks({"dp": 2}, partial(norms, fails=None))
-    for fails in ("forward", "backward"):
-        for got in run_ranks({"dp": 2}, partial(norms, fails=fails)):
-            assert got == pytest.approx(expected, rel=1e-12), fails
+    fails = ("forward", "backward")[list(STAGES).index(name) % 2]
+    for got in run_ranks({"dp": 2}, partial(norms, fails=fails)):
+        assert got == pytest.approx(expected, rel=1e-12), fails
 
 
 @pytest.mark.full

@@ -83,7 +83,7 @@ def weights(schedule: str, more: str = "") -> dict:
     flags = RUN + SCHEDULES[schedule] + more
 
     def work(mesh) -> list:
-        with trainer_of(pretrain_gpt, mesh, flags) as trainer:
+        with trainer_of(pretrain_gpt, mesh, flags, predicts=False) as trainer:
             trainer.run()
             return pieces_of_chunks(trainer.chunks, mesh, lambda p: p.data, {})
 
