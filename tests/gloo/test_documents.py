@@ -5,6 +5,7 @@ where they win. docs/data_preparation.md is run by tests/pure/test_data_tools.py
 """
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -214,6 +215,22 @@ def test_the_python_of_the_pages_runs(folder: Path):
     assert "model/language_model" in said["docs/checkpoint_format.md"]
 
 
+def test_the_script_of_the_page_on_deepspeed_trains(folder: Path):
+    """After what such a script has in front: its model, its data, and a ds_config."""
+    (block,) = blocks_of(ROOT / "docs/deepspeed.md", "python")
+    of_file = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    (folder / "ds_config.json").write_text(json.dumps(of_file))
+    (folder / "block.py").write_text(
+        "import torch\nfrom torch import nn\n\nargs, dataset = None, list(torch.randn(4, 8))\n"
+        "class Model(nn.Linear):\n    def forward(self, x):\n        return super().forward(x).square().mean()\n"
+        f"model = Model(8, 8)\n{block}"
+    )
+    assert "deepspeed: Backend(" in bash("python block.py", folder)
+    assert (folder / "checkpoints" / "latest").is_file() and any(
+        folder.glob("checkpoints/global_step2/**/manifest.json")
+    )
+
+
 def test_every_page_with_python_is_run():
     pages = {path.name for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if blocks_of(path, "python")}
-    assert pages == {"adding_a_model.md", "checkpoint_format.md"}, "run the new page's blocks in the test above"
+    assert pages == {"adding_a_model.md", "checkpoint_format.md", "deepspeed.md"}, "run the new page's blocks above"
