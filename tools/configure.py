@@ -25,6 +25,7 @@ from tools.configuring.command import (
     flags_of,
     in_lines,
     launch_words,
+    refuse_chosen,
     refuse_files_that_exist,
     shell_script,
     write,
@@ -40,6 +41,7 @@ def configure(arguments: Sequence[str], ask: Callable[[str], str] = input) -> No
     own, extra = words[: words.index("--")], words[words.index("--") + 1 : -1]
     given = read_flags(_parser(), own)
     choices = build(Choices, given)
+    refuse_chosen(extra)
     refuse_files_that_exist(choices)
     answers = complete(build(Answers, given), None if choices.yes else ask, print)
     work = work_of(answers, choices.micro_batch_size)

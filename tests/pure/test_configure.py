@@ -182,6 +182,29 @@ def test_questions_are_asked_until_they_are_answered(capsys):
         complete(Answers(), ended, print)
 
 
+@pytest.mark.full
+def test_a_layout_is_chosen_by_its_number(capsys):
+    """Of those that a run accepts: Muon is for ZeRO 0 and 1."""
+    answers = iter(["cpu", "", "2", "8", "gpt", "shape", "2", "16", "2", "8", "8", "fp32", "2"])
+    configure.configure(["--", "--optimizer", "muon"], lambda prompt: next(answers))
+    text = capsys.readouterr().out
+    rows = re.findall(r"^(\S+) +(\d) +(\d) +(\d) +(\d) ", text, re.M)
+    assert [row[0] for row in rows] == ["1", "2", "3"] and {row[4] for row in rows} <= {"0", "1"}
+    chosen = parse_args(shlex.split(text[text.index("\ntorchrun") :].replace("\\\n", " "))[4:])[0]
+    sizes = chosen.parallel.tensor_model_parallel_size, chosen.parallel.pipeline_model_parallel_size
+    assert sizes == tuple(map(int, rows[1][1:3])) and chosen.optimizer.optimizer == "muon"
+    with pytest.raises(ConfigError, match="muon updates whole matrices"):
+        configure.configure(shlex.split(f"{TINY} -- --optimizer muon --offload-dir x"))
+
+
+def test_an_installed_program_is_called_by_its_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(configure, "programs_folder", lambda: tmp_path / "_programs")
+    assert configure._program("pretrain_gpt") == ["megatron-pretrain-gpt"]
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT / "docs")
+    assert configure._program("estimate_memory") == ["../tools/estimate_memory.py"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -193,15 +216,13 @@ def test_questions_are_asked_until_they_are_answered(capsys):
         ("--global-batch-size 3 --devices 10 --machines 7", "70 and 140 suit every layout"),
         ("--choose 9 --devices 1", "--choose is 9, and 1 layout(s) fit"),
         ("--memorry 3", "did you mean --memory"),
+        ("--devices 1 -- --zero-stage 3 --num-layers=2", "--zero-stage after --: the search chooses it; leave it out"),
     ],
 )
 def test_impossible_answers_are_refused(words: str, says: str, capsys):
-    assert (
-        configure.main(
-            [*words.split(), "--device", "cpu", "--yes", "--model", "gpt"][: -2 if "--model" in words else None]
-        )
-        == 2
-    )
+    asked, sign, extra = words.partition(" -- ")
+    model = "" if "--model" in asked else "--model gpt"
+    assert configure.main(f"{asked} --device cpu --yes {model} {sign} {extra}".split()) == 2
     assert says in capsys.readouterr().err
 
 

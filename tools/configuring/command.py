@@ -29,6 +29,27 @@ def flags_of(answers: Answers, choices: Choices, work: Work, layout: Layout, ext
     return [*flags, *extra]
 
 
+# What the search decides, and what the questions ask for.
+_CHOSEN = """
+    --tensor-model-parallel-size --sequence-parallel --pipeline-model-parallel-size --zero-stage --use-distributed-optimizer
+    --recompute-granularity --recompute-method --recompute-modules --recompute-activations
+"""
+_ASKED = """
+    --num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size --global-batch-size --bf16 --fp16 --device
+"""
+
+
+def refuse_chosen(extra: Sequence[str]) -> None:
+    """Raise ConfigError for flags of the run that would contradict the table of layouts."""
+    given = {word.split("=")[0] for word in extra}
+    reasons = {"the search chooses it; leave it out": _CHOSEN, "give the answer to its question, before the --": _ASKED}
+    found = [
+        f"{flag} after --: {reason}" for reason, flags in reasons.items() for flag in flags.split() if flag in given
+    ]
+    if found:
+        raise ConfigError(found)
+
+
 def alone(program: Sequence[str]) -> list[str]:
     """A program as one process. program: a file, or an installed command."""
     return ["python", *program] if program[0].endswith(".py") else list(program)

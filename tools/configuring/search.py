@@ -39,20 +39,28 @@ def estimate_words(work: Work) -> list[str]:
 def search(work: Work, flags_of: FlagsOf, room: float, wanted: int, say: Callable[[str], None]) -> list[Tried]:
     """Predict layouts until `wanted` of them fit, each with other sizes of TP and PP. Returns all that were predicted.
 
-    A layout whose `least_memory` exceeds the room is passed over. Raises ConfigError if nothing fits.
+    A layout whose `least_memory` exceeds the room is passed over, and so is one that a run refuses. Raises ConfigError if
+    nothing is left.
     """
     ordered = ranked(work)
     if not ordered:
         raise ConfigError(_no_layout(work))
     found: list[Tried] = []
+    refused = ConfigError([])  # of a layout that the run's further flags exclude
     for layout in ordered:
         sizes = {(one.layout.tp, one.layout.pp) for one in found if one.fits}
         if len(sizes) == wanted:
             break
         if (layout.tp, layout.pp) not in sizes and least_memory(work, layout) <= room:
             say(f"predicting {layout}")
-            memory = predicted(work, flags_of(layout))
+            try:
+                memory = predicted(work, flags_of(layout))
+            except ConfigError as error:
+                refused = error
+                continue
             found.append(Tried(layout, loss(work, layout), memory, memory.total <= room))
+    if refused.problems and not found:
+        raise refused
     if not any(one.fits for one in found):
         raise ConfigError(_nothing_fits(work, flags_of, room, found, ordered))
     return found
