@@ -7,7 +7,6 @@
 Nothing is written unless --shell or --yaml names a file. docs/configure.md has the rule by which layouts are ranked.
 """
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -101,8 +100,8 @@ def _program(name: str) -> list[str]:
     folder = programs_folder()
     if folder.name == "_programs":
         return [f"megatron-{name.replace('_', '-')}"]
-    path = os.path.relpath(program_of(name, folder))
-    return [path]
+    path = program_of(name, folder)
+    return [str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -202,7 +202,7 @@ def test_an_installed_program_is_called_by_its_command(monkeypatch, tmp_path):
     assert configure._program("pretrain_gpt") == ["megatron-pretrain-gpt"]
     monkeypatch.undo()
     monkeypatch.chdir(ROOT / "docs")
-    assert configure._program("estimate_memory") == ["../tools/estimate_memory.py"]
+    assert configure._program("estimate_memory") == [str(ROOT / "tools" / "estimate_memory.py")]
 
 
 @pytest.mark.parametrize(
