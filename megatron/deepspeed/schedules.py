@@ -1,4 +1,4 @@
-"""DeepSpeed's learning rates by steps: what a file's `scheduler` names, over `LearningRateSchedule`, with a step for a sample.
+"""DeepSpeed's learning rates by steps: what a file's `scheduler` names. Warm-ups are `LearningRateSchedule`s, a step a sample.
 
 A number holds for all groups, a list has one for each. A warm-up from 0 has rate 0 in the first two updates, as in DeepSpeed.
 """
@@ -8,10 +8,54 @@ from functools import partial
 from typing import Any
 
 from megatron.core.config import ConfigError
-from megatron.core.optimizer.group_schedule import GroupSchedule
+from megatron.core.optimizer.group_schedule import GroupSchedule, one_cycle, range_test
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule
 
 Rates = float | Sequence[float]
+
+
+def LRRangeTest(
+    optimizer: Any,
+    lr_range_test_min_lr: Rates = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+    last_batch_iteration: int = -1,
+) -> GroupSchedule:
+    """Up from `lr_range_test_min_lr` by its share `lr_range_test_step_rate` every `lr_range_test_step_size` steps."""
+    (lowest,) = _of_groups(optimizer, lr_range_test_min_lr)
+    how = (lr_range_test_step_size, lr_range_test_step_rate)
+    rates = [range_test(rate, *how, by_steps=lr_range_test_staircase) for rate in lowest]
+    return GroupSchedule(optimizer, rates, last_batch_iteration)
+
+
+def OneCycle(
+    optimizer: Any,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+    last_batch_iteration: int = -1,
+) -> GroupSchedule:
+    """Up and down once, and Adam's first beta down and up; then both decay. Stairs have no effect, as in DeepSpeed."""
+    del cycle_first_stair_count, cycle_second_stair_count
+    sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)
+    decays = lambda rate, steps: 1 + (rate * steps / decay_step_size if decay_step_size else 0)  # noqa: E731
+    rate = one_cycle(*sizes, cycle_min_lr, cycle_max_lr, rests=lambda n: cycle_min_lr / decays(decay_lr_rate, n))
+    beta = one_cycle(*sizes, cycle_max_mom, cycle_min_mom, rests=lambda n: cycle_max_mom * decays(decay_mom_rate, n))
+    groups = optimizer.param_groups
+    # DeepSpeed begins the first update with the lowest beta, and the cycle with the highest.
+    betas = lambda step: (cycle_min_mom if step < 0 else beta(step), 0.99)  # noqa: E731
+    cycles = cycle_momentum and "betas" in groups[0]
+    return GroupSchedule(optimizer, [rate] * len(groups), last_batch_iteration, betas=betas if cycles else None)
 
 
 def WarmupLR(
@@ -63,17 +107,22 @@ def _schedule(
 ) -> GroupSchedule:
     """ends: the rates at the end, at the height, at the start. warmup: (steps, log or linear)."""
     steps, kind = warmup
-    groups = len(optimizer.param_groups)
     if kind not in ("log", "linear") or steps < 1:
         raise ConfigError(f"ds_config: scheduler warms up in {steps} steps by {kind!r}; give 1 or more, log or linear")
-    lists = [list(rates) if isinstance(rates, list | tuple) else [rates] * groups for rates in ends]
-    if any(len(rates) != groups for rates in lists):
-        raise ConfigError(f"ds_config: scheduler gives rates {lists} to {groups} groups; give one, or {groups}")
     made = [
         LearningRateSchedule(high, low, first, max(2, steps), total, style, warmup_style=kind)
-        for low, high, first in zip(*lists)
+        for low, high, first in zip(*_of_groups(optimizer, *ends))
     ]
     return GroupSchedule(optimizer, [partial(_rate, one) for one in made], last_step)
+
+
+def _of_groups(optimizer: Any, *given: Rates) -> list[list[float]]:
+    """For each of the rates that are given, the list of the groups'."""
+    groups = len(optimizer.param_groups)
+    lists = [list(rates) if isinstance(rates, list | tuple) else [rates] * groups for rates in given]
+    if any(len(rates) != groups for rates in lists):
+        raise ConfigError(f"ds_config: scheduler gives rates {lists} to {groups} groups; give one, or {groups}")
+    return lists
 
 
 def _rate(schedule: LearningRateSchedule, step: int) -> float:
@@ -83,7 +132,7 @@ def _rate(schedule: LearningRateSchedule, step: int) -> float:
     return schedule.at(step + (step >= schedule.warmup)) if step >= 0 else 0.0
 
 
-_SCHEDULES = {make.__name__: make for make in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+_SCHEDULES = {make.__name__: make for make in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 
 def make_schedule(asked: Mapping[str, Any], optimizer: Any) -> GroupSchedule:

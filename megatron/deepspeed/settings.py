@@ -47,6 +47,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_settings(given: Mapping[str, Any], ranks: int) -> Settings:
     """The settings for this many data-parallel ranks. Raises ConfigError with what is refused, unknown or inconsistent."""
+    if given.get("zero_optimization") is True:  # the short form
+        given = {**given, "zero_optimization": {"stage": 1}}
     notes = check_keys(given)
     zero, half = (given.get(name) or {} for name in ("zero_optimization", "fp16"))
     wide = given.get("bf16") or {}

@@ -40,7 +40,7 @@ _MASTER = "optimizer/master/"
 
 
 def model_tensors(chunks: Chunks, mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name."""
+    """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. One without elements is left out."""
     return {
         f"model/{name}": placed_tensor(parameter.data, parameter.placement, mesh)
         if name not in shards
@@ -48,6 +48,7 @@ def model_tensors(chunks: Chunks, mesh: Mesh) -> dict[str, LocalTensor]:
         for chunk in chunks
         for shards in [chunk.param_shards()]
         for name, parameter in chunk.module.named_parameters()
+        if parameter.numel()
     }
 
 
@@ -62,6 +63,7 @@ def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTe
         else placed_tensor(tensor, parameters[name].placement, mesh)
         for kind, tensors in optimizer.tensors().items()
         for name, tensor in tensors.items()
+        if parameters[name].numel()
     }
 
 

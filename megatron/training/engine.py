@@ -9,6 +9,7 @@
 Buffers, shards, masters and offload are those of `core.distributed` and `core.optimizer`, checkpoints those of every run.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.whole_parameters import start_alike, whole_state_dict
@@ -81,6 +83,8 @@ class Engine(nn.Module):
         self.global_steps = self.skipped_steps = 0
         self.micro_steps = self.global_samples = 0
         self.lr_scheduler: Any = None
+        if any(hasattr(p, "slot") for p in module.parameters()):
+            raise ConfigError("the module lies in an engine's buffers already; make another, or go on with that engine")
         is_torchs = isinstance(optimizer, torch.optim.Optimizer)
         name, groups = torch_groups.groups_of_torch(optimizer) if is_torchs else optimizer
         common = torch_groups.config_of_groups(name, groups, config.clipping)
@@ -127,8 +131,8 @@ class Engine(nn.Module):
         return self.chunk(*inputs, **options)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. scale_wrt_gas: False: the script
-        has divided by the accumulation steps. Every rank must call."""
+        """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. Several losses may be added before a
+        `step`. scale_wrt_gas: False: the script has divided by the accumulation steps. Every rank must call."""
         if loss.numel() != 1:
             raise ValueError(f"engine.backward(loss): the loss has shape {tuple(loss.shape)}; it must be one number")
         self.chunk.begin_microbatch(self.micro_steps % self.settings.accumulation, backward=True)
@@ -136,8 +140,6 @@ class Engine(nn.Module):
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         (wide * factor).backward(retain_graph=retain_graph)
         self._has_forward, self._backwards = False, self._backwards + 1
-        if self.is_gradient_accumulation_boundary() and not retain_graph:
-            self.chunk.start_grad_reduce()
         return loss
 
     def step(self) -> None:
@@ -167,8 +169,17 @@ class Engine(nn.Module):
         """Whether the next `step` updates."""
         return (self.micro_steps + 1) % self.settings.accumulation == 0
 
+    def no_sync(self) -> AbstractContextManager:
+        """Nothing to hold back: gradients are reduced by the `step` that updates, or in stages 2 and 3 as they come."""
+        return nullcontext()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: `step` forgets the gradients of its step."""
+        """Forget what another engine's backward has left in this one's parameters. Gradients of its own are kept for the step
+        that they belong to, which then forgets them. Every rank must call."""
+        is_first = self._backwards == 0 and self.micro_steps % self.settings.accumulation == 0
+        if is_first and self.chunk.has_gradients:
+            self._has_forward = False
+            self._begin_step()
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """Copies of all weights and buffers, on the CPU, on every rank. Every rank must call."""

@@ -104,6 +104,11 @@ def test_the_third_of_the_batch_sizes_follows(given: dict, sizes: tuple[int, int
     assert (settings.micro_batch, settings.accumulation) == sizes
 
 
+def test_the_short_form_of_zero_is_stage_1():
+    assert read_settings({"train_batch_size": 8, "zero_optimization": True}, ranks=2).data_parallel.stage == 1
+    assert read_settings({"train_batch_size": 8, "zero_optimization": False}, ranks=2).data_parallel.stage == 0
+
+
 def test_a_file_that_names_a_key_twice_is_refused(tmp_path):
     (path := tmp_path / "ds.json").write_text('{"train_batch_size": 8, "train_batch_size": 16}')
     with pytest.raises(ConfigError, match="train_batch_size is there twice"):
@@ -130,8 +135,26 @@ def test_schedules_have_their_published_rates():
     assert linear == pytest.approx([1e-3, 1e-3, 4e-3, 7e-3, 1e-2, 7e-3, 4e-3, 1e-3])
     cosine = rates("WarmupCosineLR", 6, total_num_steps=4, warmup_num_steps=2, cos_min_ratio=0.1)
     assert cosine == pytest.approx([0, 0, 0.1, 0.055, 0.01, 0.01])
-    with pytest.raises(ConfigError, match="OneCycle"):
-        rates("OneCycle", 1)
+    ranged = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 5}
+    assert rates("LRRangeTest", 4, **ranged) == pytest.approx([1e-4, 3.5e-4, 6e-4, 8.5e-4])
+    assert rates("LRRangeTest", 4, lr_range_test_staircase=True, **ranged) == pytest.approx([1e-4, 1e-4, 6e-4, 6e-4])
+    cycle = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 2, "cycle_second_step_size": 3}
+    cycle |= {"decay_step_size": 10, "decay_lr_rate": 0.5, "cycle_first_stair_count": 500, "decay_mom_rate": 0.0}
+    wanted = [1e-4, 5.5e-4, 1e-3, 7e-4, 4e-4, 1e-4, 1e-4 / 1.05, 1e-4 / 1.1]
+    assert rates("OneCycle", 8, **cycle) == pytest.approx(wanted)
+    with pytest.raises(ConfigError, match="use LRRangeTest, OneCycle, WarmupLR"):
+        rates("StepLR", 1)
+
+
+def test_one_cycle_moves_the_first_beta_against_the_rate():
+    optimizer, found = SimpleNamespace(param_groups=[{"lr": 0.1, "betas": (0.8, 0.999)}]), []
+    sizes = {"cycle_first_step_size": 2, "cycle_min_mom": 0.85, "cycle_max_mom": 0.95}
+    schedule = make_schedule({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1} | sizes}, optimizer)
+    for _ in range(7):
+        found.append(optimizer.param_groups[0]["betas"])
+        schedule.step()
+    assert [beta for _, beta in found] == [0.99] * 7
+    assert [beta for beta, _ in found] == pytest.approx([0.85, 0.9, 0.85, 0.9, 0.95, 0.95, 0.95])
 
 
 def test_a_schedule_goes_on_from_its_state():

@@ -141,6 +141,11 @@ class DistributedDataParallel(nn.Module):
         """Whether the gradients of the step are reduced."""
         return self._grads.is_complete
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has added any since `zero_grad_buffer`."""
+        return self._grads.has_gradients
+
     def _axes(self, key: tuple) -> GradAxes:
         config = self.settings
         return self.mesh.grad_axes(key[0], shards=config.zero.shards_state, divides_outer=config.divides_over_outer)

@@ -1,9 +1,9 @@
 """ZeRO stage 3: a unit's parameters are gathered before each use, forward and backward, and released after it.
 
 A unit is a layer of a list of layers, an `nn.MultiheadAttention`, which uses its child's parameters itself, or, outside of
-these, a module that holds parameters. Hooks report each use (`uses.py`). In a backward, a unit's parameters stay
-resident until their gradients are complete or deferred (zero-bubble schedules). Recomputation during a backward gathers
-parameters; that backward releases them.
+these, a module that holds parameters, itself or in an `nn.ParameterList` or another list without a forward. Hooks report
+each use (`uses.py`). In a backward, a unit's parameters stay resident until their gradients are complete or deferred
+(zero-bubble schedules). Recomputation during a backward gathers parameters; that backward releases them.
 
 Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before the
 last gradient of its parameters. A parent must use its children's parameters through the children, or pass them to a
@@ -21,6 +21,9 @@ from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import ParamGather
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
+_HAVE_NO_FORWARD = (
+    nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+)  # the module above uses what they hold
 
 
 def units_of(module: nn.Module) -> dict[str, str]:
@@ -35,14 +38,17 @@ def units_of(module: nn.Module) -> dict[str, str]:
 
 def _units(module: nn.Module) -> dict[str, str]:
     """The unit of every module: module name -> name of its outermost ancestor that is a unit with all below it, or its
-    own."""
-    listed: dict[str, str] = {"": ""}  # the outermost such ancestor, or the module itself
+    own; of a list, that of the module above."""
+    units, complete = {"": ""}, set[str]()  # complete: modules in a unit with all below it
     for name, parent in module.named_modules():  # a parent comes before its children
         is_list = isinstance(parent, nn.ModuleList | nn.ModuleDict)
         for child, held in parent.named_children():
             path = f"{name}.{child}" if name else child
-            listed[path] = listed[name] or (path if is_list or isinstance(held, _USES_ITS_CHILDREN) else "")
-    return {name: above or name for name, above in listed.items()}
+            joins = name in complete or isinstance(held, _HAVE_NO_FORWARD)
+            units[path] = units[name] if joins else path
+            if name in complete or (is_list and not joins) or isinstance(held, _USES_ITS_CHILDREN):
+                complete.add(path)
+    return units
 
 
 class ParamFetcher(ParamGather):

@@ -1,5 +1,6 @@
 """Rates by number of updates, rates and decays by samples, written into the groups of an optimizer: for a loop of one's own."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,11 +16,19 @@ from megatron.core.optimizer.lr_schedule import (
 class GroupSchedule:
     """Writes `lr` into every group of an optimizer: once when it is made, which the first update reads, and after every update.
 
-    rates: a function of the update's number, from -1, for each group; `LearningRateSchedule.at` is one, of samples.
+    rates: a function of the update's number, from -1, for each group. betas: likewise Adam's of all groups.
     """
 
-    def __init__(self, optimizer: Any, rates: Sequence[Callable[[int], float]], last_batch_iteration: int = -1):
+    def __init__(
+        self,
+        optimizer: Any,
+        rates: Sequence[Callable[[int], float]],
+        last_batch_iteration: int = -1,
+        *,
+        betas: Callable[[int], tuple[float, float]] | None = None,
+    ):
         self.optimizer, self._rates = optimizer, list(rates)
+        self._betas = betas
         self.step(last_batch_iteration)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -28,6 +37,8 @@ class GroupSchedule:
         self.last_batch_iteration = following
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr()):
             group["lr"] = rate
+            if self._betas is not None:
+                group["betas"] = self._betas(following)
 
     def get_last_lr(self) -> list[float]:
         """The rate of each group in the next update."""
@@ -78,3 +89,26 @@ class SampleSchedule:
         self.decay = schedule_in_force(self.decay, state["decay"], config, what="weight decay", samples=steps)
         self.num_steps = 0
         self.step(steps)
+
+
+def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False) -> Callable[[int], float]:
+    """`lowest` x (1 + rate x updates / size), the quotient cut to whole steps if `by_steps`."""
+
+    def at(step: int) -> float:
+        done = (step + 1) / size
+        return lowest * (1 + rate * (math.floor(done) if by_steps else done))
+
+    return at
+
+
+def one_cycle(first: float, second: float, start: float, top: float, *, rests: Callable[[float], float]) -> Any:
+    """From `start` to `top` in `first` updates and back in `second`, as a function of the update's number; then `rests`(updates
+    since)."""
+
+    def at(step: int) -> float:
+        if step >= first + second:
+            return rests(step - (first + second) + 1)
+        done = (step + 1) % (first + second)
+        return start + (top - start) * (done / first if done <= first else (first + second - done) / second)
+
+    return at

@@ -6,7 +6,7 @@
     optimizer = GroupedOptimizer(flat, groups)
     optimizer.update(divisor)
 
-Masters, moments and shards are `FlatOptimizer`'s; rates and decays are read from the groups at every update.
+Masters, moments and shards are `FlatOptimizer`'s; rates, decays and Adam's betas are read from the groups at every update.
 """
 
 import math
@@ -76,14 +76,16 @@ def groups_of_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
 
 
 def config_of_groups(name: str, groups: Groups, clip_grad: float) -> OptimizerConfig:
-    """What all groups have in common. Raises ConfigError if betas, eps or momentum differ between them."""
-    alike = {key: groups[0][key] for key in ("betas", "eps", "momentum") if key in groups[0]}
+    """What all groups have in common. Raises ConfigError if eps or momentum differ between them."""
+    alike = {key: groups[0][key] for key in ("eps", "momentum") if key in groups[0]}
     for key, value in alike.items():
         if any(group[key] != value for group in groups):
-            raise ConfigError(f"optimizer: groups have different {key}; rates and decays may differ, {key} may not")
+            raise ConfigError(
+                f"optimizer: groups have different {key}; rates, decays and betas may differ, {key} may not"
+            )
     if name == "sgd":
         return OptimizerConfig(optimizer=name, clip_grad=clip_grad, sgd_momentum=alike["momentum"])
-    beta1, beta2 = alike["betas"]
+    beta1, beta2 = groups[0]["betas"]
     return OptimizerConfig(
         optimizer=name, clip_grad=clip_grad, adam_beta1=beta1, adam_beta2=beta2, adam_eps=alike["eps"]
     )
@@ -93,6 +95,8 @@ def numbers_of(model: nn.Module, groups: Groups) -> dict[str, int]:
     """Parameter name -> number of its group. A parameter of no group is frozen: nothing would update it."""
     number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     named = dict(model.named_parameters())
+    if len(number_of) < len({(id(p), number) for number, group in enumerate(groups) for p in group["params"]}):
+        raise ConfigError("optimizer: a parameter is in more than one group; leave it in one")
     if strangers := number_of.keys() - {id(p) for p in named.values()}:
         raise ConfigError(f"{len(strangers)} of the optimizer's parameters are not of the model; pass the model's own")
     for p in named.values():
@@ -134,7 +138,8 @@ class GroupedOptimizer:
 
     def _step_of(self, factor: float, group: NumberedGroup) -> UpdateStep:
         values = self.param_groups[group.number]
-        return UpdateStep(float(values["lr"]), float(values["weight_decay"]), self.flat.step_count, factor)
+        lr, decay = float(values["lr"]), float(values["weight_decay"])
+        return UpdateStep(lr, decay, self.flat.step_count, factor, values.get("betas"))
 
     def rates(self) -> list[float]:
         """The learning rate of each group in the next update."""

@@ -19,6 +19,7 @@ class UpdateStep(NamedTuple):
     weight_decay: float
     updates: int  # before this one
     factor: float = 1.0  # of the gradients
+    betas: tuple[float, float] | None = None  # Adam's in this update; None: the settings'
 
 
 Tensors = list[Tensor]
@@ -47,6 +48,7 @@ def adam_update(
 
     The fused kernel multiplies the gradients too: a separate pass for that takes a quarter of the update's time (CPU).
     """
+    beta1, beta2 = step.betas or (beta1, beta2)
     device = parameters[0].device
     fused = has_fused_adam(device)
     divisor = _as_divisor(step.factor, gradients) if fused else None

@@ -1,0 +1,169 @@
+"""`megatron.training.engine.Engine` over ranks as threads: loops and modules as scripts have them, against plain torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron import deepspeed
+from megatron.core.config import ConfigError
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.mesh import Mesh
+from megatron.deepspeed.schedules import OneCycle
+from megatron.training.engine import Engine, EngineConfig
+
+X = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+def engine_of(model: nn.Module, mesh: Mesh, stage: int, **config) -> Engine:
+    data_parallel = DataParallelConfig(zero_stage=stage)
+    return Engine(model, optimizer_of(model), EngineConfig(data_parallel=data_parallel, **config), mesh)
+
+
+def part(x: Tensor, mesh: Mesh) -> Tensor:
+    return x.chunk(mesh.samples.size)[mesh.samples.rank]
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+class Odd(nn.Module):
+    """Parameters in lists, in a list of lists, of no dimension and of no element, frozen, and of a layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(5, 5)) for _ in range(2)])
+        self.named = nn.ModuleDict({"own": nn.ParameterDict({"scale": nn.Parameter(torch.tensor(0.5))})})
+        self.rows = nn.ModuleList([nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 5)]), nn.ModuleList([nn.Tanh()])])
+        self.empty, self.frozen = nn.Parameter(torch.zeros(0, 4)), nn.Linear(5, 3)
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        for _ in range(2):
+            for module in [one for row in self.rows for one in row]:
+                x = module(x)
+        return self.frozen(x) * self.named["own"]["scale"]
+
+
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("stage, ranks", [(0, 3), (1, 3), (2, 2), (3, 2), (3, 3)])
+def test_odd_modules_and_sizes_and_several_losses_a_step(stage: int, ranks: int, tmp_path: Path):
+    alone = Odd()
+    optimizer = optimizer_of(alone)
+    for x in X:
+        optimizer.zero_grad()
+        loss_of(alone, x).backward()
+        (alone(x) - alone(2 * x)).mean().backward()
+        for p in alone.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
+        optimizer.step()
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        for first, last in ((0, 2), (2, 3)):  # the second engine goes on from the checkpoint of the first
+            engine = engine_of(Odd(), mesh, stage)
+            if first:
+                engine.load(tmp_path)
+            for x in X[first:last]:
+                mine = part(x, mesh)
+                with engine.no_sync():
+                    engine.backward(loss_of(engine, mine))
+                engine.backward((engine(mine) - engine(2 * mine)).mean())
+                engine.zero_grad()  # forgets nothing of its own
+                engine.step()
+            engine.save(tmp_path)
+        return engine.module_state_dict()
+
+    for found in run_ranks({"dp": ranks}, work):
+        assert_same(found, alone.state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_engines_of_which_one_trains_through_the_other(stage: int):
+    def made() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double(), nn.Linear(5, 1).double()
+
+    first, second = made()
+    optimizers = [optimizer_of(first), optimizer_of(second)]
+    for x in X:
+        optimizers[0].zero_grad()
+        second(first(x)).mean().backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        loss_of(second, first(x)).backward()
+        optimizers[1].step()
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        one, other = (engine_of(model, mesh, stage) for model in made())
+        for x in X:
+            mine = part(x, mesh)
+            one.backward(other(one(mine)).mean())
+            one.step()
+            other.zero_grad()
+            other.backward(loss_of(other, one(mine).detach()))
+            other.step()
+        return one.module_state_dict() | {f"other.{name}": x for name, x in other.module_state_dict().items()}
+
+    wanted = first.state_dict() | {f"other.{name}": x for name, x in second.state_dict().items()}
+    for found in run_ranks({"dp": 2}, work):
+        assert_same(found, wanted)
+
+
+def test_one_cycle_changes_rate_and_beta_of_every_update():
+    sizes = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2}
+    alone = nn.Linear(5, 3).double()
+    start = {name: value.clone() for name, value in alone.state_dict().items()}
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1.0, weight_decay=0.0)
+    schedule = OneCycle(optimizer, **sizes)
+    for x in X:
+        optimizer.zero_grad()
+        loss_of(alone, x).backward()
+        optimizer.step()
+        schedule.step()
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        model = nn.Linear(5, 3).double()
+        model.load_state_dict(start)
+        given = {"train_batch_size": 12, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": True}
+        given |= {"scheduler": {"type": "OneCycle", "params": sizes}}
+        engine, *_ = deepspeed.initialize(model=model, config=given)
+        for x in X:
+            engine.backward(loss_of(engine, part(x, mesh)))
+            engine.step()
+        return engine.module_state_dict()
+
+    for found in run_ranks({"dp": 2}, work):
+        assert_same(found, alone.state_dict())
+
+
+def test_a_parameter_of_two_groups_and_a_module_of_two_engines_are_refused():
+    def work(mesh: Mesh) -> None:
+        model = nn.Linear(3, 3)
+        groups = [{"params": [model.weight, model.bias], **GROUP}, {"params": [model.weight], **GROUP}]
+        with pytest.raises(ConfigError, match="in more than one group"):
+            Engine(model, ("adam", groups), EngineConfig(), mesh)
+        Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
+        with pytest.raises(ConfigError, match="an engine's buffers already"):
+            Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
+
+    run_ranks({"dp": 1}, work)
+
+
+GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
