@@ -316,7 +316,7 @@ BUDGETS = {
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_195,
-    "megatron/deepspeed": 876,
+    "megatron/deepspeed": 620,
     "megatron/training": 1_826,
     "megatron/training/classic": 182,
     "megatron/training/ending": 240,
