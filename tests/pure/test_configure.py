@@ -5,19 +5,24 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from documents import ROOT, commands_of
 
+from megatron.core.comm import bytes_sent
 from megatron.core.config import ConfigError
 from megatron.training.command_line import parse_args
+from megatron.training.memory.dry_run import alone, batches_of, mesh_of, parts_of
 from megatron.training.settings.rules import check
+from megatron.training.train_step import train_step
 from tools import configure, estimate_memory
 from tools.configuring.answers import QUESTIONS, Answers, Choices, complete, work_of
 from tools.configuring.command import flags_of, in_lines, launch_words
-from tools.configuring.layouts import Layout, Work, layouts, least_memory, loss, ranked
+from tools.configuring.layouts import Layout, Work, layouts, least_memory, loss, ranked, sent
 from tools.configuring.search import estimate_words, predicted, search
 from tools.configuring.sizes import SIZES, Model, Size
+from tools.estimating.job import read
 
 TINY = "--device cpu --devices 2 --model gpt --size tiny --show 1 --yes"
 SMALL = Model("gpt", Size(4, 32, 4, 100, 16))
@@ -77,6 +82,45 @@ def test_what_a_layout_loses_follows_from_the_formulas():
     apart = work(machines=2, devices=2)
     assert loss(apart, Layout(2, 2, 1, 0, "none")).between == 2 * n / 2 * 16
     assert loss(apart, Layout(1, 2, 2, 1, "none")).between == 2 * n * 8
+
+
+def recorded(job: Work, layout: Layout, rank: int) -> Counter[str]:
+    """Bytes that a rank sends in a step by kind of parallelism: from the ledger of the real code, its neighbours silent."""
+    of_run = read([*estimate_words(job), *flags(job, layout), "--device", "cpu"]).job
+    mesh, found = mesh_of(of_run.runtime.config, job.ranks, rank), Counter()
+    with alone(of_run.runtime, mesh) as runtime:
+        parts = parts_of(runtime, of_run)
+        data = dict.fromkeys(parts.chunks, batches_of(runtime) if mesh["tp"].is_first else None)
+        with mesh.ledger.record() as calls:
+            train_step(parts.pipeline, parts.optimizer, data, first_sample=0, lr=0.0, check_finite=False)
+    for call in calls:
+        found[{"tp": "tensor", "dp": "data", "pp": "pipeline"}.get(call.axis[:2], "")] += bytes_sent(call)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, 1, 2, 1, "none"), Layout(2, 1, 2, 2, "mlp"), Layout(2, 1, 2, 1, "full"), Layout(1, 1, 4, 3, "none")],
+    ids=str,
+)
+def test_the_bytes_that_are_ranked_are_those_that_are_sent(layout: Layout, family: str):
+    """By layer: what twice as many layers send more. Data-parallel sums count norms, biases and gaps, too: 5 %."""
+    small, large = (
+        work(model=Model(family, Size(layers, 64, 4, 100, 32, ffn=256)), seq_length=32) for layers in (2, 4)
+    )
+    more = recorded(large, layout, 0)
+    more.subtract(recorded(small, layout, 0))
+    expected = {kind: size - sent(small, layout)[kind] for kind, size in sent(large, layout).items()}
+    assert more["tensor"] == pytest.approx(expected["tensor"], rel=0.01)  # with the norms' sums
+    assert more["data"] == pytest.approx(expected["data"], rel=0.05)
+
+
+@pytest.mark.full
+def test_a_stage_in_the_middle_sends_what_is_ranked():
+    layout, job = Layout(2, 4, 1, 0, "none"), work(devices=8)
+    assert recorded(job, layout, 2)["pipeline"] == pytest.approx(sent(job, layout)["pipeline"], rel=0.01)
 
 
 def test_equal_layouts_are_ranked_by_data_parallel_ranks():
@@ -147,8 +191,8 @@ def test_files_have_the_flags_of_the_command(tmp_path, capsys):
     plain = said_by(capsys, f"{TINY} {more}")
     said_by(capsys, f"{TINY} --yaml {yaml} --shell {shell} {more}")
     command = plain[plain.index("\ntorchrun") :].replace("\\\n", " ")
-    shown, read = (parse_args(words)[0] for words in (shlex.split(command)[4:], ["--yaml-cfg", str(yaml)]))
-    assert shown == read and shown.data.data_path == ["books", "wiki"] and shown.learning_rate.lr == 1e-2
+    shown, from_file = (parse_args(words)[0] for words in (shlex.split(command)[4:], ["--yaml-cfg", str(yaml)]))
+    assert shown == from_file and shown.data.data_path == ["books", "wiki"] and shown.learning_rate.lr == 1e-2
     assert (
         not shown.data.mock_data
         and subprocess.run(["bash", "-n", shell]).returncode == 0

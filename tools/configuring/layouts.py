@@ -126,7 +126,8 @@ def sent(work: Work, layout: Layout) -> dict[str, float]:
     """Bytes that a rank sends in a step, by kind of parallelism. tensor: with sequence parallelism."""
     shape, microbatches = work.model.shape(work.seq_length), work.microbatches(layout)
     activation = work.seq_length * work.micro_batch * shape.hidden_size * work.element  # N of docs/parallelism.md
-    moved = {"none": 10, "mlp": 11, "full": 13}[layout.recompute] * activation  # in a layer
+    again = 3 if work.model.family == "llama" else 4  # dropout behind a layer's last sum has that made again
+    moved = (10 + {"none": 0, "mlp": 1, "full": again}[layout.recompute]) * activation  # in a layer
     flat = Flat(work.model.parameters // (layout.tp * layout.pp), 0, work.element, sum_bytes=4, sent_bytes=4)
     traffic = step_traffic(flat, layout.zero, inner=layout.dp, microbatches=microbatches)
     return {
