@@ -303,7 +303,7 @@ BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_170,
     "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_360,
+    "megatron/core/classic": 1_430,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_409,
     "megatron/core/inference": 350,

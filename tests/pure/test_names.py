@@ -51,7 +51,6 @@ NAMES = {
     "megatron.core.pipeline_parallel": "get_forward_backward_func",
     "megatron.core.pipeline_parallel.schedules": "deallocate_output_tensor forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving get_forward_backward_func",
-    "megatron.core.datasets.utils": "compile_helpers",
     "megatron.core.dist_checkpointing": "check_is_distributed_checkpoint load load_common_state_dict load_content_metadata "
     "load_plain_tensors save",
     "megatron.core.dist_checkpointing.serialization": "load load_common_state_dict load_plain_tensors save",
@@ -83,6 +82,11 @@ NAMES = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "RotaryEmbedding",
     "megatron.core.models.gpt.gpt_layer_specs": "get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec",
     "megatron.core.models.bert.bert_layer_specs": "bert_layer_local_spec bert_layer_with_transformer_engine_spec",
+    "megatron.core.datasets.blended_dataset": "BlendedDataset",
+    "megatron.core.datasets.blended_megatron_dataset_config": "BlendedMegatronDatasetConfig",
+    "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
+    "megatron.core.datasets.megatron_dataset": "LowLevelDataset MegatronDataset",
+    "megatron.core.datasets.utils": "Split compile_helpers",
     "megatron.core.models": "GPTModel TransformerLanguageModel",
     "megatron.core.models.gpt_model": "GPTModel",
     "megatron.training": "get_args get_tokenizer print_rank_0 print_rank_last pretrain initialize_megatron get_model "

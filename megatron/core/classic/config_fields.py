@@ -37,9 +37,9 @@ def _value(text: str) -> Any:
     return reduce(getattr, text.split(".")[1:], torch) if text.startswith("torch.") else literal_eval(text)
 
 
-def dataclass_of(name: str, names: Mapping[str, Any], bases: tuple[type, ...] = ()) -> type:
+def dataclass_of(name: str, names: Mapping[str, Any], bases: tuple[type, ...] = (), *, kw_only: bool = False) -> type:
     """A dataclass with these fields and defaults."""
     of_fields = [
         (one, Any, field(default_factory=list) if value == [] else field(default=value)) for one, value in names.items()
     ]
-    return make_dataclass(name, of_fields, bases=bases)
+    return make_dataclass(name, of_fields, bases=bases, kw_only=kw_only)

@@ -224,6 +224,12 @@ class GPTSamples(SampleKind):
         return Wanted(*place, fields, self.arrays, problem, older)
 
 
+def rules_of(config: DataConfig, tokenizer: Any) -> TokenRules:
+    about_ends = {name: getattr(config, name) for name in _OF_ENDS}
+    ids = (tokenizer.vocab_size, tokenizer.eod, getattr(tokenizer, "pad", None))
+    return TokenRules(*ids, **about_ends, tokenizer=tokenizer_name(tokenizer))
+
+
 def build_gpt_datasets(
     config: DataConfig,
     tokenizer: Any,
@@ -241,9 +247,7 @@ def build_gpt_datasets(
     problems = [] if config.seq_length else ["no sequence length; set --seq-length"]
     if problems := problems + size_problems(num_samples, made_up=config.mock_data):
         raise ConfigError(problems)
-    about_ends = {name: getattr(config, name) for name in _OF_ENDS}
-    ids = (tokenizer.vocab_size, tokenizer.eod, getattr(tokenizer, "pad", None))
-    rules = TokenRules(*ids, **about_ends, tokenizer=tokenizer_name(tokenizer))
+    rules = rules_of(config, tokenizer)
     if config.mock_data:
         return tuple(
             MockGPTDataset(count, config.seq_length, (seed, split), rules) if count else None

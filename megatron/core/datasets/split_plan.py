@@ -241,7 +241,7 @@ def plan_splits(
     def plan_split(name: str, blend: Blend, count: int | None) -> SplitPlan | None:
         # Files of a split's own are not blended when there is one, whatever its weight.
         alone = blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1)
-        counts = [count] if alone else _samples_of_files(blend, count, config.mid_level_dataset_surplus)
+        counts = [count] if alone else samples_of_files(blend, count, config.mid_level_dataset_surplus)
         parts = [plan_part(prefix, name, of_file) for prefix, of_file in zip(blend.prefixes, counts)]
         missing = [part for part in parts if isinstance(part, str)]
         if missing and (name == "train" or not alone):
@@ -260,7 +260,7 @@ def plan_splits(
     return [plan_split(name, blend, n) if blend and n != 0 and share > 0 else None for name, blend, n, share in asked]
 
 
-def _samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[int | None]:
+def samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[int | None]:
     """Samples to build of each file; None: one epoch."""
     if blend.weights is None:
         return [None] * len(blend.prefixes)
