@@ -301,11 +301,11 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_170,
+    "megatron/core": 2_171,
     "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_430,
+    "megatron/core/classic": 1_440,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_409,
+    "megatron/core/distributed": 1_450,
     "megatron/core/inference": 350,
     "megatron/core/job": 659,
     "megatron/core/models": 300,
@@ -323,7 +323,7 @@ BUDGETS = {
     "megatron/training/memory": 1_162,
     "megatron/training/resume": 500,
     "megatron/training/settings": 1_185,
-    "megatron/training/watch": 990,
+    "megatron/training/watch": 955,
     "tools": 1_791,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,

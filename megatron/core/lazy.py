@@ -37,7 +37,10 @@ def all_names(module: str, homes: str) -> Callable[[str], Any]:
 
 def make_callable(module: str, function: Callable[..., Any]) -> None:
     """A call of the module calls `function`, whose name the module has and hides in its package."""
-    sys.modules[module].__class__ = type("CallableModule", (ModuleType,), {"__call__": staticmethod(function)})
+    kind = type(
+        "CallableModule", (ModuleType,), {"__call__": staticmethod(function), "__wrapped__": staticmethod(function)}
+    )
+    sys.modules[module].__class__ = kind
 
 
 def optional_package(name: str, needed_by: str) -> Any:

@@ -103,7 +103,7 @@ def megatrons_chunks(mesh, config, layout):
 
 
 def trained(mesh, config, layout):
-    """The norms and weights after the loop, and what the scheduler and the optimizer have to say about it."""
+    """The norm of each step's gradient, and the weights after the loop."""
     chunks = megatrons_chunks(mesh, config, layout)
     model, batch = list(chunks.values()), BatchShape(BATCH // layout.dp // layout.m, layout.m)
     sharding = layout.data_parallel.zero.shards_state
@@ -135,7 +135,7 @@ def trained(mesh, config, layout):
     for chunk in model:
         chunk.finish_param_gather()
     passing = [buffer for chunk in model for buffer in chunk.buffers if buffer.stage == 3]
-    return norms, pieces_of_chunks(chunks, mesh, lambda p: p.data, {"owned_params": passing}), optimizer, scheduler
+    return norms, pieces_of_chunks(chunks, mesh, lambda p: p.data, {"owned_params": passing})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_megatrons_loop_gives_one_processs_weights(layout):
     config = replace(config, num_query_groups=4) if layout.tp > 2 else config
     expected_norms, expected = of_one_process(config)
     ranks = run_ranks(
-        layout.sizes, lambda mesh: trained(mesh, config, layout)[:2], stages=layout.stages if layout.pp > 1 else None
+        layout.sizes, lambda mesh: trained(mesh, config, layout), stages=layout.stages if layout.pp > 1 else None
     )
     assert all(norms == pytest.approx(expected_norms, rel=1e-10) for norms, _ in ranks)
     got = put_together([pieces for _, pieces in ranks])
@@ -168,10 +168,22 @@ def plain_chunk(dtype=torch.float64, **options):
 
 def stepped(chunk, optimizer, factor=1.0):
     optimizer.zero_grad()
-    inputs = torch.tensor([[1.0, 2.0]], dtype=next(chunk.parameters()).dtype)
+    inputs = torch.tensor([[0.0, 2.0]], dtype=next(chunk.parameters()).dtype)
     optimizer.scale_loss(chunk(inputs).sum() * factor).backward()
     finalize_model_grads([chunk])
     return optimizer.step()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_zeros_in_the_gradient_are_counted_if_asked(shards):
+    """The first of two features is zero, so that it moves none of its three weights."""
+
+    def work(mesh):
+        chunk, config = plain_chunk(use_distributed_optimizer=shards), OptimizerConfig(lr=0.1)
+        config.log_num_zeros_in_grad = True
+        return stepped(chunk, get_megatron_optimizer(config, [chunk]))
+
+    assert [zeros for _, _, zeros in run_ranks({"dp": 2}, work)] == [3, 3]
 
 
 def test_a_loop_goes_on_where_its_states_were_saved():

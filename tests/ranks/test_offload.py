@@ -11,6 +11,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, TinyTrainer, assert
 from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.distributed.elements import params_norm
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
@@ -21,7 +22,6 @@ from megatron.core.tiers.tier import FileTensor, FileTier
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier
-from megatron.training.watch.statistics import params_norm
 
 MODELS = {"tied": TINY_GPT2, "untied": TINY_LLAMA}
 TIERS = ("host", "file", "half", "params")  # half: of the optimizer's state, in files; params: parameters too

@@ -111,3 +111,15 @@ def test_what_is_not_built_is_refused_by_name():
             DistributedDataParallel(None, DistributedDataParallelConfig(fp8_param_gather=True), make_module())
 
     run_ranks({}, work)
+
+
+def test_parameters_of_the_first_rank_are_everybodys():
+    def work(mesh):
+        module = make_module()
+        with torch.no_grad():
+            module[0].weight.fill_(mesh["dp"].rank + 1.0)
+        model = DistributedDataParallel(None, DistributedDataParallelConfig(), module)
+        model.broadcast_params()
+        return module[0].weight.unique().tolist()
+
+    assert run_ranks({"dp": 2}, work) == [[1.0], [1.0]]

@@ -9,9 +9,10 @@ from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 
 from megatron.core import comm
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.watch.profiling import StepProfiler
-from megatron.training.watch.statistics import Inspector, Statistics, num_zeros_in_grad, params_norm, statistics_of
+from megatron.training.watch.statistics import Inspector, Statistics, statistics_of
 from megatron.training.watch.timers import Timers
 from megatron.training.watch.watch_config import ProfileConfig
 

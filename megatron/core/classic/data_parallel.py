@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core import comm
 from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
@@ -63,6 +64,17 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
         tensors = [tensor for buffer in self.buffers for tensor in buffer.sums.tensors]
         if self.ddp_config.check_for_nan_in_grad and not all(tensor.isfinite().all() for tensor in tensors):
             raise RuntimeError("check_for_nan_in_grad: a gradient is not finite; lower the rate or check the data")
+
+    def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """All-gather what the other ranks have updated. `MegatronOptimizer.step` has done it."""
+        self.gather_params()
+        if force_sync:
+            self.finish_param_gather()
+
+    def broadcast_params(self) -> None:
+        """Every data-parallel rank gets the first one's parameters; before the optimizer is made, and not in ZeRO stage 3."""
+        for parameter in self.module.parameters():
+            comm.broadcast(parameter.data, self.mesh.samples)
 
     def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> dict[str, Any]:
         """That of the module, by its own names."""

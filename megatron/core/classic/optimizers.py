@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.config import ConfigError
+from megatron.core.distributed.elements import num_zeros_in_grad
 from megatron.core.optimizer import settings
 from megatron.core.optimizer.group_schedule import SampleSchedule
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
@@ -89,15 +90,18 @@ class MegatronOptimizer(GroupedOptimizer):
         return torch.tensor([self.loss_scale], device=self.flat.device)
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """(whether parameters were updated, norm of the gradient, None). Every rank must call.
+        """(whether parameters were updated, norm of the gradient, zeros in it with `log_num_zeros_in_grad`). Every rank must
+        call.
 
         (False, None, None) if a gradient overflowed under a loss scale that can fall: nothing was updated.
         """
+        counts = (self.chunks, self.flat.mesh, self.flat.device)
+        zeros = num_zeros_in_grad(*counts) if self.config.log_num_zeros_in_grad else None
         if not self.update(1.0):
             return False, None, None
         for chunk in self.chunks:
             chunk.gather_params()
-        return True, self.norm, None
+        return True, self.norm, zeros
 
 
 def get_megatron_optimizer(

@@ -4,6 +4,7 @@
     finalize_model_grads        the end of a step's gradients, in a loop of one's own
     plan, buffer, bucket, slot  where a parameter lies: on paper (no torch), in memory, per collective, per parameter
     zero, fetch, released       ZeRO stages: when gradients are reduced, and parameters gathered and released
+    elements                    parameters and gradients, each element once over all ranks: norms, zeros
     made_in_shards              a block in which a model is built shard by shard
     fixed_order, call_order     sums in one order for any number of ranks; a check of the order of collectives
 

@@ -170,10 +170,10 @@ class DistributedDataParallel(nn.Module):
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.module.set_input_tensor(x)
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply every gradient of the chunk."""
         for tensor in (tensor for buffer in self.buffers for tensor in buffer.sums.tensors):
-            tensor.mul_(factor)
+            tensor.mul_(scaling_factor)
         self._fill()
 
     def zero_grad_buffer(self, num_microbatches: int | None = None) -> None:
@@ -253,7 +253,7 @@ class DistributedDataParallel(nn.Module):
         microbatch."""
         return nullcontext()
 
-    def start_grad_sync(self) -> None:
+    def start_grad_sync(self, *_: Any) -> None:
         self.start_grad_reduce()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:

@@ -1,13 +1,12 @@
-"""Norms, zeros and --inspect statistics of whole tensors: every element counts once, in any layout.
+"""--inspect statistics of whole tensors: every element counts once, in any layout (`core/distributed/elements.py`).
 
-A parameter's element is counted by the rank that owns it: `placement.owned_pieces` names the elements, and among data-parallel
-ranks the owner is the rank that updates the shard, or the first rank if all hold copies. Activations are divided over
-data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output, or parts under sequence parallelism.
+Activations are divided over data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output, or parts
+under sequence parallelism.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,12 +14,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core import comm
-from megatron.core.boxes import flat_run, slices
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.plan import overlaps
+from megatron.core.distributed.elements import my_elements
 from megatron.core.mesh import Mesh
-from megatron.core.placement import owned_pieces
-from megatron.core.storage.stored import loaded
 
 
 @dataclass(frozen=True)
@@ -70,55 +66,6 @@ def statistics_of(x: Tensor) -> Statistics:
     mean = finite.mean()
     numbers = torch.stack([mean, (finite - mean).square().sum(), finite.abs().max(), (finite == 0).sum()]).tolist()
     return Statistics(finite.numel(), *numbers[:3], int(numbers[3]), wide.numel() - finite.numel())
-
-
-# ---------------------------------------------------------------- parameters and gradients
-
-
-def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, values) of the parameters, or gradients in the buffers, that this rank owns, in flat parts.
-
-    Every element comes once over all ranks. Only elements that this rank updates are read, so a parameter all-gather may be in
-    flight.
-    """
-    for chunk in chunks:
-        for buffer in (b for b in chunk.buffers if b.axes.replica.is_first):
-            values = buffer.sums if grads else buffer.owned_params
-            for slot in buffer.plan.slots:
-                parameter = buffer.parameters[slot.name]
-                shape = tuple(parameter.shape)
-                for _, local in owned_pieces(parameter.placement, shape, mesh):
-                    first, last = (slot.start + at for at in flat_run(local, shape))
-                    for start, stop in overlaps(buffer.owned, first, last):
-                        yield from ((slot.name, part) for part in loaded(values.at(start, stop)))
-        if not grads:
-            for name, parameter in chunk.module.named_parameters():
-                reduce_over = parameter.placement.reduce_over
-                if not parameter.requires_grad and mesh.grad_axes(reduce_over).reduce.is_first:  # not in a buffer
-                    for _, local in owned_pieces(parameter.placement, tuple(parameter.shape), mesh):
-                        yield name, parameter.data[slices(local)]
-
-
-_WIDENED_AT_ONCE = 2**24  # elements; their two float64 copies take 256 MB
-
-
-@torch.no_grad()
-def params_norm(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> float:
-    """L2 norm of all parameters of the model. One all-reduce of a scalar; every rank must call."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for _, part in my_elements(chunks, mesh, grads=False):
-        for piece in part.reshape(-1).split(_WIDENED_AT_ONCE):
-            total += piece.double().square().sum()
-    return comm.all_reduce(total, mesh["world"]).sqrt().item()
-
-
-@torch.no_grad()
-def num_zeros_in_grad(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: torch.device | str) -> int:
-    """Zeros in the whole model's gradient, after a step. One all-reduce of a scalar; every rank must call."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for _, part in my_elements(chunks, mesh, grads=True):
-        total += (part == 0).sum()
-    return int(comm.all_reduce(total, mesh["world"]).item())
 
 
 # ---------------------------------------------------------------- --inspect

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.resume.state import TrainState
@@ -24,7 +25,7 @@ from megatron.training.runtime import Runtime, print_rank_last
 from megatron.training.watch.log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
 from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
-from megatron.training.watch.statistics import Inspector, Statistics, TensorKey, num_zeros_in_grad, params_norm
+from megatron.training.watch.statistics import Inspector, Statistics, TensorKey
 from megatron.training.watch.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that counts an action's time.
