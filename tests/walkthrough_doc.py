@@ -13,6 +13,7 @@ import importlib
 import io
 import re
 import shlex
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,9 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 PAGE = ROOT / "docs" / "walkthrough.md"
 ROW = re.compile(r"^(\|.*`)([\w/]+\.py:\d+)(` \|)$", re.MULTILINE)
 NAME = re.compile(r"`((?:megatron|pretrain_gpt)[\w.]+)`")
-SHOWN = re.compile(
-    r"^```bash\npython examples/walkthrough\.py ([^\n]*)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
-)
+SHOWN = re.compile(r"^```bash\n([^\n]*)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def places(page: str) -> str:
@@ -65,12 +64,23 @@ def outputs(page: str) -> str:
     return SHOWN.sub(lambda block: block[0].replace(f"```text\n{block[2]}", f"```text\n{output_of(block[1])}"), page)
 
 
-def output_of(words: str) -> str:
+def output_of(command: str) -> str:
+    """In this process; a torchrun command as processes."""
     import walkthrough
 
+    first, *words = shlex.split(command)
+    if first == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        done = subprocess.run([*torchrun, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        return trimmed(done.stdout)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        walkthrough.main(shlex.split(words))
-    return "\n".join(line.rstrip() for line in said.getvalue().rstrip().splitlines()) + "\n"
+        walkthrough.main(words[1:])
+    return trimmed(said.getvalue())
+
+
+def trimmed(text: str) -> str:
+    """Without blanks at the ends of lines."""
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines()) + "\n"
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def stop_distributed() -> None:
     global _joined
     say_goodbye()
     _drop_mesh()
-    if _joined:
+    if _joined and dist.is_initialized():  # two functions that run at exit may both see to it
         _destroy_groups()
         _joined = False
 
