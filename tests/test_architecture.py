@@ -305,7 +305,7 @@ BUDGETS = {
     "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_440,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_450,
+    "megatron/core/distributed": 1_466,
     "megatron/core/inference": 350,
     "megatron/core/job": 659,
     "megatron/core/models": 300,

@@ -357,13 +357,18 @@ def test_stage_3_of_a_model_with_a_tied_table_and_answers_in_dicts():
         loss_on(alone, ids).backward()
         optimizer.step()
 
-    def work(mesh: Mesh) -> dict[str, Tensor]:
+    def work(mesh: Mesh) -> tuple[int, dict[str, Tensor]]:
         given = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-        engine, *_ = deepspeed.initialize(model=made(), config=given | {"zero_optimization": {"stage": 3}})
+        model, seen = made(), []
+        engine, *_ = deepspeed.initialize(model=model, config=given | {"zero_optimization": {"stage": 3}})
+        for block in (model.first, model.second):
+            block.norm.register_full_backward_hook(lambda *_: seen.append(bytes_of(model)))
         for ids in DATA:
             engine.backward(loss_on(engine, ids.chunk(2)[mesh.samples.rank]))
             engine.step()
-        return engine.module_state_dict()
+        return max(seen), engine.module_state_dict()
 
-    for found in run_ranks({"dp": 2}, work):
+    block = sum(p.nbytes for p in alone.first.parameters()) + alone.position.nbytes
+    for most, found in run_ranks({"dp": 2}, work):
+        assert most <= block, "the tied table is resident while a block's backward runs"
         assert_same(found, alone.state_dict())

@@ -10,6 +10,7 @@ last gradient of its parameters. A parent must use its children's parameters thr
 module (otherwise `released.py` raises an error).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -60,6 +61,7 @@ class ParamFetcher(ParamGather):
         self._ahead, self._uses = ahead, uses
         self._in_backward = False
         self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last use
+        self._using: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
         self._order: list[str] = []  # units in the order of the first forward
         units = _units(module)
         held: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
@@ -69,6 +71,8 @@ class ParamFetcher(ParamGather):
                 held.setdefault(unit, [])  # it may be passed a tied table
             for parameter in used.parameters(recurse=False):  # two modules may hold one parameter
                 held[unit] += [parameter.slot.bucket] if hasattr(parameter, "slot") else []
+        holders = Counter(bucket for own in held.values() for bucket in set(own))
+        self._shared = {bucket for bucket, units in holders.items() if units > 1}
         for unit, own in held.items():
             used = module.get_submodule(unit)
             used.register_forward_pre_hook(partial(self._before_forward, unit, own))
@@ -98,6 +102,7 @@ class ParamFetcher(ParamGather):
 
     def finish(self) -> None:
         """Release all but this rank's shards."""
+        self._using.clear()
         for bucket in self._buckets:
             bucket.release_params()
 
@@ -109,13 +114,28 @@ class ParamFetcher(ParamGather):
         for bucket in self._needs[unit] if not self._in_backward else ():
             self._uses.enter(bucket)
 
-    def _after_forward(self, unit: str, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _after_forward(self, unit: str, used: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        use, shared = object(), [bucket for bucket in self._needs[unit] if bucket in self._shared]
+
+        def begins(_: Tensor) -> None:
+            self._using[use] = shared
+            self._fetch(unit, -1)
+
         for x in _tensors(output) if self._needs[unit] else ():
             if x.requires_grad:
                 # The gradient of its output is the last moment before a unit's backward needs parameters.
-                x.register_hook(lambda _: self._fetch(unit, -1))
+                x.register_hook(begins)
+        sources = [x for x in _tensors(inputs) if x.grad_fn is not None]
+        if shared and len(sources) == 1 and not any(used.children()):
+            # Gradients of a shared parameter are complete with its last unit's, and until then other units compute.
+            sources[0].register_hook(lambda _: self._release_unused(self._using.pop(use, ())))
         if not self._in_backward:
             for bucket in self._needs[unit]:
+                bucket.release_params()
+
+    def _release_unused(self, shared: Sequence[Bucket]) -> None:
+        for bucket in shared:
+            if not any(bucket in others for others in self._using.values()):
                 bucket.release_params()
 
     def _fetch(self, unit: str, direction: int) -> None:
