@@ -25,7 +25,7 @@ ROWS = [
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
-    "models",
+    "models held_tensors",
     "inference classic",
 ]
 # Files that load without torch, so that tools and tests of plain integers start at once.
@@ -301,9 +301,9 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_171,
+    "megatron/core": 2_205,
     "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_440,
+    "megatron/core/classic": 1_456,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_466,
     "megatron/core/inference": 350,

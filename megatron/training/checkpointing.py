@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from megatron.core import comm, dropout_masks, products
-from megatron.core.boxes import pieces_of_run, size_of
-from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, placed_tensor
+from megatron.core.boxes import size_of
+from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
+from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training.resume import checks
@@ -39,47 +39,11 @@ Chunks = Sequence[DistributedDataParallel]
 _MASTER = "optimizer/master/"
 
 
-def model_tensors(chunks: Chunks, mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. One without elements is left out."""
-    return {
-        f"model/{name}": placed_tensor(parameter.data, parameter.placement, mesh)
-        if name not in shards
-        else _run(parameter, *shards[name], mesh, mesh.grad_axes(parameter.placement.reduce_over, shards=True).replica)
-        for chunk in chunks
-        for shards in [chunk.param_shards()]
-        for name, parameter in chunk.module.named_parameters()
-        if parameter.numel()
-    }
-
-
-def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of the optimizer state, by checkpoint name."""
-    parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
-    replicas = {name: buffer.axes.replica for buffer in optimizer.buffers for name in buffer.parameters}
-    kept = optimizer.kept_of()
-    return {
-        f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh, replicas[name])
-        if name in kept
-        else placed_tensor(tensor, parameters[name].placement, mesh)
-        for kind, tensors in optimizer.tensors().items()
-        for name, tensor in tensors.items()
-        if parameters[name].numel()
-    }
-
-
 def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> int:
     """Parameters of the whole model, each counted once. One all-reduce of a scalar; every rank must call."""
     written = (tensor for tensor in model_tensors(chunks, mesh).values() if tensor.is_writer)
     mine = sum(math.prod(size_of(box)) for tensor in written for box, _ in tensor.pieces)
     return int(comm.all_reduce(torch.tensor([mine], dtype=torch.int64, device=device), mesh["world"]).item())
-
-
-def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis) -> LocalTensor:
-    """`placed_tensor` for a sharded parameter: `values` are its elements `kept` (start, stop), equal on all ranks of
-    `replicas`."""
-    whole = placed_tensor(parameter, parameter.placement, mesh)
-    owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
-    return LocalTensor(values, whole.shape, list(owned), bool(owned) and replicas.is_first, copies)
 
 
 def save(

@@ -23,6 +23,7 @@ from tiny_run import (
     put_together,
 )
 
+from megatron.core import dist_checkpointing
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -102,8 +103,8 @@ def megatrons_chunks(mesh, config, layout):
     return {stage: DistributedDataParallel(one.config, ddp_config, one) for stage, one in models.items()}
 
 
-def trained(mesh, config, layout):
-    """The norm of each step's gradient, and the weights after the loop."""
+def trained(mesh, config, layout, *, steps=range(STEPS), load=None, save=None):
+    """The norm of each step's gradient, and the weights after the loop. load, save: folders of its checkpoints."""
     chunks = megatrons_chunks(mesh, config, layout)
     model, batch = list(chunks.values()), BatchShape(BATCH // layout.dp // layout.m, layout.m)
     sharding = layout.data_parallel.zero.shards_state
@@ -114,8 +115,22 @@ def trained(mesh, config, layout):
         optimizer, 0.0, 1e-2, 0.0, 0, 4 * BATCH, "linear", 0.1, 0.1, 4 * BATCH, "constant"
     )
     norms = []
-    for step, rate in enumerate(RATES):
-        assert {group["lr"] for group in optimizer.param_groups} == {rate}
+
+    def state():
+        weights = {name: p for chunk in model for name, p in chunk.module.named_parameters()}
+        return {
+            "model": weights,
+            "optimizer": optimizer.sharded_state_dict(weights),
+            "scheduler": scheduler.state_dict(),
+        }
+
+    if load is not None:
+        loaded = dist_checkpointing.load(state(), load)
+        optimizer.load_state_dict(loaded["optimizer"])
+        scheduler.load_state_dict(loaded["scheduler"])
+        current().samples = scheduler.num_steps  # dropout's masks are by sample
+    for step in steps:
+        assert {group["lr"] for group in optimizer.param_groups} == {RATES[step]}
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -134,6 +149,8 @@ def trained(mesh, config, layout):
         scheduler.step(increment=BATCH)
     for chunk in model:
         chunk.finish_param_gather()
+    if save is not None:
+        dist_checkpointing.save(state(), save)
     passing = [buffer for chunk in model for buffer in chunk.buffers if buffer.stage == 3]
     return norms, pieces_of_chunks(chunks, mesh, lambda p: p.data, {"owned_params": passing})
 
@@ -158,6 +175,25 @@ def test_megatrons_loop_gives_one_processs_weights(layout):
     for name, weight in expected.items():
         worst, scale = (got[name] - weight).abs().max(), weight.abs().max()
         assert worst <= 1e-10 * scale, f"{name} differs by {worst} of {scale}"
+
+
+@pytest.mark.parametrize(
+    "saved, loaded",
+    [
+        (Layout(tp=2, dp=2, data_parallel=sharded(1)), Layout(pp=2, m=2)),
+        pytest.param(Layout(dp=2, data_parallel=sharded(2)), Layout(tp=2, sp=True, dp=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_loop_goes_on_in_another_layout(saved, loaded, tmp_path):
+    def run(layout, **options):
+        work = partial(trained, config=TINY_GPT2, layout=layout, **options)
+        return run_ranks(layout.sizes, work, stages=layout.stages if layout.pp > 1 else None)
+
+    run(saved, steps=range(2), save=str(tmp_path))
+    got = put_together([pieces for _, pieces in run(loaded, steps=range(2, 3), load=str(tmp_path))])
+    for name, weight in of_one_process(TINY_GPT2)[1].items():
+        assert (got[name] - weight).abs().max() <= 1e-10 * weight.abs().max(), name
 
 
 def plain_chunk(dtype=torch.float64, **options):

@@ -4,16 +4,19 @@ optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [chunk])      chunk
 ok, norm, zeros = optimizer.step()                                         after get_forward_backward_func()
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.config import ConfigError
 from megatron.core.distributed.elements import num_zeros_in_grad
+from megatron.core.held_tensors import optimizer_tensors
 from megatron.core.optimizer import settings
 from megatron.core.optimizer.group_schedule import SampleSchedule
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
@@ -102,6 +105,25 @@ class MegatronOptimizer(GroupedOptimizer):
         for chunk in self.chunks:
             chunk.gather_params()
         return True, self.norm, zeros
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **_: Any
+    ) -> dict[str, Any]:
+        """`state_dict` for `dist_checkpointing`, which loads it in any layout: each tensor says which part of the whole it is."""
+        del model_sharded_state_dict, is_loading  # parameters have placements
+        kinds: dict[str, dict[str, LocalTensor]] = {}
+        for key, tensor in optimizer_tensors(self.flat, self.flat.mesh).items():
+            kind, name = key.removeprefix("optimizer/").split("/", 1)
+            kinds.setdefault(kind, {})[name] = tensor
+        return {**self.state_dict(), "state": kinds}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, or `dist_checkpointing.load`. Groups go by their multipliers: a stage may have others
+        than the rank that saved, and those keep their numbers until the scheduler's next step."""
+        kind_of = itemgetter("wd_mult", "lr_mult", "is_decoupled_lr")
+        saved = {kind_of(group): group for group in state_dict["param_groups"]}
+        groups = [saved.get(kind_of(group), {}) for group in self.param_groups]
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
 
 def get_megatron_optimizer(
