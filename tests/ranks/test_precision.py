@@ -22,9 +22,10 @@ from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.optimizer import FlatOptimizer, OptimizerConfig
+from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers
@@ -562,8 +563,7 @@ def torchs(config: OptimizerConfig, copies: dict[str, nn.Parameter], rule: Group
 @pytest.mark.parametrize("layout", [EIGHT_RANKS, Layout(tp=2, sp=True, pp=4, m=6)], ids=str)
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["tied", "untied"])
 def test_sgd_and_decoupled_rates_equal_one_process(layout: Layout, model: ModelConfig):
-    sgd = OptimizerConfig(optimizer="sgd", clip_grad=0.5, weight_decay=0.1)
-    run = Run(model, optimizer=sgd, lr=0.5, decoupled_lr=0.05)
+    run = Run(model, optimizer=replace(SGD, clip_grad=0.5, weight_decay=0.1), lr=0.5, decoupled_lr=0.05)
     assert_same(outcome(replace(run, layout=layout)), outcome(run))
 
 
