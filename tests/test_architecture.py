@@ -327,7 +327,7 @@ BUDGETS = {
     "tools": 1_791,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,
-    "tools/configuring": 505,
+    "tools/configuring": 510,
     "tools/estimating": 215,
     "tools/preprocessing": 560,
 }

@@ -16,6 +16,7 @@ from megatron.training.command_line import parse_args
 from megatron.training.memory.dry_run import alone, batches_of, mesh_of, parts_of
 from megatron.training.settings.rules import check
 from megatron.training.train_step import train_step
+from megatron.training.watch.flops import ModelShape
 from tools import configure, estimate_memory
 from tools.configuring.answers import QUESTIONS, Answers, Choices, complete, work_of
 from tools.configuring.command import flags_of, in_lines, launch_words
@@ -52,9 +53,10 @@ def test_a_size_has_the_parameters_of_its_name(family: str, name: str):
     [
         work(),
         work(model=Model("llama", Size(6, 64, 8, 100, 16, 2, 96)), devices=8, global_batch=48, machines=2),
+        work(model=Model("llama", Size(4, 96, 4, 100, 16)), machines=2),
         work(model=Model("bert", Size(4, 32, 4, 100, 16)), half=False, device="cpu"),
     ],
-    ids=["gpt", "llama", "bert"],
+    ids=["gpt", "llama", "llama's own width", "bert"],
 )
 def test_a_run_accepts_every_layout(job: Work):
     found = list(layouts(job))
@@ -62,6 +64,7 @@ def test_a_run_accepts_every_layout(job: Work):
     for layout in found[::5]:
         config = parse_args(flags(job, layout))[0]
         check(config, job.ranks)
+        assert ModelShape.of(config.transformer, 100, 16) == job.model.shape(16)
         assert config.data_parallel_size(job.ranks) == layout.dp and config.data_parallel.stage == layout.zero
         assert config.transformer.num_layers == job.model.size.layers and config.parallel.sequence_parallel == (
             layout.tp > 1

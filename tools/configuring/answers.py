@@ -27,7 +27,9 @@ class Answers(FlagConfig):
     hidden_size: Count | None = knob(None, "hidden size")
     num_attention_heads: Count | None = knob(None, "attention heads")
     num_query_groups: Count | None = knob(None, "key/value heads of a llama; default: one for each head; never asked")
-    ffn_hidden_size: Count | None = knob(None, "width inside the MLP; default: 4 x hidden; never asked")
+    ffn_hidden_size: Count | None = knob(
+        None, "width inside the MLP; default: 4 x hidden, of a llama 8/3 x hidden; never asked"
+    )
     vocab_size: Count | None = knob(None, "words; default: those of the size; never asked")
     seq_length: Count | None = knob(None, "tokens of a sequence")
     global_batch_size: Count | None = knob(None, "sequences of a step, over all ranks")

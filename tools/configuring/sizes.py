@@ -8,7 +8,7 @@ from megatron.training.watch.flops import ModelShape
 
 
 class Size(NamedTuple):
-    """layers, hidden size, heads; words without padding; the longest sequence in the publication. ffn 0: 4 x hidden."""
+    """layers, hidden size, heads; words without padding; the longest sequence in the publication."""
 
     layers: int
     hidden: int
@@ -16,7 +16,7 @@ class Size(NamedTuple):
     vocab: int
     seq: int
     groups: int = 0  # key/value heads; 0: one for each head
-    ffn: int = 0
+    ffn: int = 0  # 0: the family's share of the hidden size
     tied: bool = True  # the output layer is the word table
     rotary_base: int = 10000
 
@@ -74,7 +74,9 @@ class Model:
 
     @property
     def ffn(self) -> int:
-        return self.size.ffn or 4 * self.size.hidden
+        """Width inside the MLP. A llama has three matrices instead of two, and two thirds of the width, in multiples of 64."""
+        thirds = max(64, 8 * self.size.hidden // 3 // 64 * 64)
+        return self.size.ffn or (thirds if self.family == "llama" else 4 * self.size.hidden)
 
     def shape(self, seq_length: int) -> ModelShape:
         """The sizes that its FLOPs follow from."""
@@ -93,8 +95,8 @@ class Model:
         size = self.size
         given: dict[str, object] = {"num_layers": size.layers, "hidden_size": size.hidden}
         given |= {"num_attention_heads": size.heads, "seq_length": seq_length}
-        if size.ffn:
-            given["ffn_hidden_size"] = size.ffn
+        if self.family == "llama" or size.ffn:
+            given["ffn_hidden_size"] = self.ffn
         if size.groups:
             given |= {"group_query_attention": True, "num_query_groups": size.groups}
         if self.family == "llama":
