@@ -30,6 +30,7 @@ ONE_IN = {
     "ranks/test_layer_specs.py::test_modules_of_the_user_train_as_in_one_process": 4,
     "ranks/test_layers.py::test_column_parallel_equals_linear": 3,
     "ranks/test_layers.py::test_row_parallel_equals_linear": 3,
+    "ranks/test_megatron_loop.py::test_megatrons_loop_gives_one_processs_weights": 2,
     "ranks/test_optimizer.py::test_a_bad_gradient_stops_every_rank_before_anything_is_updated": 3,
     "ranks/test_optimizer.py::test_the_norm_counts_each_parameter_once": 4,
     "ranks/test_own_optimizer.py::test_key_value_heads_that_ranks_share_and_shards_that_hold_no_matrix_change_nothing": 2,

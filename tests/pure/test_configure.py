@@ -171,6 +171,7 @@ def test_the_memory_is_that_of_the_tool(capsys):
     assert re.search(rf"^1 .* {re.escape(total)}$", text, re.M)
 
 
+@pytest.mark.full
 def test_a_bert_is_one_of_pretrain_bert(capsys):
     text = said_by(capsys, "--device cpu --devices 1 --model bert --size tiny --yes")
     assert "--world-size 1 --model bert" in text and "\npython pretrain_bert.py \\\n" in text and "torchrun" not in text
