@@ -1,6 +1,5 @@
 """Import path of Megatron 2.x."""
 
-from megatron.core.classic.transformer_config import core_transformer_config_from_args
-from megatron.training.classic.building import parse_args
+from megatron.core.lazy import all_names
 
-__all__ = ["core_transformer_config_from_args", "parse_args"]
+__getattr__ = all_names(__name__, "megatron.core.classic.transformer_config megatron.training.classic.building")

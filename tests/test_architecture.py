@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
+    "config device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -303,7 +303,7 @@ BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_205,
     "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_456,
+    "megatron/core/classic": 1_500,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_466,
     "megatron/core/inference": 350,
@@ -315,10 +315,10 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 1_195,
+    "megatron/core/transformer": 1_227,
     "megatron/deepspeed": 620,
     "megatron/training": 1_826,
-    "megatron/training/classic": 182,
+    "megatron/training/classic": 185,
     "megatron/training/ending": 240,
     "megatron/training/memory": 1_162,
     "megatron/training/resume": 500,

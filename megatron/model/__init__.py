@@ -1,5 +1,5 @@
 """Import path of Megatron 2.x: the models of `megatron.training.classic`."""
 
-from megatron.core.lazy import lazy_names
+from megatron.core.lazy import all_names
 
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.training.classic.flat_models": "BertModel GPTModel"})
+__getattr__ = all_names(__name__, "megatron.training.classic.flat_models")

@@ -42,6 +42,7 @@ DIFFERENT = {
         ["num_tokentypes", "parallel_output", "pre_process", "post_process"],
         "a config is first since core 0.5; a number in its place fails",
     ),
+    "IndexedDataset": {"s3_config": f"{ORDERS}: any value fails"},
     "MLPSubmodules": dict.fromkeys(("activation_func", "linear_fc2"), f"{ORDERS}: an own activation function fails"),
     **dict.fromkeys(
         ("ModelParallelConfig", "TransformerConfig"),

@@ -1,12 +1,13 @@
 """The names that research forks of Megatron import are where they look for them, and answer as Megatron does."""
 
 import importlib
+import types
 
 import pytest
 import torch
 from said import raises_telling
 
-from megatron.core import mpu, parallel_state
+from megatron.core import model_parallel, mpu, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.grid import AxisSizes
 from megatron.core.mesh import build_mesh
@@ -87,6 +88,13 @@ NAMES = {
     "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
     "megatron.core.datasets.megatron_dataset": "LowLevelDataset MegatronDataset",
     "megatron.core.datasets.utils": "Split compile_helpers",
+    "megatron.core.packed_seq_params": "PackedSeqParams",
+    "megatron.core.extensions.transformer_engine": "TENorm TEColumnParallelLinear TERowParallelLinear",
+    "megatron.core.transformer.custom_layers.transformer_engine": "TEColumnParallelLinear TEDotProductAttention "
+    "TELayerNormColumnParallelLinear TENorm TERowParallelLinear",
+    "megatron.core.transformer.moe.grouped_gemm_util": "assert_grouped_gemm_is_available grouped_gemm_is_available",
+    "megatron.model": "BertModel Float16Module GPTModel",
+    "megatron.tokenizer.gpt2_tokenization": "PRETRAINED_MERGES_ARCHIVE_MAP PRETRAINED_VOCAB_ARCHIVE_MAP",
     "megatron.core.models": "GPTModel TransformerLanguageModel",
     "megatron.core.models.gpt_model": "GPTModel",
     "megatron.training": "get_args get_tokenizer print_rank_0 print_rank_last pretrain initialize_megatron get_model "
@@ -294,6 +302,8 @@ def one_of_16(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 6)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 16)
+    monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(model_parallel, "_first_mesh_of", None)
     yield made
     parallel_state.destroy_model_parallel()
 
@@ -313,6 +323,19 @@ def test_an_axis_of_one_rank_has_a_group_of_one_rank(one_of_16):
     group = mpu.get_tensor_model_parallel_group()
     assert group is not None and group is mpu.get_data_parallel_group() is mpu.get_context_parallel_group()
     assert one_of_16[3:] == [([6], {"use_local_synchronization": True})]
+
+
+def test_the_groups_of_a_second_mesh_are_made_by_all_ranks_in_one_order(one_of_16):
+    """torch names a group that its members make alone by the number of groups that a member has had."""
+    mpu.initialize_model_parallel(2, 4)
+    assert all(6 in ranks and options["use_local_synchronization"] for ranks, options in one_of_16)
+    mpu.destroy_model_parallel()
+    one_of_16.clear()
+    mpu.initialize_model_parallel(4, 2)
+    assert not any(options["use_local_synchronization"] for _, options in one_of_16)
+    tp = [ranks for ranks, options in one_of_16 if options["group_desc"] == "tp"]
+    assert tp == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert mpu.get_tensor_model_parallel_rank() == 2
 
 
 def test_groups_need_torch_distributed_first(monkeypatch):

@@ -9,8 +9,10 @@ from tiny_run import my_pieces, put_together
 from torch import nn
 from torch.nn import functional
 
+from megatron.core.classic.engine_layers import TELayerNormColumnParallelLinear, TERowParallelLinear
 from megatron.core.classic.layers import MLPSubmodules, TransformerLayer, get_gpt_layer_local_spec
 from megatron.core.classic.models import GPTModel
+from megatron.core.classic.modules import IdentityOp
 from megatron.core.classic.specs import ModuleSpec, build_module
 from megatron.core.classic.transformer_config import TransformerConfig
 from megatron.core.current_mesh import current, filling_by_name
@@ -104,6 +106,10 @@ def spec_of(name: str) -> ModuleSpec:
     if name == "parts of parts":
         parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = OwnColumns
         parts.self_attention.submodules.core_attention = OwnCore
+    if name == "the engine's":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        parts.self_attention.submodules.linear_qkv = TELayerNormColumnParallelLinear
+        parts.mlp.submodules = MLPSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear)
     if name == "a subclass":
         spec.module = type("Mine", (TransformerLayer,), {})
     return spec
@@ -159,7 +165,7 @@ def one_process(name: str):
     return losses, put_together([pieces])
 
 
-@pytest.mark.parametrize("name", ["parts", "a layer", "norms", "parts of parts", "a subclass"])
+@pytest.mark.parametrize("name", ["parts", "a layer", "norms", "parts of parts", "the engine's", "a subclass"])
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_modules_of_the_user_train_as_in_one_process(name, sizes):
     losses, whole = one_process(name)

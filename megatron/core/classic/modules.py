@@ -1,6 +1,7 @@
 """Small modules of Megatron core: identities, norms, dropout, embeddings, and the wrappers of a model."""
 
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from enum import Enum
 from typing import Any
 
@@ -24,6 +25,14 @@ AttnMaskType = Enum(
 AttnType = Enum("AttnType", ["self_attn", "cross_attn"])
 AttnBackend = Enum("AttnBackend", ["flash", "fused", "unfused", "local", "auto"])
 LayerType = Enum("LayerType", ["embedding", "loss", "encoder", "decoder", "mtp"])
+
+
+_OF_PACKED = (
+    "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
+    "max_seqlen_kv local_cp_size cp_group"
+)
+# Several texts in one sequence, which our layers refuse.
+PackedSeqParams = make_dataclass("PackedSeqParams", [(name, Any, None) for name in _OF_PACKED.split()], kw_only=True)
 
 
 def settings_of(config: Any, **options: Any) -> ModelConfig:

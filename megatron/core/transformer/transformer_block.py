@@ -1,7 +1,5 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import lazy_names
+from megatron.core.lazy import all_names
 
-__getattr__, __dir__ = lazy_names(
-    __name__, {"megatron.core.classic.layers": "TransformerBlock TransformerBlockSubmodules"}
-)
+__getattr__ = all_names(__name__, "megatron.core.classic.layers")

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.classic import modules
 from megatron.core.classic.transformer_config import model_config
 from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
@@ -60,6 +61,13 @@ class GPTModel(gpt_model.GPTModel):
         tokentype_ids: None = None,
     ) -> Tensor:
         return super().forward(input_ids, position_ids, attention_mask, labels)
+
+
+class Float16Module(modules.Float16Module):
+    """A module in half precision, of Megatron's arguments."""
+
+    def __init__(self, module: nn.Module, args: Any):
+        super().__init__(args, module)
 
 
 class BertModel(bert_model.BertModel):

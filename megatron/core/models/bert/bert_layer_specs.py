@@ -1,7 +1,5 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import lazy_names
+from megatron.core.lazy import all_names
 
-__getattr__, __dir__ = lazy_names(
-    __name__, {"megatron.core.classic.layers": "bert_layer_local_spec bert_layer_with_transformer_engine_spec"}
-)
+__getattr__ = all_names(__name__, "megatron.core.classic.layers")

@@ -1,0 +1,5 @@
+"""Where the files of GPT-2's tokenizer are published."""
+
+_FOLDER = "https://s3.amazonaws.com/models.huggingface.co/bert"
+PRETRAINED_VOCAB_ARCHIVE_MAP = {"gpt2": f"{_FOLDER}/gpt2-vocab.json"}
+PRETRAINED_MERGES_ARCHIVE_MAP = {"gpt2": f"{_FOLDER}/gpt2-merges.txt"}

@@ -1,0 +1,45 @@
+"""Attention of one sequence to another, as a decoder's to its encoder; heads sharded over the tensor-parallel ranks."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.placement import Normal
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
+from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.context import LayerContext, MakePart
+from megatron.core.transformer.model_config import ModelConfig
+
+
+class ParallelCrossAttention(nn.Module):
+    """Queries from x, keys and values from another sequence; each rank computes n/t heads.
+
+    The fused key/value weight holds the heads one after the other, each as its key head and its value head.
+    forward(x [s, b, h], memory [m, b, h], mask) -> [s, b, h]. mask: bool [.., s, m], True where attention is masked; None: all
+    of the other sequence is seen. Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
+    """
+
+    gives_hidden_states = True
+
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext, *, make_core: MakePart = CoreAttention):
+        super().__init__()
+        n, d = config.num_attention_heads, config.head_width
+        if config.query_groups != n:
+            raise ValueError(f"attention to another sequence: {config.query_groups} groups of {n} heads are not built")
+        self.head_width, self.heads = d, size_per_rank("--num-attention-heads", n, context.tp.axis)
+        options = {"tp": context.tp, "init": Normal(config.init_method_std), "bias": config.add_bias_linear}
+        self.linear_q = ColumnParallelLinear(config.hidden_size, n * d, **options)
+        self.linear_kv = ColumnParallelLinear(config.hidden_size, 2 * n * d, interleaved=(d, d), **options)
+        self.core_attention = make_core(config, layer, context)
+        of_output = options | {"init": Normal(config.output_init_std)}
+        self.linear_proj = RowParallelLinear(n * d, config.hidden_size, **of_output)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.linear_proj(self.attended(x, memory, mask))[0]
+
+    def attended(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[s, b, n/t d]: the heads' results, before the output layer."""
+        q = self.linear_q(x)[0].unflatten(-1, (self.heads, self.head_width))
+        k, v = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width)).unbind(3)
+        if mask is None:
+            mask = torch.zeros(1, 1, len(q), len(k), dtype=torch.bool, device=q.device)
+        return self.core_attention(q, k, v, mask)
