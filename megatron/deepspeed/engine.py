@@ -138,8 +138,8 @@ def initialize(
     default: all that are trained. lr_scheduler: an object with `step`, or a function of the optimizer that makes one.
     mpu: of a script that has called `initialize_model_parallel`, whose data-parallel ranks are then used.
     """
-    if model is None:
-        raise ConfigError("initialize(): give model, a torch.nn.Module")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(): model is a {type(model).__name__}; give a torch.nn.Module")
     if mesh_param is not None:
         raise ConfigError("initialize(mesh_param=...): ranks that share a sequence are not supported; leave it out")
     given = [one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None]
@@ -156,6 +156,10 @@ def initialize(
             print(f"ds_config: without effect: {note}", flush=True)
     trained = (p for p in model.parameters() if p.requires_grad)
     held = list(trained if model_parameters is None else model_parameters)
+    if model_parameters is not None and not held:
+        raise ConfigError(
+            "initialize(model_parameters=): it is empty; leave it out for all parameters that are trained"
+        )
     if optimizer is not None:
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(held)
     elif settings.optimizer is not None:

@@ -11,7 +11,7 @@ from megatron.core.optimizer.torch_groups import TORCHS, GroupedOptimizer, Group
 
 def make_groups(asked: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[str, Groups]:
     """(name in OPTIMIZERS, groups) of a file's `optimizer` section. parameters: tensors, or groups of them as torch has."""
-    kind, params = str(asked["type"]), dict(asked["params"])
+    kind, params = str(asked.get("type")), dict(asked.get("params") or {})
     if kind.lower() not in ("adam", "adamw", "sgd"):
         raise ConfigError(
             f"ds_config: optimizer {kind!r} is not supported; use Adam, AdamW or SGD, or pass one of torch's to initialize()"

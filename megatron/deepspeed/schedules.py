@@ -137,11 +137,15 @@ _SCHEDULES = {make.__name__: make for make in (LRRangeTest, OneCycle, WarmupLR, 
 
 def make_schedule(asked: Mapping[str, Any], optimizer: Any) -> GroupSchedule:
     """The schedule of a file's `scheduler` section."""
-    kind, params = asked["type"], asked.get("params") or {}
+    kind, params = asked.get("type"), asked.get("params") or {}
     if kind not in _SCHEDULES:
         raise ConfigError(
             f"ds_config: scheduler {kind!r} is not supported; use {', '.join(_SCHEDULES)}, or pass lr_scheduler= to initialize()"
         )
+    if texts := [
+        f"{name} = {value!r}" for name, value in params.items() if isinstance(value, str) and name != "warmup_type"
+    ]:
+        raise ConfigError(f"ds_config: scheduler {kind}: {', '.join(texts)} must be a number")
     try:
         return _SCHEDULES[kind](optimizer, **params)
     except TypeError as error:

@@ -29,6 +29,8 @@ def load_ds_config(given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """The file, or the dict itself. Raises ConfigError if it is no JSON object, or names a key twice."""
     if isinstance(given, Mapping):
         return dict(given)
+    if not isinstance(given, str | Path):
+        raise ConfigError(f"config is a {type(given).__name__}; it must be a dict, or the path of a JSON file")
     try:
         read = json.loads(Path(given).read_text(), object_pairs_hook=_without_repeats)
     except (OSError, ValueError) as error:

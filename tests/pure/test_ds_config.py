@@ -142,8 +142,14 @@ def test_schedules_have_their_published_rates():
     cycle |= {"decay_step_size": 10, "decay_lr_rate": 0.5, "cycle_first_stair_count": 500, "decay_mom_rate": 0.0}
     wanted = [1e-4, 5.5e-4, 1e-3, 7e-4, 4e-4, 1e-4, 1e-4 / 1.05, 1e-4 / 1.1]
     assert rates("OneCycle", 8, **cycle) == pytest.approx(wanted)
-    with pytest.raises(ConfigError, match="use LRRangeTest, OneCycle, WarmupLR"):
-        rates("StepLR", 1)
+    for kind, params, message in (
+        ("StepLR", {}, "use LRRangeTest, OneCycle, WarmupLR"),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, "warmup_num_steps = 'auto' must be a number"),
+        ("OneCycle", cycle | {"cycle_first_step_size": 0}, "a cycle of 0 updates up"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "give 1 or more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            rates(kind, 1, **params)
 
 
 def test_one_cycle_moves_the_first_beta_against_the_rate():

@@ -271,6 +271,11 @@ def test_groups_and_optimizers_of_torch():
         ({"config": config(optimizer={"type": "Lamb", "params": {}})}, "use Adam, AdamW or SGD"),
         ({"config": config(optimizer={"type": "Adam", "params": {"amsgrad": True}})}, "amsgrad"),
         ({"config": config(optimizer={"type": "Adam", "params": {"rate": 1}})}, "known are lr"),
+        ({"config": config(optimizer={"type": "Adam", "params": {"lr": "auto"}})}, "lr is 'auto'; it must be a number"),
+        ({"config": config(optimizer={"type": "Adam", "params": {"betas": [0.9]}})}, "betas is .* two numbers"),
+        ({"config": config(), "model_parameters": []}, "it is empty"),
+        ({"config": config(), "model": "gpt2"}, "model is a str"),
+        ({"config": [config()]}, "config is a list"),
         ({"config": config(), "mpu": object()}, None),
         ({}, "0 configurations"),
         ({"config": config(), "config_params": config()}, "2 configurations"),
@@ -279,11 +284,12 @@ def test_groups_and_optimizers_of_torch():
 )
 def test_what_initialize_refuses(options: dict[str, Any], message: str | None):
     def work(mesh: Mesh) -> None:
+        given = {"model": plain_model()} | options
         if message is None:
-            deepspeed.initialize(model=plain_model(), **options)
+            deepspeed.initialize(**given)
             return
         with pytest.raises(ConfigError, match=message):
-            deepspeed.initialize(model=plain_model(), **options)
+            deepspeed.initialize(**given)
 
     run_ranks({"dp": 1}, work)
 

@@ -166,4 +166,14 @@ def test_a_parameter_of_two_groups_and_a_module_of_two_engines_are_refused():
     run_ranks({"dp": 1}, work)
 
 
+def test_ranks_with_different_models_are_told_apart():
+    def work(mesh: Mesh) -> None:
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 has another model .* weight \[4, 5\] trained in the place of weight"
+        ):
+            engine_of(nn.Linear(5, 3 + mesh.samples.rank), mesh, 0)
+
+    run_ranks({"dp": 2}, work)
+
+
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

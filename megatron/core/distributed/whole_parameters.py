@@ -5,7 +5,9 @@ with WholeParameters(module.parameters()):  inside, this rank has all values
 whole_state_dict(module)                    copies of all values
 """
 
+import json
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from megatron.core.placement import Placement
 @torch.no_grad()
 def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
     """Bring a module's tensors to the device, in `dtype` if they are floating (None: their own), with the values of the first
-    data-parallel rank. Every rank must call.
+    data-parallel rank. Every rank must call. RuntimeError if the ranks have different models.
 
     One at a time is whole of the parameters that were made in shards (`MakingInShards`).
     """
+    _check_alike(module, mesh.samples, device)
     for tensor in (*module.parameters(), *module.buffers()):
         shard = getattr(tensor, "shard", None)
         was_sharded = shard is not None and not shard.is_whole
@@ -35,6 +38,22 @@ def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype
                 comm.broadcast(tensor.data, mesh.samples)
         if isinstance(tensor, nn.Parameter) and not hasattr(tensor, "placement"):
             tensor.placement = Placement(tuple(tensor.shape), init=None, replicated_over=("tp",))
+
+
+def _check_alike(module: nn.Module, samples: Axis, device: torch.device | str) -> None:
+    """Raise RuntimeError on every rank if one has other parameters or buffers than the first."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    mine = [f"{name} {list(x.shape)} {'trained' if x.requires_grad else 'fixed'}" for name, x in named]
+    marks = comm.all_gather(torch.tensor([comm.fingerprint(str(mine))], device=device), samples).tolist()
+    if len(set(marks)) == 1:
+        return
+    all_named = [json.loads(text) for text in comm.all_gather_texts(json.dumps(mine), samples, device)]
+    rank = next(rank for rank, mark in enumerate(marks) if mark != marks[0])
+    pairs = zip_longest(all_named[rank], all_named[0], fillvalue="nothing")
+    one, other = next((one, other) for one, other in pairs if one != other)
+    raise RuntimeError(
+        f"rank {samples.ranks[rank]} has another model than rank {samples.ranks[0]}: {one} in the place of {other}"
+    )
 
 
 class WholeParameters:

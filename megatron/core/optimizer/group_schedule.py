@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from megatron.core.config import ConfigError
 from megatron.core.optimizer.lr_schedule import (
     LearningRateConfig,
     LearningRateSchedule,
@@ -93,6 +94,8 @@ class SampleSchedule:
 
 def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False) -> Callable[[int], float]:
     """`lowest` x (1 + rate x updates / size), the quotient cut to whole steps if `by_steps`."""
+    if size < 1:
+        raise ConfigError(f"a range test of {size} updates a step; give 1 or more")
 
     def at(step: int) -> float:
         done = (step + 1) / size
@@ -104,6 +107,8 @@ def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False)
 def one_cycle(first: float, second: float, start: float, top: float, *, rests: Callable[[float], float]) -> Any:
     """From `start` to `top` in `first` updates and back in `second`, as a function of the update's number; then `rests`(updates
     since)."""
+    if min(first, second) < 1:
+        raise ConfigError(f"a cycle of {first} updates up and {second} down; give 1 or more of each")
 
     def at(step: int) -> float:
         if step >= first + second:

@@ -56,8 +56,19 @@ def check_arguments(kind: str, given: Mapping[str, Any], known: Mapping[str, Any
         for key, value in given.items()
         if key not in known and key not in _FREE and _FIXED.get(key, ...) != value
     ]
+    for key in known.keys() & given.keys():
+        values = list(given[key]) if key == "betas" and isinstance(given[key], list | tuple) else [given[key]]
+        if len(values) != 1 + (key == "betas") or not all(map(_is_rate, values)):
+            wanted = "two numbers from 0 up" if key == "betas" else "a number from 0 up"
+            problems.append(f"optimizer {kind}: {key} is {given[key]!r}; it must be {wanted}")
     if problems:
         raise ConfigError(problems)
+
+
+def _is_rate(value: Any) -> bool:
+    """Whether it is a number, or one of torch's, that is finite and not negative."""
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < math.inf
 
 
 def groups_of_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
