@@ -204,7 +204,8 @@ def hook_of_caller() -> str:
         elif found is not None:
             break
         frame = frame.f_back
-    return found.replace(".<locals>.<lambda>", ", in the backward")
+    hook, inside, _ = found.partition(".<locals>")  # a function that a forward hook leaves to the backward
+    return f"{hook}, in the backward" if inside else hook
 
 
 def by_hook(mesh: Mesh) -> dict[tuple[str, str], list[int]]:
