@@ -1,5 +1,3 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import lazy_names
-
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.transformer_config": "ModelParallelConfig"})
+from megatron.core.classic.transformer_config import ModelParallelConfig as ModelParallelConfig

@@ -1,5 +1,3 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import lazy_names
-
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.optimizers": "OptimizerParamScheduler"})
+from megatron.core.classic.optimizers import OptimizerParamScheduler as OptimizerParamScheduler

@@ -1,5 +1,5 @@
 """Import path of Megatron core: small functions of its scripts."""
 
-from megatron.core.lazy import all_names
-
-__getattr__ = all_names(__name__, "megatron.core.classic.utils megatron.training.batches megatron.training.runtime")
+from megatron.core.classic.utils import *  # noqa: F403
+from megatron.training.batches import *  # noqa: F403
+from megatron.training.runtime import *  # noqa: F403

@@ -1,5 +1,3 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import all_names
-
-__getattr__ = all_names(__name__, "megatron.core.classic.datasets")
+from megatron.core.classic.datasets import *  # noqa: F403

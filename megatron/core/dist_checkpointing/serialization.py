@@ -1,5 +1,3 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import all_names
-
-__getattr__ = all_names(__name__, "megatron.core.classic.dist_checkpointing")
+from megatron.core.classic.dist_checkpointing import *  # noqa: F403

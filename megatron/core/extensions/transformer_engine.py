@@ -1,5 +1,3 @@
 """Import path of Megatron core, since 0.9."""
 
-from megatron.core.lazy import all_names
-
-__getattr__ = all_names(__name__, "megatron.core.classic.engine_layers")
+from megatron.core.classic.engine_layers import *  # noqa: F403

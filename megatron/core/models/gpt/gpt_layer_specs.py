@@ -1,5 +1,3 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import all_names
-
-__getattr__ = all_names(__name__, "megatron.core.classic.layers")
+from megatron.core.classic.layers import *  # noqa: F403

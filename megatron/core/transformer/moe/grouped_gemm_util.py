@@ -1,5 +1,3 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import all_names
-
-__getattr__ = all_names(__name__, "megatron.core.classic.grouped_gemm")
+from megatron.core.classic.grouped_gemm import *  # noqa: F403
