@@ -94,7 +94,7 @@ def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[st
             made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=alone, group_desc=name)
         return TorchGroup(made)
 
-    if _first_mesh_of is None or _first_mesh_of is not dist.group.WORLD:
+    if launched_world_size() == 1 or _first_mesh_of is None or _first_mesh_of is not dist.group.WORLD:
         _first_mesh_of = dist.group.WORLD
         return make
     wanted: dict[tuple[str, tuple[int, ...]], Any] = {}
