@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.deepspeed.keys import answers  # noqa: E402
+from megatron.deepspeed.settings import KEYS  # noqa: E402
 
 PAGE = ROOT / "docs" / "deepspeed.md"
 MARK = "<!-- written by tests/deepspeed_doc.py -->\n"
@@ -19,7 +19,7 @@ MARK = "<!-- written by tests/deepspeed_doc.py -->\n"
 def tables() -> str:
     """A table of the keys that work, and one line a reason of the others."""
     found: dict[str, dict[str, list[str]]] = {"works": {}, "no effect": {}, "refused": {}}
-    for key, answer in answers().items():
+    for key, answer in KEYS.answers.items():
         unless = f" (unless {', '.join(map(json.dumps, answer.harmless))})" if answer.harmless else ""
         found[answer.status].setdefault(answer.text, []).append(f"`{key}`{unless}")
     lines = ["| Works | Is |", "|---|---|"]

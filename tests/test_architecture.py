@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
+    "config answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -305,7 +305,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_205,
+    "megatron/core": 2_310,
     "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_500,
     "megatron/core/datasets": 1_960,
@@ -313,14 +313,14 @@ BUDGETS = {
     "megatron/core/inference": 350,
     "megatron/core/job": 659,
     "megatron/core/models": 300,
-    "megatron/core/optimizer": 1_188,
+    "megatron/core/optimizer": 1_289,
     "megatron/core/pipeline_parallel": 1_211,
     "megatron/core/storage": 148,
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_227,
-    "megatron/deepspeed": 620,
+    "megatron/deepspeed": 421,
     "megatron/training": 1_826,
     "megatron/training/classic": 185,
     "megatron/training/ending": 240,

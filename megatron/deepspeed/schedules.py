@@ -1,152 +1,24 @@
-"""DeepSpeed's learning rates by steps: what a file's `scheduler` names. Warm-ups are `LearningRateSchedule`s, a step a sample.
+"""The schedule that a file's `scheduler` section asks for."""
 
-A number holds for all groups, a list has one for each. A warm-up from 0 has rate 0 in the first two updates, as in DeepSpeed.
-"""
-
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config import ConfigError
-from megatron.core.optimizer.group_schedule import GroupSchedule, one_cycle, range_test
-from megatron.core.optimizer.lr_schedule import LearningRateSchedule
-
-Rates = float | Sequence[float]
-
-
-def LRRangeTest(
-    optimizer: Any,
-    lr_range_test_min_lr: Rates = 1e-3,
-    lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0,
-    lr_range_test_staircase: bool = False,
-    last_batch_iteration: int = -1,
-) -> GroupSchedule:
-    """Up from `lr_range_test_min_lr` by its share `lr_range_test_step_rate` every `lr_range_test_step_size` steps."""
-    (lowest,) = _of_groups(optimizer, lr_range_test_min_lr)
-    how = (lr_range_test_step_size, lr_range_test_step_rate)
-    rates = [range_test(rate, *how, by_steps=lr_range_test_staircase) for rate in lowest]
-    return GroupSchedule(optimizer, rates, last_batch_iteration)
-
-
-def OneCycle(
-    optimizer: Any,
-    cycle_min_lr: float,
-    cycle_max_lr: float,
-    decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-    cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8,
-    cycle_max_mom: float = 0.9,
-    decay_mom_rate: float = 0.0,
-    last_batch_iteration: int = -1,
-) -> GroupSchedule:
-    """Up and down once, and Adam's first beta down and up; then both decay. Stairs have no effect, as in DeepSpeed."""
-    del cycle_first_stair_count, cycle_second_stair_count
-    sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)
-    decays = lambda rate, steps: 1 + (rate * steps / decay_step_size if decay_step_size else 0)  # noqa: E731
-    rate = one_cycle(*sizes, cycle_min_lr, cycle_max_lr, rests=lambda n: cycle_min_lr / decays(decay_lr_rate, n))
-    beta = one_cycle(*sizes, cycle_max_mom, cycle_min_mom, rests=lambda n: cycle_max_mom * decays(decay_mom_rate, n))
-    groups = optimizer.param_groups
-    # DeepSpeed begins the first update with the lowest beta, and the cycle with the highest.
-    betas = lambda step: (cycle_min_mom if step < 0 else beta(step), 0.99)  # noqa: E731
-    cycles = cycle_momentum and "betas" in groups[0]
-    return GroupSchedule(optimizer, [rate] * len(groups), last_batch_iteration, betas=betas if cycles else None)
-
-
-def WarmupLR(
-    optimizer: Any,
-    warmup_min_lr: Rates = 0.0,
-    warmup_max_lr: Rates | None = None,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-    last_batch_iteration: int = -1,
-) -> GroupSchedule:
-    """Up to `warmup_max_lr`, by default the groups' own rates, which stays."""
-    highest = [group["lr"] for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-    ends, warmup = (warmup_min_lr, highest, warmup_min_lr), (warmup_num_steps, warmup_type)
-    return _schedule(optimizer, ends, warmup, 0, "constant", last_batch_iteration)
-
-
-def WarmupDecayLR(
-    optimizer: Any,
-    total_num_steps: int,
-    warmup_min_lr: Rates = 0.0,
-    warmup_max_lr: Rates = 0.001,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-    last_batch_iteration: int = -1,
-) -> GroupSchedule:
-    """Up to `warmup_max_lr`, then linearly down to `warmup_min_lr` at `total_num_steps`."""
-    ends, warmup = (warmup_min_lr, warmup_max_lr, warmup_min_lr), (warmup_num_steps, warmup_type)
-    return _schedule(optimizer, ends, warmup, total_num_steps, "linear", last_batch_iteration)
-
-
-def WarmupCosineLR(
-    optimizer: Any,
-    total_num_steps: int,
-    warmup_min_ratio: float = 0.0,
-    warmup_num_steps: int = 1000,
-    cos_min_ratio: float = 0.0001,
-    warmup_type: str = "log",
-    last_batch_iteration: int = -1,
-) -> GroupSchedule:
-    """From the share `warmup_min_ratio` up to the groups' own rates, then along a cosine to the share `cos_min_ratio`."""
-    highest = [float(group["lr"]) for group in optimizer.param_groups]
-    first, last = ([rate * ratio for rate in highest] for ratio in (warmup_min_ratio, cos_min_ratio))
-    warmup = (warmup_num_steps, warmup_type)
-    return _schedule(optimizer, (last, highest, first), warmup, total_num_steps, "cosine", last_batch_iteration)
-
-
-def _schedule(
-    optimizer: Any, ends: tuple[Rates, ...], warmup: tuple[int, str], total: int, style: Any, last_step: int
-) -> GroupSchedule:
-    """ends: the rates at the end, at the height, at the start. warmup: (steps, log or linear)."""
-    steps, kind = warmup
-    if kind not in ("log", "linear") or steps < 1:
-        raise ConfigError(f"ds_config: scheduler warms up in {steps} steps by {kind!r}; give 1 or more, log or linear")
-    made = [
-        LearningRateSchedule(high, low, first, max(2, steps), total, style, warmup_style=kind)
-        for low, high, first in zip(*_of_groups(optimizer, *ends))
-    ]
-    return GroupSchedule(optimizer, [partial(_rate, one) for one in made], last_step)
-
-
-def _of_groups(optimizer: Any, *given: Rates) -> list[list[float]]:
-    """For each of the rates that are given, the list of the groups'."""
-    groups = len(optimizer.param_groups)
-    lists = [list(rates) if isinstance(rates, list | tuple) else [rates] * groups for rates in given]
-    if any(len(rates) != groups for rates in lists):
-        raise ConfigError(f"ds_config: scheduler gives rates {lists} to {groups} groups; give one, or {groups}")
-    return lists
-
-
-def _rate(schedule: LearningRateSchedule, step: int) -> float:
-    """DeepSpeed's cosine is a step ahead after the warm-up, and its first update has rate 0."""
-    if schedule.style != "cosine":
-        return schedule.at(max(step, 0))
-    return schedule.at(step + (step >= schedule.warmup)) if step >= 0 else 0.0
-
-
-_SCHEDULES = {make.__name__: make for make in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+from megatron.core.optimizer.group_schedule import GroupSchedule
+from megatron.core.optimizer.step_schedules import STEP_SCHEDULES
 
 
 def make_schedule(asked: Mapping[str, Any], optimizer: Any) -> GroupSchedule:
-    """The schedule of a file's `scheduler` section."""
+    """Raises ConfigError for an unknown one, and for arguments that it does not take."""
     kind, params = asked.get("type"), asked.get("params") or {}
-    if kind not in _SCHEDULES:
+    if kind not in STEP_SCHEDULES:
+        known = ", ".join(STEP_SCHEDULES)
         raise ConfigError(
-            f"ds_config: scheduler {kind!r} is not supported; use {', '.join(_SCHEDULES)}, or pass lr_scheduler= to initialize()"
+            f"ds_config: scheduler {kind!r} is not supported; use {known}, or pass lr_scheduler= to initialize()"
         )
-    if texts := [
-        f"{name} = {value!r}" for name, value in params.items() if isinstance(value, str) and name != "warmup_type"
-    ]:
+    if texts := [f"{name} = {x!r}" for name, x in params.items() if isinstance(x, str) and name != "warmup_type"]:
         raise ConfigError(f"ds_config: scheduler {kind}: {', '.join(texts)} must be a number")
     try:
-        return _SCHEDULES[kind](optimizer, **params)
+        return STEP_SCHEDULES[kind](optimizer, **params)
     except TypeError as error:
         raise ConfigError(f"ds_config: scheduler: {error}") from error

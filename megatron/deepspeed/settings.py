@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.answered_keys import AnsweredKeys
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.tiers.offload_config import OffloadConfig
-from megatron.deepspeed.keys import check_keys
 from megatron.training.engine import EngineConfig
+
+KEYS = AnsweredKeys(Path(__file__).with_name("keys.toml"), "ds_config", "docs/deepspeed.md")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def read_settings(given: Mapping[str, Any], ranks: int) -> Settings:
     """The settings for this many data-parallel ranks. Raises ConfigError with what is refused, unknown or inconsistent."""
     if given.get("zero_optimization") is True:  # the short form
         given = {**given, "zero_optimization": {"stage": 1}}
-    notes = check_keys(given)
+    notes = KEYS.check(given)
     zero, half = (given.get(name) or {} for name in ("zero_optimization", "fp16"))
     wide = given.get("bf16") or {}
     micro_batch, accumulation = _batches(given, ranks)

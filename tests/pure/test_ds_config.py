@@ -9,9 +9,9 @@ from deepspeed_doc import PAGE, document
 
 from megatron.core.config import ConfigError
 from megatron.core.job.hostfile import filtered, main, read_hostfile, torchrun_lines
-from megatron.deepspeed.keys import answers, check_keys
-from megatron.deepspeed.schedules import WarmupCosineLR, make_schedule
-from megatron.deepspeed.settings import load_ds_config, read_settings
+from megatron.core.optimizer.step_schedules import WarmupCosineLR
+from megatron.deepspeed.schedules import make_schedule
+from megatron.deepspeed.settings import KEYS, load_ds_config, read_settings
 
 # The sections and values of the examples in the documentation of ds_config.
 DOCUMENTED = {
@@ -83,10 +83,10 @@ def test_what_is_refused_says_what_to_do(given: dict, message: str):
 
 
 def test_every_answer_has_a_reason_and_all_problems_are_told_at_once():
-    assert {answer.status for answer in answers().values()} == {"works", "no effect", "refused"}
-    assert all(answer.text for answer in answers().values())
+    assert {answer.status for answer in KEYS.answers.values()} == {"works", "no effect", "refused"}
+    assert all(answer.text for answer in KEYS.answers.values())
     with pytest.raises(ConfigError) as error:
-        check_keys({"trian_batch_size": 8, "autotuning": {"enabled": True}})
+        KEYS.check({"trian_batch_size": 8, "autotuning": {"enabled": True}})
     assert len(error.value.args[0].splitlines()) >= 2
 
 

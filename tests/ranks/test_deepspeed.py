@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megatron import deepspeed
 from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer.step_schedules import WarmupLR
 from megatron.deepspeed import comm, zero
-from megatron.deepspeed.schedules import WarmupLR
 
 STEPS = 4
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 0.1}}

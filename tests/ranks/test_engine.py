@@ -12,7 +12,7 @@ from megatron import deepspeed
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.deepspeed.schedules import OneCycle
+from megatron.core.optimizer.step_schedules import OneCycle
 from megatron.training.engine import Engine, EngineConfig
 
 X = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -3,6 +3,7 @@
     settings, param_groups              the table OPTIMIZERS and the settings; which parameters are updated alike (no torch)
     optimizer, update, sliced, whole    the update of flat buffers, in slices, or of whole tensors
     torch_groups, group_schedule        the update and its rates under torch's param_groups, for loops of one's own
+    step_schedules                      learning rates by steps, under DeepSpeed's names
     muon_config, muon                   Muon: its settings (no torch), its update of whole matrices
     lr_schedule, loss_scale             learning rate and weight decay by samples; float16's loss scale (no torch)
 

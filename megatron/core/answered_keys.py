@@ -1,0 +1,142 @@
+"""Every key of a settings file of another program, answered: works, has no effect (and why), or is refused (and what to do).
+
+A table NAME.toml has three parts. works: [kind, what it does, lowest, highest], or [kind, what it does, the texts that it may
+be]. no_effect, refused: a reason, or what to do instead -> keys; `key=value`: not refused with this value.
+
+A refused key may stand with a value that asks for what happens anyway: false, null, {}, {"enabled": false}, or the value in the
+table. A section that is answered by its own name is not looked into.
+"""
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.core.config import ConfigError
+
+_KINDS = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict}
+
+
+class WorkingKey(NamedTuple):
+    """A key that works: the kind of its value, which is from `lowest` to `highest`, or one of `texts`."""
+
+    kind: type
+    text: str
+    lowest: float = 0
+    highest: float = math.inf
+    texts: tuple[str, ...] = ()
+
+
+class Answer(NamedTuple):
+    """What becomes of a key. status: works, no effect or refused."""
+
+    status: str
+    text: str
+    harmless: tuple[Any, ...] = ()
+
+
+class AnsweredKeys:
+    """The answers of one table. name: of the settings, and page: of its documents, in messages."""
+
+    def __init__(self, table: Path, name: str, page: str):
+        self.table, self.name = table, name
+        self.page = page
+
+    @cached_property
+    def _tables(self) -> dict[str, dict[str, Any]]:
+        return tomllib.loads(self.table.read_text())
+
+    @cached_property
+    def working(self) -> dict[str, WorkingKey]:
+        """The keys that work."""
+        found = {}
+        for key, row in self._tables["works"].items():
+            is_choice = isinstance(row[-1], list)
+            limits = {"texts": tuple(row[2])} if is_choice else dict(zip(("lowest", "highest"), row[2:]))
+            found[key] = WorkingKey(_KINDS[row[0]], row[1], **limits)
+        return found
+
+    @cached_property
+    def answers(self) -> dict[str, Answer]:
+        """Every key, with its sections before it, and what becomes of it."""
+        found = {key: Answer("works", working.text) for key, working in self.working.items()}
+        for status in ("no effect", "refused"):
+            for reason, keys in self._tables[status.replace(" ", "_")].items():
+                section = ""
+                for word in keys.split():
+                    if word.endswith(":"):
+                        section = word if len(word) > 1 else ""
+                        continue
+                    key, *value = (section + word).replace(":", ".").split("=")
+                    assert key not in found, f"{key} is there twice"
+                    found[key] = Answer(status, reason, tuple(map(json.loads, value)))
+        return found
+
+    @cached_property
+    def sections(self) -> set[str]:
+        """The sections that are looked into."""
+        return {key[:at] for key in self.answers for at, letter in enumerate(key) if letter == "."}
+
+    def check(self, given: Mapping[str, Any]) -> list[str]:
+        """Raises ConfigError with every refused, unknown or wrong key. Returns the keys that have no effect, and why."""
+        problems: list[str] = []
+        notes: list[str] = []
+        for key, value in self._leaves(given, ""):
+            answer = self.answers.get(key)
+            if answer is None:
+                problems.append(self._unknown(key))
+            elif answer.status == "no effect":
+                notes.append(f"{key}: {answer.text}")
+            elif answer.status == "works":
+                problems += self._problems_of_value(key, value)
+            elif not _asks_for_nothing(value, answer.harmless):
+                problems.append(f"{key} = {json.dumps(value, default=str)} is not supported: {answer.text}")
+        if problems:
+            raise ConfigError([f"{self.name}: {problem}" for problem in problems])
+        return notes
+
+    def _leaves(self, given: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+        for name, value in given.items():
+            key = f"{section}.{name}" if section else str(name)
+            if key not in self.sections:
+                yield key, value
+            elif isinstance(value, Mapping):
+                yield from self._leaves(value, key)
+            elif value not in (None, False):
+                raise ConfigError(f"{self.name}: {key} is {value!r}; it must be a section in braces")
+
+    def _unknown(self, key: str) -> str:
+        near = difflib.get_close_matches(key, [*self.answers, *self.sections], 1, 0.75)
+        last = key.rpartition(".")[2]
+        elsewhere = [other for other in self.answers if other.rpartition(".")[2] == last]
+        meant = " or ".join((near or elsewhere)[:2])
+        return f"unknown key {key}" + (f"; did you mean {meant}?" if meant else f"; {self.page} lists the known ones")
+
+    def _problems_of_value(self, key: str, value: Any) -> Iterator[str]:
+        known = self.working[key]
+        fits, names = isinstance(value, known.kind), {bool: "true or false", str: "a text", dict: "a section in braces"}
+        must = names.get(known.kind, "a whole number" if known.kind is int else "a number")
+        if known.kind in (int, float):
+            fits = (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and known.lowest <= value <= known.highest
+            )
+            fits = fits and (known.kind is float or value == int(value))
+            must += f" from {known.lowest} " + ("up" if known.highest == math.inf else f"to {known.highest}")
+        elif known.texts:
+            fits, must = value in known.texts, f"one of {', '.join(known.texts)}"
+        if value == "auto":
+            yield f'{key} is "auto", which transformers\' Trainer fills in; give a value'
+        elif not fits and value is not None:
+            yield f"{key} is {value!r}; it must be {must}"
+
+
+def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return value is None or value in harmless or (value is False and True not in harmless)
