@@ -9,6 +9,7 @@ from tiny_run import LLAMA, TINY_GPT2, Layout, build_chunks
 from megatron.core import dist_checkpointing
 from megatron.core.boxes import slices
 from megatron.core.checkpoint import load_state_dict, load_whole_tensors, save_state_dict
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.placement import pieces
 
@@ -83,3 +84,35 @@ def test_parameters_in_shards_are_refused(tmp_path):
             save_state_dict(tmp_path, parameters(mesh, layout, TINY_GPT2), mesh)
 
     run_ranks(layout.sizes, work)
+
+
+def test_parts_say_their_own_place(tmp_path):
+    """`ShardedTensor` of modules without placements: rows over tp 2, one slice of a leading axis a pipeline rank."""
+    whole = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
+
+    def part(mesh, values):
+        tp, pp = mesh["tp"], mesh["pp"]
+        return ShardedTensor.from_rank_offsets(
+            "layers.weight",
+            values,
+            (0, pp.rank, pp.size),
+            (1, tp.rank, tp.size),
+            replica_id=mesh["dp"].rank,
+            prepend_axis_num=1,
+        )
+
+    def mine(mesh):
+        size = 4 // mesh["tp"].size
+        return whole[mesh["pp"].rank, mesh["tp"].rank * size : (mesh["tp"].rank + 1) * size]
+
+    def save(mesh):
+        dist_checkpointing.save({"model": {"weight": part(mesh, mine(mesh).clone())}, "step": 3}, str(tmp_path))
+
+    def load(mesh):
+        values = torch.zeros_like(mine(mesh))
+        loaded = dist_checkpointing.load({"model": {"weight": part(mesh, values)}}, str(tmp_path))
+        assert loaded["model"]["weight"] is values and torch.equal(values, mine(mesh)) and loaded["step"] == 3
+
+    run_ranks({"tp": 2, "pp": 2, "dp": 2}, save)
+    run_ranks({"tp": 4, "pp": 2}, load)
+    assert torch.equal(dist_checkpointing.load_plain_tensors(str(tmp_path))["layers.weight"], whole)

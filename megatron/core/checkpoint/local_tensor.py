@@ -1,11 +1,14 @@
 """What one rank holds of a tensor, as saving and loading see it."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import torch
+from torch import Tensor
 
-from megatron.core.boxes import Box, is_within, size_of, slices
+from megatron.core.boxes import Box, is_within, size_of, slices, whole
 from megatron.core.checkpoint.format import ITEM_BYTES, show_box
 from megatron.core.mesh import Mesh
 from megatron.core.placement import Placement, owned_pieces, pieces
@@ -39,6 +42,21 @@ class LocalTensor:
         if isinstance(self.tensor, StoredTensor):
             return self.tensor.box(local_box).view(size_of(global_box))
         return self.tensor.detach()[slices(local_box)].view(size_of(global_box))
+
+
+def part_of_whole(
+    shape: tuple[int, ...], divided: Mapping[int, Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(shape of the whole tensor, where this part of `shape` begins in it, parts along each axis). divided: axis -> (number of
+    this part, parts), for equal parts."""
+    numbers, parts = (tuple(divided.get(axis, (0, 1))[i] for axis in range(len(shape))) for i in (0, 1))
+    return tuple(map(mul, shape, parts)), tuple(map(mul, shape, numbers)), parts
+
+
+def tensor_at(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...], *, is_writer: bool) -> LocalTensor:
+    """This rank's box of a tensor of `shape`, which begins at `start`. One of the ranks of a box must be its writer."""
+    box = tuple((at, at + size) for at, size in zip(start, tensor.shape, strict=True))
+    return LocalTensor(tensor, tuple(shape), [(box, whole(tensor.shape))], is_writer)
 
 
 def placed_tensor(tensor: Stored, placement: Placement, mesh: Mesh) -> LocalTensor:

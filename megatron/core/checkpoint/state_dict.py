@@ -3,8 +3,8 @@
     save_state_dict(folder, {"model": dict(model.named_parameters()), "step": 3}, mesh)
     state = load_state_dict(folder, {"model": dict(model.named_parameters())}, mesh)       in any layout
 
-A tensor's `placement` says which part of the whole this rank holds; a `LocalTensor` says it itself. One without a placement is
-whole and equal on every rank, as is all that is no tensor, which must be plain JSON.
+A tensor's `placement` says which part of the whole this rank holds; a `LocalTensor` or a `KeyedTensor` says it itself. One
+without a placement is whole and equal on every rank, as is all that is no tensor, which must be plain JSON.
 """
 
 from pathlib import Path
@@ -21,6 +21,20 @@ from megatron.core.mesh import Mesh
 from megatron.core.placement import Placement
 
 State = dict[str, Any]
+
+
+class KeyedTensor:
+    """A tensor that is stored under a name of its own, in the place of those on the way to it."""
+
+    key: str
+    data: Tensor
+
+    @property
+    def local(self) -> LocalTensor:
+        raise NotImplementedError
+
+
+_KINDS = Tensor | LocalTensor | KeyedTensor
 
 
 def save_state_dict(
@@ -60,6 +74,8 @@ def _tensors(state: State, mesh: Mesh, prefix: str = "") -> dict[str, LocalTenso
             parts |= _tensors(value, mesh, f"{prefix}{name}/")
         elif isinstance(value, LocalTensor):
             parts[prefix + name] = value
+        elif isinstance(value, KeyedTensor):
+            parts[value.key] = value.local
         elif isinstance(value, Tensor):
             alike = Placement(tuple(value.shape), None, replicated_over=("mp",))
             parts[prefix + name] = placed_tensor(value.detach(), getattr(value, "placement", alike), mesh)
@@ -68,7 +84,7 @@ def _tensors(state: State, mesh: Mesh, prefix: str = "") -> dict[str, LocalTenso
 
 def _rest(state: State) -> State:
     """What is no tensor."""
-    rest = {name: value for name, value in state.items() if not isinstance(value, Tensor | LocalTensor)}
+    rest = {name: value for name, value in state.items() if not isinstance(value, _KINDS)}
     return {name: _rest(value) if isinstance(value, dict) else value for name, value in rest.items()}
 
 
@@ -78,6 +94,8 @@ def _joined(state: State, rest: State) -> State:
     for name, value in state.items():
         if isinstance(value, dict):
             result[name] = _joined(value, rest.get(name, {}))
-        elif isinstance(value, Tensor | LocalTensor):
-            result[name] = value.tensor if isinstance(value, LocalTensor) else value.detach()
+        elif isinstance(value, LocalTensor):
+            result[name] = value.tensor
+        elif isinstance(value, _KINDS):
+            result[name] = value.detach() if isinstance(value, Tensor) else value.data
     return result

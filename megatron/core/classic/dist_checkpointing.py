@@ -2,17 +2,65 @@
 
 dist_checkpointing.save(model.sharded_state_dict(), folder)
 model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder))
+ShardedTensor.from_rank_offsets("own.weight", weight, (0, tp_rank, tp_size))       in a state dict of one's own
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.checkpoint.load import open_checkpoint
-from megatron.core.checkpoint.state_dict import load_state_dict, load_whole_tensors, save_state_dict
+from megatron.core.checkpoint.local_tensor import LocalTensor, part_of_whole, tensor_at
+from megatron.core.checkpoint.state_dict import KeyedTensor, load_state_dict, load_whole_tensors, save_state_dict
 from megatron.core.current_mesh import current
+
+
+@dataclass
+class ShardedTensor(KeyedTensor):
+    """A rank's part of a tensor, by its place: for modules whose parameters have no placement.
+
+    replica_id: the rank whose number is 0, or all zeros, writes. A padded part is refused on loading if its padding differs.
+    """
+
+    key: str
+    data: Tensor
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    replica_id: int | tuple[int, ...] = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    @property
+    def local(self) -> LocalTensor:
+        if self.data is None or self.flattened_range is not None:
+            raise NotImplementedError(f"{self.key}: a part without data, or of a flattened range, is not built")
+        data = self.data.detach()[(None,) * self.prepend_axis_num]
+        writes = not any(self.replica_id if isinstance(self.replica_id, tuple) else (self.replica_id,))
+        return tensor_at(data, self.global_offset, self.global_shape, is_writer=writes)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: int | tuple[int, ...] = 0,
+        prepend_axis_num: int = 0,
+        **init_kwargs: Any,
+    ) -> "ShardedTensor":
+        """rank_offsets: (axis, number of this part along it, parts along it) of each divided axis. prepend_axis_num: leading axes
+        that the whole tensor has and `data` has not, such as one of layers."""
+        shape, placed = (1,) * prepend_axis_num + tuple(data.shape), {axis: part for axis, *part in rank_offsets}
+        place = (data.dtype, tuple(data.shape), *part_of_whole(shape, placed))
+        return cls(key, data, *place, replica_id, prepend_axis_num, **init_kwargs)
 
 
 def save(
