@@ -331,7 +331,7 @@ BUDGETS = {
     "tools": 1_791,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,
-    "tools/configuring": 510,
+    "tools/configuring": 520,
     "tools/estimating": 215,
     "tools/preprocessing": 560,
 }

@@ -30,7 +30,7 @@ SMALL = Model("gpt", Size(4, 32, 4, 100, 16))
 
 
 def work(**changed) -> Work:
-    given = dict(model=SMALL, seq_length=16, global_batch=16, micro_batch=1, machines=1, devices=4, device="gpu")
+    given = dict(model=SMALL, seq_length=16, global_batch=16, micro_batches=(1,), machines=1, devices=4, device="gpu")
     return Work(**given | {"half": True} | changed)
 
 
@@ -130,9 +130,11 @@ def test_a_stage_in_the_middle_sends_what_is_ranked():
     assert recorded(job, layout, 2)["pipeline"] == pytest.approx(sent(job, layout)["pipeline"], rel=0.01)
 
 
-def test_equal_layouts_are_ranked_by_data_parallel_ranks():
-    order = [(round(100 * loss(work(), one).total), -one.dp) for one in ranked(work())]
-    assert order == sorted(order) and len(order) == len(list(layouts(work())))
+def test_equal_layouts_are_ranked_by_data_parallel_ranks_and_by_micro_batches():
+    job = work(micro_batches=(1, 2, 4, 8))
+    order = [(round(100 * loss(job, one).total), -one.dp, -one.micro_batch) for one in ranked(job)]
+    assert order == sorted(order) and len(order) == len(list(layouts(job))) > len(list(layouts(work())))
+    assert {one.micro_batch for one in ranked(job) if one.dp == 4} == {1, 2, 4}
 
 
 LARGE = work(model=Model("gpt", Size(4, 256, 4, 4000, 256)), seq_length=256, global_batch=8)
@@ -220,9 +222,7 @@ def test_questions_are_asked_until_they_are_answered(capsys):
     lines, asked = iter(["cpu", "", "two", "2", "", "bert", "shape", "", "2", "64", "4", "", "", ""]), []
     answers = complete(Answers(), lambda prompt: asked.append(prompt) or next(lines), print)
     assert (answers.machines, answers.devices, answers.num_layers, answers.seq_length) == (1, 2, 2, 1024)
-    assert (
-        answers.global_batch_size == 8 and answers.precision == "fp32" and work_of(answers, 1).model.size.vocab == 30522
-    )
+    assert answers.global_batch_size == 8 and answers.precision == "fp32" and work_of(answers).model.size.vocab == 30522
     said = capsys.readouterr().out
     assert (
         "'two' is not a whole number" in said and "--num-layers is needed" in said and len(asked) == len(QUESTIONS) + 2

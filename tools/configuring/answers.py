@@ -49,7 +49,7 @@ class Answers(FlagConfig):
 class Choices(FlagConfig):
     """The search and its result."""
 
-    micro_batch_size: Count = knob(1, "sequences that a rank computes at once")
+    micro_batch_size: Count | None = knob(None, "sequences that a rank computes at once; default: tries 1, 2, 4 and 8")
     usable: Annotated[float, "(0, 1]"] = knob(
         0.9, "share of the memory that a layout may take; the rest is for workspaces of kernels and of communication"
     )
@@ -154,7 +154,8 @@ def model_of(answers: Answers) -> Model:
     return Model(answers.model, size._replace(**{name: value for name, value in changed.items() if value}))
 
 
-def work_of(answers: Answers, micro_batch: int) -> Work:
-    """The job of complete answers, as numbers."""
-    sizes = (answers.seq_length, answers.global_batch_size, micro_batch, answers.machines, answers.devices)
+def work_of(answers: Answers, micro_batch: int | None = None) -> Work:
+    """The job of complete answers, as numbers. micro_batch: None: several are tried."""
+    micro_batches = (1, 2, 4, 8) if micro_batch is None else (micro_batch,)
+    sizes = (answers.seq_length, answers.global_batch_size, micro_batches, answers.machines, answers.devices)
     return Work(model_of(answers), *sizes, answers.device, answers.precision != "fp32")

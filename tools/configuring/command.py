@@ -17,7 +17,7 @@ def flags_of(answers: Answers, choices: Choices, work: Work, layout: Layout, ext
     """The flags of a run: model, layout, batch, rate, made-up data and words; `extra` comes last, where it wins."""
     given = {word.split("=")[0] for word in extra}
     flags = [*work.model.flags(work.seq_length), *layout.flags(answers.device)]
-    flags += words({"micro_batch_size": work.micro_batch, "global_batch_size": work.global_batch})
+    flags += words({"micro_batch_size": layout.micro_batch, "global_batch_size": work.global_batch})
     flags += words({"bf16": answers.precision == "bf16", "fp16": answers.precision == "fp16"})
     flags += ["--device", "cpu"] if answers.device == "cpu" else []
     if not given & {"--train-iters", "--train-samples"}:

@@ -8,12 +8,13 @@ A rank does 1 / ranks of the model's FLOPs, and loses time to three things. Each
                 while it passes: `FLOPS_A_BYTE`, inside a machine and between machines
 
 On GPUs data-parallel bytes pass beside computation: of one microbatch in ZeRO 1, of all in 2 and 3. So far they count half. The
-layout that loses least is the first; of those that lose the same in whole %, that of most data-parallel ranks. The speed of a
-kernel at its size is not counted.
+layout that loses least is the first; of those that lose the same in whole %, that of most data-parallel ranks, and of these the
+one with the largest micro-batch, since the speed of a kernel at its size is not counted.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import NamedTuple
 
 from megatron.core.distributed.traffic import Flat, step_traffic
@@ -35,7 +36,7 @@ class Work:
     model: Model
     seq_length: int
     global_batch: int
-    micro_batch: int
+    micro_batches: tuple[int, ...]  # those to try
     machines: int
     devices: int  # of a machine
     device: str  # gpu or cpu
@@ -52,7 +53,7 @@ class Work:
 
     def microbatches(self, layout: "Layout") -> int:
         """Of a rank in a step."""
-        return self.global_batch // (layout.dp * self.micro_batch)
+        return self.global_batch // (layout.dp * layout.micro_batch)
 
     @property
     def flops_of_rank(self) -> float:
@@ -68,9 +69,11 @@ class Layout(NamedTuple):
     dp: int
     zero: int
     recompute: str
+    micro_batch: int = 1
 
     def __str__(self) -> str:
-        return f"TP {self.tp} x PP {self.pp} x DP {self.dp}, ZeRO {self.zero}, recompute {self.recompute}"
+        ranks = f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
+        return f"{ranks}, ZeRO {self.zero}, recompute {self.recompute}, micro-batch {self.micro_batch}"
 
     def flags(self, device: str) -> list[str]:
         """Without those that change nothing."""
@@ -108,14 +111,19 @@ def layouts(work: Work) -> Iterator[Layout]:
             continue
         for pp in divisors(work.ranks // tp):
             dp = work.ranks // tp // pp
-            if size.layers % pp == 0 and work.global_batch % (dp * work.micro_batch) == 0:
+            at_once = [micro for micro in work.micro_batches if work.global_batch % (dp * micro) == 0]
+            if size.layers % pp == 0:
                 stages = (1, 2, 3) if dp > 1 else (0,)
-                yield from (Layout(tp, pp, dp, zero, name) for zero in stages for name in RECOMPUTES)
+                yield from starmap(Layout, product((tp,), (pp,), (dp,), stages, RECOMPUTES, at_once))
 
 
 def ranked(work: Work) -> list[Layout]:
     """Every layout, the one to try first in front."""
-    return sorted(layouts(work), key=lambda one: (round(100 * loss(work, one).total), -one.dp, one.zero, one.recompute))
+
+    def place(one: Layout) -> tuple:
+        return round(100 * loss(work, one).total), -one.dp, -one.micro_batch, one.zero, one.recompute
+
+    return sorted(layouts(work), key=place)
 
 
 def divisors(number: int) -> list[int]:
@@ -125,7 +133,7 @@ def divisors(number: int) -> list[int]:
 def sent(work: Work, layout: Layout) -> dict[str, float]:
     """Bytes that a rank sends in a step, by kind of parallelism. tensor: with sequence parallelism."""
     shape, microbatches = work.model.shape(work.seq_length), work.microbatches(layout)
-    activation = work.seq_length * work.micro_batch * shape.hidden_size * work.element  # N of docs/parallelism.md
+    activation = work.seq_length * layout.micro_batch * shape.hidden_size * work.element  # N of docs/parallelism.md
     again = 3 if work.model.family == "llama" else 4  # dropout behind a layer's last sum has that made again
     moved = (10 + {"none": 0, "mlp": 1, "full": again}[layout.recompute]) * activation  # in a layer
     flat = Flat(work.model.parameters // (layout.tp * layout.pp), 0, work.element, sum_bytes=4, sent_bytes=4)
@@ -176,4 +184,4 @@ def least_memory(work: Work, layout: Layout) -> float:
     of_stage, scores = of_layer * shape.num_layers / layout.pp, 2 * shape.vocab_size  # logits and their gradient
     live = min(layout.pp, work.microbatches(layout))  # microbatches on the first stage, 1F1B; 1 on the last
     saved = max(of_stage * live + scores * (layout.pp == 1), of_stage + scores)
-    return state + saved * work.seq_length * work.micro_batch / layout.tp * element
+    return state + saved * work.seq_length * layout.micro_batch / layout.tp * element

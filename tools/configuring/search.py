@@ -67,7 +67,7 @@ def search(work: Work, flags_of: FlagsOf, room: float, wanted: int, say: Callabl
 
 
 def _no_layout(work: Work) -> str:
-    step = work.micro_batch * work.ranks
+    step = min(work.micro_batches) * work.ranks
     near = max(step, work.global_batch // step * step)
     return (
         f"no layout of {work.ranks} ranks divides {work.model.size.layers} layers of {work.model.size.heads} heads and a "
@@ -108,7 +108,7 @@ def _more_machines(work: Work, room: float) -> list[str]:
 def as_text(work: Work, found: Sequence[Tried], room: float) -> list[str]:
     """The layouts, those that fit with a number."""
     inside, between = FLOPS_A_BYTE[work.device]
-    head = ["TP", "PP", "DP", "ZeRO", "recompute", "idle", "repeated", "sent", "lost", "inside", "between", "memory"]
+    head = [*Layout._fields, "idle", "repeated", "sent", "lost", "inside", "between", "memory"]
     rows, number = [["", *head, ""]], 0
     for layout, lost, memory, fits in found:
         number += fits
