@@ -3,12 +3,14 @@
 import tomllib
 from ast import literal_eval
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from megatron.core.config import ConfigError
 
 
 class Fields(NamedTuple):
@@ -23,6 +25,15 @@ class Fields(NamedTuple):
         asked = [name for name in self.not_built if getattr(config, name, self.defaults[name]) != self.defaults[name]]
         kind = type(config).__name__
         return [f"{kind}: {name}={getattr(config, name)!r} is not built yet; leave it out" for name in asked]
+
+    def ours(self, config: Any, kind: type, **others: Any) -> Any:
+        """What `config` says as one of our settings: fields of the same names, and `others`. Raises ConfigError for what is not
+        built, out of range, or does not go together."""
+        alike = {one.name: getattr(config, one.name) for one in fields(kind) if one.name in self.defaults}
+        made = kind(**{**alike, **others})
+        if problems := [*self.problems(config), *made.problems()]:
+            raise ConfigError(problems)
+        return made
 
 
 def read_fields(name: str) -> Fields:

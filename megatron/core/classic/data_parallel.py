@@ -7,7 +7,6 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.classic.config_fields import dataclass_of, read_fields
-from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.distributed import data_parallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
@@ -22,22 +21,6 @@ class DistributedDataParallelConfig(_Fields):
 
     data_parallel_sharding_strategy: counts with `use_megatron_fsdp` or `use_custom_fsdp`, as in Megatron.
     """
-
-    def ours(self, *, in_one_bucket: bool = False) -> DataParallelConfig:
-        """The same as our settings. Raises ConfigError for what is not built or does not go together."""
-        shards = self.use_megatron_fsdp or self.use_custom_fsdp
-        ours = DataParallelConfig(
-            overlap_grad_reduce=self.overlap_grad_reduce and not in_one_bucket,
-            ddp_bucket_size=self.bucket_size,
-            use_distributed_optimizer=self.use_distributed_optimizer,
-            data_parallel_sharding_strategy=self.data_parallel_sharding_strategy if shards else None,
-            num_distributed_optimizer_instances=self.num_distributed_optimizer_instances,
-            outer_dp_sharding_strategy=self.outer_dp_sharding_strategy,
-            overlap_param_gather=self.overlap_param_gather,
-        )
-        if problems := [*_FIELDS.problems(self), *ours.problems()]:
-            raise ConfigError(problems)
-        return ours
 
 
 class DistributedDataParallel(data_parallel.DistributedDataParallel):
@@ -55,7 +38,15 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
         pg_collection: Any = None,
     ):
         del pg_collection  # the mesh knows the groups
-        ours = ddp_config.ours(in_one_bucket=disable_bucketing)
+        shards = ddp_config.use_megatron_fsdp or ddp_config.use_custom_fsdp
+        ours = _FIELDS.ours(
+            ddp_config,
+            DataParallelConfig,
+            overlap_grad_reduce=ddp_config.overlap_grad_reduce and not disable_bucketing,
+            ddp_bucket_size=ddp_config.bucket_size,
+            data_parallel_sharding_strategy=ddp_config.data_parallel_sharding_strategy if shards else None,
+            reduce_scatter_with_fp32_accumulation=False,  # nothing is reduced in bfloat16
+        )
         super().__init__(module, current().mesh, ours, fills_grad=not ours.zero.shards_state)
         self.config, self.ddp_config = config, ddp_config
 

@@ -5,7 +5,7 @@ ok, norm, zeros = optimizer.step()                                         after
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -33,14 +33,6 @@ _Fields = dataclass_of("_Fields", _FIELDS.defaults)
 class OptimizerConfig(_Fields):
     """Which update, its numbers, and the loss scale. The stage of ZeRO is that of the chunks."""
 
-    def of_kind(self, kind: type, **others: Any) -> Any:
-        """The same as one of our settings. Raises ConfigError for what is not built or out of range."""
-        alike = {one.name: getattr(self, one.name) for one in fields(kind) if one.name in _FIELDS.defaults}
-        made = kind(**{**alike, **others})
-        if problems := [*_FIELDS.problems(self), *made.problems()]:
-            raise ConfigError(problems)
-        return made
-
 
 class MegatronOptimizer(GroupedOptimizer):
     """Updates all chunks of this rank. `param_groups`: their `lr` and `weight_decay` are those of the next step."""
@@ -55,14 +47,15 @@ class MegatronOptimizer(GroupedOptimizer):
         is_l2 = config.optimizer == "adam" and not config.decoupled_weight_decay
         flat = FlatOptimizer(
             [buffer for chunk in chunks for buffer in chunk.buffers],
-            config.of_kind(
+            _FIELDS.ours(
+                config,
                 settings.OptimizerConfig,
                 muon_nesterov=config.muon_use_nesterov,
                 optimizer="adam-l2" if is_l2 else config.optimizer,
             ),
             chunks[0].mesh,
             group_of=by_number({name: list(groups).index(kind) for name, kind in kinds.items()}),
-            scaler=make_grad_scaler(config.of_kind(LossScaleConfig), fp16=config.fp16),
+            scaler=make_grad_scaler(_FIELDS.ours(config, LossScaleConfig), fp16=config.fp16),
         )
         super().__init__(flat, list(groups.values()))
         for chunk in chunks:
