@@ -313,7 +313,7 @@ BUDGETS = {
     "megatron/core/inference": 350,
     "megatron/core/job": 659,
     "megatron/core/models": 300,
-    "megatron/core/optimizer": 1_289,
+    "megatron/core/optimizer": 1_296,
     "megatron/core/pipeline_parallel": 1_211,
     "megatron/core/storage": 148,
     "megatron/core/tensor_parallel": 669,

@@ -43,9 +43,9 @@ class DeepSpeedEngine(Engine):
         self.world_size, self.local_rank = self.mesh["world"].size, get_local_rank()
         self.training_dataloader: DataLoader | None = None
 
-    def _update(self) -> None:
+    def _update(self, **lr_kwargs: Any) -> None:
         rates = self.optimizer.rates()
-        super()._update()
+        super()._update(**lr_kwargs)
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             print(

@@ -9,6 +9,8 @@
 Buffers, shards, masters and offload are those of `core.distributed` and `core.optimizer`, checkpoints those of every run.
 """
 
+import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,24 +144,25 @@ class Engine(nn.Module):
         self._has_forward, self._backwards = False, self._backwards + 1
         return loss
 
-    def step(self) -> None:
-        """After every backward; updates at the end of the accumulation. Every rank must call."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After every backward; updates at the end of the accumulation. Every rank must call. lr_kwargs: for `lr_scheduler.step`,
+        such as the metrics of ReduceLROnPlateau."""
         if self._backwards == 0:
             raise RuntimeError(
                 "engine.step() without a backward; call engine.backward(loss), not loss.backward(), before it"
             )
         self._backwards = 0
         if self.is_gradient_accumulation_boundary():
-            self._update()
+            self._update(**(lr_kwargs or {}))
         self.micro_steps += 1
 
-    def _update(self) -> None:
+    def _update(self, **lr_kwargs: Any) -> None:
         self.chunk.finish_grad_reduce()
         updated = self.optimizer.update(float(self.mesh.samples.size) if self.settings.takes_mean else 1.0)
         if updated:
             self.chunk.gather_params()
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**lr_kwargs)
         self.skipped_steps += not updated
         self.global_steps += 1
         self.global_samples += self.settings.micro_batch * self.settings.accumulation * self.mesh.samples.size
@@ -193,7 +196,7 @@ class Engine(nn.Module):
             "optimizer_steps": flat.step_count,
             "grad_scaler": {} if flat.scaler is None else flat.scaler.state(),
             "rates": self.optimizer.rates(),
-            "schedule": {} if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "schedule": {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict()),
         }
         self.chunk.finish_param_gather()
         tensors = self._weights() | optimizer_tensors(flat, self.mesh)
@@ -214,7 +217,7 @@ class Engine(nn.Module):
                 flat.scaler.load_state(state["grad_scaler"])
         if schedule:
             if self.lr_scheduler is not None and state["schedule"]:
-                self.lr_scheduler.load_state_dict(state["schedule"])
+                self.lr_scheduler.load_state_dict(_typed_as(self.lr_scheduler.state_dict(), state["schedule"]))
             for group, rate in zip(self.optimizer.param_groups, state["rates"]):
                 group["lr"] = rate
         return checkpoint.folder, state
@@ -228,6 +231,25 @@ class Engine(nn.Module):
                 pieces = [(whole(shape), whole(shape))]
                 found[f"buffer/{name}"] = LocalTensor(buffer, shape, pieces, self.mesh["world"].is_first)
         return found
+
+
+def _plain(state: Any) -> Any:
+    """The state of an object of torch's as JSON holds it: texts as keys, and as numbers that are not finite."""
+    if isinstance(state, Mapping):
+        return {str(key): _plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_plain(one) for one in state]
+    return str(state) if isinstance(state, float) and not math.isfinite(state) else state
+
+
+def _typed_as(own: Any, saved: Any) -> Any:
+    """What JSON has kept of a state, with the kinds of keys, lists and numbers that the object's own state has."""
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        kind = int if own and all(isinstance(key, int) for key in own) else str
+        return type(own)({kind(key): _typed_as(own.get(kind(key)), value) for key, value in saved.items()})
+    if isinstance(own, list | tuple) and isinstance(saved, list):
+        return type(own)(saved)
+    return float(saved) if isinstance(own, float) and isinstance(saved, str) else saved
 
 
 def _half(values: Any) -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from local_ranks import run_ranks
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedules
 
 from megatron import deepspeed
 from megatron.core.config import ConfigError
@@ -162,6 +163,54 @@ def test_a_parameter_of_two_groups_and_a_module_of_two_engines_are_refused():
         Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
         with pytest.raises(ConfigError, match="an engine's buffers already"):
             Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
+
+    run_ranks({"dp": 1}, work)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: schedules.MultiStepLR(optimizer, [3, 5], 0.1),  # keeps numbers as keys
+        lambda optimizer: schedules.OneCycleLR(
+            optimizer, 0.5, total_steps=9, cycle_momentum=False
+        ),  # notes in the groups
+        lambda optimizer: schedules.ReduceLROnPlateau(optimizer, patience=1),  # keeps infinity
+    ],
+    ids=["steps", "cycle", "plateau"],
+)
+def test_a_schedule_of_torchs_goes_on_from_a_checkpoint(make: Callable, tmp_path: Path):
+    def rates(mesh: Mesh, updates: int, *, loads: bool = False) -> list[float]:
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = make(optimizer)
+        engine, found = Engine(model, optimizer, EngineConfig(), mesh), []
+        engine.lr_scheduler = schedule
+        metrics = {"metrics": 1.0} if isinstance(schedule, schedules.ReduceLROnPlateau) else None
+        if loads:
+            engine.load(tmp_path)
+        for _ in range(updates):
+            engine.backward(loss_of(engine, X[0].float()))
+            engine.step(metrics)
+            found += engine.optimizer.rates()
+        if updates == 2:
+            engine.save(tmp_path)
+        return found
+
+    def work(mesh: Mesh) -> tuple[list[float], ...]:
+        return rates(mesh, 6), rates(mesh, 2) + rates(mesh, 4, loads=True)
+
+    for at_once, with_a_break in run_ranks({"dp": 1}, work):
+        assert at_once == with_a_break and len(set(at_once)) > 1
+
+
+def test_what_a_flat_update_cannot_follow_is_an_error():
+    def work(mesh: Mesh) -> None:
+        model = nn.Linear(5, 3)
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), EngineConfig(), mesh)
+        engine.optimizer.param_groups[0]["momentum"] = 0.5
+        engine.backward(loss_of(engine, X[0].float()))
+        with pytest.raises(ConfigError, match="momentum was changed to 0"):
+            engine.step()
 
     run_ranks({"dp": 1}, work)
 

@@ -33,6 +33,7 @@ TORCHS = {  # what a group may say beside its parameters, and torch's values
 # Arguments with the one value that is supported, and those that choose an implementation of the same numbers.
 _FIXED = {"amsgrad": False, "maximize": False, "differentiable": False, "nesterov": False, "dampening": 0}
 _FIXED |= {"bias_correction": True}
+_IN_COMMON = ("eps", "momentum")  # of all groups, in every update
 _FREE = {"foreach", "fused", "capturable", "torch_adam", "adam_w_mode", "decoupled_weight_decay", "set_grad_none"}
 
 
@@ -80,7 +81,8 @@ def groups_of_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
         )
     name = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam-l2"}.get(type(optimizer), "adam")
     for group in optimizer.param_groups:
-        given = {key: value for key, value in group.items() if key not in ("params", "initial_lr", "name")}
+        # Schedules of torch's keep notes of their own in the groups.
+        given = {key: value for key, value in group.items() if key in optimizer.defaults}
         check_arguments(kind, given, TORCHS[name.removesuffix("-l2")])
     optimizer._opt_called = True  # torch's schedules ask whether it has updated; here the flat optimizer does
     return name, optimizer.param_groups
@@ -88,7 +90,7 @@ def groups_of_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
 
 def config_of_groups(name: str, groups: Groups, clip_grad: float) -> OptimizerConfig:
     """What all groups have in common. Raises ConfigError if eps or momentum differ between them."""
-    alike = {key: groups[0][key] for key in ("eps", "momentum") if key in groups[0]}
+    alike = {key: groups[0][key] for key in _IN_COMMON if key in groups[0]}
     for key, value in alike.items():
         if any(group[key] != value for group in groups):
             raise ConfigError(
@@ -121,6 +123,7 @@ class GroupedOptimizer:
 
     def __init__(self, flat: FlatOptimizer, groups: Groups):
         self.flat, self.param_groups = flat, groups
+        self._fixed = [{key: group[key] for key in _IN_COMMON if key in group} for group in groups]
         self.overflow = False  # of the last step
         self.norm: float | None = None  # of the whole gradient before clipping, None before the first step
 
@@ -149,6 +152,10 @@ class GroupedOptimizer:
 
     def _step_of(self, factor: float, group: NumberedGroup) -> UpdateStep:
         values = self.param_groups[group.number]
+        if changed := [key for key, value in self._fixed[group.number].items() if values[key] != value]:
+            raise ConfigError(
+                f"optimizer: {changed[0]} was changed to {values[changed[0]]}; only rates, decays and betas may be"
+            )
         lr, decay = float(values["lr"]), float(values["weight_decay"])
         return UpdateStep(lr, decay, self.flat.step_count, factor, values.get("betas"))
 
