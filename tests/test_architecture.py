@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
+    "config_fields config answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -305,9 +305,9 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_310,
+    "megatron/core": 2_342,
     "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_525,
+    "megatron/core/classic": 1_565,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_482,
     "megatron/core/inference": 350,
@@ -319,7 +319,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 1_227,
+    "megatron/core/transformer": 1_230,
     "megatron/deepspeed": 421,
     "megatron/training": 1_826,
     "megatron/training/classic": 185,

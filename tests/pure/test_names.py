@@ -68,7 +68,7 @@ NAMES = {
     "megatron.core.model_parallel_config": "ModelParallelConfig",
     "megatron.core.transformer": "TransformerConfig ParallelTransformer ParallelTransformerLayer ParallelAttention ParallelMLP",
     "megatron.core.transformer.transformer_config": "TransformerConfig",
-    "megatron.core.transformer.attention": "SelfAttention SelfAttentionSubmodules",
+    "megatron.core.transformer.attention": "CrossAttention CrossAttentionSubmodules SelfAttention SelfAttentionSubmodules",
     "megatron.core.transformer.dot_product_attention": "DotProductAttention",
     "megatron.core.transformer.enums": "AttnBackend AttnMaskType AttnType LayerType",
     "megatron.core.transformer.identity_op": "IdentityFuncOp IdentityOp",
@@ -89,6 +89,9 @@ NAMES = {
     "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
     "megatron.core.datasets.megatron_dataset": "LowLevelDataset MegatronDataset",
     "megatron.core.datasets.utils": "Split compile_helpers",
+    "megatron.core.models.T5.t5_spec": "get_t5_decoder_with_local_block_spec "
+    "get_t5_decoder_with_transformer_engine_block_spec get_t5_encoder_with_local_block_spec "
+    "get_t5_encoder_with_transformer_engine_block_spec",
     "megatron.core.packed_seq_params": "PackedSeqParams",
     "megatron.core.extensions.transformer_engine": "TENorm TEColumnParallelLinear TERowParallelLinear",
     "megatron.core.transformer.custom_layers.transformer_engine": "TEColumnParallelLinear TEDotProductAttention "

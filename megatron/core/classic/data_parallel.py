@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 
 from megatron.core import comm
-from megatron.core.classic.config_fields import dataclass_of, read_fields
+from megatron.core.config_fields import dataclass_of, read_fields
 from megatron.core.current_mesh import current
 from megatron.core.distributed import data_parallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 
-_FIELDS = read_fields("distributed_data_parallel_config")
+_FIELDS = read_fields(__file__, "distributed_data_parallel_config")
 _Fields = dataclass_of("_Fields", _FIELDS.defaults)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from megatron.core import comm
-from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.config import ConfigError
+from megatron.core.config_fields import dataclass_of, read_fields
 from megatron.core.current_mesh import current, model_parallel_is_initialized
 from megatron.core.datasets import blend, gpt, indexed
 from megatron.core.datasets.bert import build_bert_datasets
@@ -28,7 +28,7 @@ from megatron.core.signatures import takes
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None
 Split = IntEnum("Split", ["train", "valid", "test"], start=0)
 LowLevelDataset = Any
-_FIELDS = read_fields("dataset_config")
+_FIELDS = read_fields(__file__, "dataset_config")
 
 
 def _fields_of(group: str) -> type:

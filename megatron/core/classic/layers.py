@@ -10,7 +10,7 @@ an MLP from (config, submodules), a norm from (config, hidden_size, eps).
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -202,8 +202,6 @@ class TransformerLayer(MegatronModule):
         hidden_dropout: float | None = None,
     ):
         super().__init__(config)
-        if _is_own(submodules.cross_attention):
-            raise NotImplementedError("cross_attention is not built yet; leave it out")
         self.submodules_config, self.layer_number = submodules, layer_number + self._get_layer_offset()
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         of_norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
@@ -217,6 +215,12 @@ class TransformerLayer(MegatronModule):
         context = context_of(settings_of(config), config)
         self.attention_dropout = context.hidden_dropout(self.hidden_dropout, "after attention", number - 1)
         self.mlp_dropout = context.hidden_dropout(self.hidden_dropout, "after mlp", number - 1)
+        self.cross_attention: Any = None
+        if _is_own(submodules.cross_attention):
+            self.pre_cross_attn_layernorm = build_module(submodules.pre_cross_attn_layernorm, **of_norm)
+            self.cross_attention = build_module(submodules.cross_attention, config=config, layer_number=number)
+            self.cross_attn_bda = build_module(submodules.cross_attn_bda)
+            self.cross_dropout = context.hidden_dropout(self.hidden_dropout, "after cross attention", number - 1)
 
     def _get_layer_offset(self) -> int:
         """The layers of earlier stages."""
@@ -232,13 +236,16 @@ class TransformerLayer(MegatronModule):
         inference_params: None = None,
         packed_seq_params: None = None,
     ) -> tuple[Tensor, Any]:
-        del context_mask
         if inference_params is not None or packed_seq_params is not None:
             raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
         rotary = {} if rotary_pos_emb is None else {"rotary_pos_emb": rotary_pos_emb}
         x = hidden_states
         out = self.self_attention(self.input_layernorm(x), attention_mask=attention_mask, **rotary)
         x = self._added(self.self_attn_bda, out, x, self.attention_dropout)
+        if self.cross_attention is not None:
+            y = self.pre_cross_attn_layernorm(x)
+            out = self.cross_attention(y, attention_mask=context_mask, key_value_states=context)
+            x = self._added(self.cross_attn_bda, out, x, self.cross_dropout)
         out = self.mlp(self.pre_mlp_layernorm(x))
         return self._added(self.mlp_bda, out, x, self.mlp_dropout), context
 
@@ -286,6 +293,14 @@ bert_layer_local_spec = _layer_spec(AttnMaskType.padding)
 bert_layer_with_transformer_engine_spec = _layer_spec(AttnMaskType.padding)
 
 
+class OfTwoSequences(NamedTuple):
+    """In place of a mask: the layers' own, and the other sequence that they attend to, with its mask."""
+
+    own: Any
+    context: Tensor
+    context_mask: Tensor | None
+
+
 class SpecLayer(nn.Module):
     """A user's layer in a stage of ours. forward(x [s, b, h], mask, angles) -> the shape of x"""
 
@@ -299,6 +314,9 @@ class SpecLayer(nn.Module):
         if cache is not None:
             raise NotImplementedError("generation with the layers of a script is not built yet; leave out the cache")
         rotary = {} if angles is None else {"rotary_pos_emb": torch.cat((angles, angles), -1).unsqueeze(2)}
+        if isinstance(mask, OfTwoSequences):
+            rotary |= {"context": mask.context, "context_mask": mask.context_mask}
+            mask = mask.own
         out = self.layer(x, mask.mask if isinstance(mask, Documents) else mask, **rotary)
         return out[0] if isinstance(out, tuple) else out
 
@@ -343,8 +361,16 @@ class TransformerBlock(ParallelTransformer):
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         self.input_tensor = input_tensor
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **others: Any) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
         if given := [name for name, value in others.items() if value is not None]:
             raise NotImplementedError(f"TransformerBlock: {', '.join(given)} is not built yet; leave it out")
         x = hidden_states if self.pre_process else self.input_tensor
-        return super().forward(x, attention_mask)
+        seen = attention_mask if context is None else OfTwoSequences(attention_mask, context, context_mask)
+        return super().forward(x, seen)

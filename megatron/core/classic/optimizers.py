@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.checkpoint.local_tensor import LocalTensor
-from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.config import ConfigError
+from megatron.core.config_fields import dataclass_of, read_fields
 from megatron.core.distributed.elements import num_zeros_in_grad
 from megatron.core.held_tensors import optimizer_tensors
 from megatron.core.optimizer import settings
@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.optimizer.torch_groups import GroupedOptimizer, by_number
 
-_FIELDS = read_fields("optimizer_config")
+_FIELDS = read_fields(__file__, "optimizer_config")
 _Fields = dataclass_of("_Fields", _FIELDS.defaults)
 
 

@@ -26,7 +26,10 @@ class CudaRNGStatesTracker(RngTracker):
         super().__init__(own or torch.accelerator.current_accelerator(check_available=True) or "cpu", MODEL_PARALLEL)
 
 
-@takes(use_te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False)
+_KINDS = {"inference_rng_tracker": False, "use_cudagraphable_rng": False}
+
+
+@takes(use_te_rng_tracker=False, **_KINDS)
 def get_cuda_rng_tracker() -> RngTracker:
     """The tracker of this process, whatever its device. A run's has its states from the start, of its stage's seed."""
     here = current()
@@ -47,15 +50,7 @@ class _TrackerOfProcess:
 _CUDA_RNG_STATE_TRACKER = _TrackerOfProcess()
 
 
-@takes(
-    te_rng_tracker=False,
-    inference_rng_tracker=False,
-    use_cudagraphable_rng=False,
-    tp_rank=None,
-    ep_rank=None,
-    etp_rank=None,
-    force_reset_rng=False,
-)
+@takes(te_rng_tracker=False, **_KINDS, tp_rank=None, ep_rank=None, etp_rank=None, force_reset_rng=False)
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seeds the default generator equally on all tensor-parallel ranks, and a state per rank with seed + 2718 + rank."""
     tracker = get_cuda_rng_tracker()

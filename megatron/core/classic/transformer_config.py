@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from megatron.core.classic.config_fields import dataclass_of, read_fields
 from megatron.core.classic.utils import init_method_normal, scaled_init_method_normal
 from megatron.core.config import ConfigError
+from megatron.core.config_fields import dataclass_of, read_fields
 from megatron.core.transformer.model_config import ModelConfig
 
-_FIELDS = read_fields("transformer_config")
+_FIELDS = read_fields(__file__, "transformer_config")
 _OF_RANKS = {name: _FIELDS.defaults[name] for name in _FIELDS.groups["model_parallel"]}
 _Ranks = dataclass_of("_Ranks", _OF_RANKS)
 _REST = {name: value for name, value in _FIELDS.defaults.items() if name not in _OF_RANKS}

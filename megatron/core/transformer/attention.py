@@ -161,4 +161,10 @@ def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[
 
 
 # Megatron's names.
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.layers": "SelfAttention SelfAttentionSubmodules"})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "megatron.core.classic.cross_attention": "CrossAttention CrossAttentionSubmodules",
+        "megatron.core.classic.layers": "SelfAttention SelfAttentionSubmodules",
+    },
+)

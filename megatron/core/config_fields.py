@@ -1,4 +1,4 @@
-"""Megatron's config dataclasses as tables: NAME.toml has the fields, their defaults, and those that are refused."""
+"""Dataclasses of many fields as tables: a TOML file has the fields, their defaults, and those that are refused."""
 
 import tomllib
 from ast import literal_eval
@@ -36,9 +36,9 @@ class Fields(NamedTuple):
         return made
 
 
-def read_fields(name: str) -> Fields:
-    """The table NAME.toml of this folder. A default is written as in Python; it may be something of torch's."""
-    tables = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text())
+def read_fields(beside: str, name: str) -> Fields:
+    """The table NAME.toml beside a file. A default is written as in Python; it may be something of torch's."""
+    tables = tomllib.loads(Path(beside).with_name(f"{name}.toml").read_text())
     defaults = {one: _value(value) for value, some in tables["defaults"].items() for one in some.split()}
     groups = {one: some.split() for one, some in tables.get("groups", {}).items()}
     return Fields(defaults, tables["not_built"]["fields"].split(), groups)
