@@ -305,7 +305,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_342,
+    "megatron/core": 2_350,
     "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_565,
     "megatron/core/datasets": 1_960,
