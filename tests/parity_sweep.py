@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only cases whose name has this in it, such as zb-v")
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, from the i-th on; each with its own file")
     compiled = "run the layouts compiled, and one process eagerly; with a file of results of its own"
-    parser.add_argument("--compile", choices=("off", "regions"), default="off", help=compiled)
+    parser.add_argument("--compile", choices=("off", "regions", "layers"), default="off", help=compiled)
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -14,14 +14,15 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils._triton import has_triton
 
@@ -36,9 +37,10 @@ Formula = Callable[..., tuple[Tensor | None, ...]]
 class CompileConfig(FlagConfig):
     """What torch.compile compiles."""
 
-    compile: Literal["off", "regions"] = knob(
+    compile: Literal["off", "regions", "layers"] = knob(
         "off",
-        "torch.compile: regions: the work between matrix products (norms, activations, rotary positions, cross entropy); "
+        "torch.compile: regions: the work between matrix products (norms, activations, rotary positions, cross entropy); layers: "
+        "a layer's products with it, where nothing stands in the way, which the log names; "
         "needs a C++ compiler for a CPU, Triton elsewhere, and is off without",
     )
 
@@ -83,6 +85,17 @@ def settle_compiling(config: CompileConfig, device: torch.device | str, world: A
     return [f"--compile {config.compile} is off: {reason or 'another rank lacks what it needs'}"]
 
 
+def news_of_layers(models: Iterable[nn.Module]) -> list[str]:
+    """Log lines about layers that --compile layers leaves in parts, with the reason: their `compiled_whole.why_in_parts`."""
+    asked = [held for model in models for layer in model.modules() if (held := getattr(layer, "compiled_whole", None))]
+    reasons = Counter(held.why_in_parts for held in asked)
+    return [
+        f"--compile layers: {count} of {len(asked)} layers run as with regions, since {why}"
+        for why, count in reasons.items()
+        if why is not None
+    ]
+
+
 def cache_folder() -> Path:
     """Where compiled code outlives the process: TORCHINDUCTOR_CACHE_DIR, else in the user's cache folder."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -125,7 +138,7 @@ def news_of_compiling() -> str | None:
         return None
     _told = now.programs
     took = f"{now.programs} programs so far, in {now.seconds:.1f} s"
-    return f"compiled regions: {took}; a later start reads them from {cache_folder()}"
+    return f"compiled: {took}; a later start reads them from {cache_folder()}"
 
 
 def _compile(formula: Formula) -> Formula:

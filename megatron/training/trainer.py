@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron.core import comm, parallel_state
-from megatron.core.compiler import news_of_compiling
+from megatron.core.compiler import news_of_compiling, news_of_layers
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
 from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learning_rate_schedule, schedule_in_force
@@ -82,6 +82,8 @@ class Trainer:
             with refused_alike(runtime):
                 self.optimizer = build_optimizer(self.chunks, runtime, group_of)
         self.model = list(self.chunks.values())
+        for line in news_of_layers(self.model):
+            print_rank_last(line)
         ranks_here = parallel_state.launched().local_size
         self.contention = Contention(ranks_here, available_cores()[0], torch.get_num_threads())
         self.memory = MemoryWatch(runtime, self.model, self.optimizer, forecast)

@@ -1,4 +1,4 @@
-"""--compile regions: what is compiled computes what eager code does, under any layout, and is compiled once.
+"""--compile regions, layers: what is compiled computes what eager code does, under any layout, and is compiled once.
 
 Cases of many layouts trace the formulas with a backend that needs no C++; one test compiles them as a run does.
 """
@@ -133,9 +133,10 @@ def test_layouts_with_regions_equal_one_eager_process(case: Case, traced: None):
 
 
 @pytest.mark.full
-def test_layers_and_microbatches_share_what_is_compiled(traced: None):
+@pytest.mark.parametrize("choice", ["regions", "layers"])
+def test_layers_and_microbatches_share_what_is_compiled(choice: str, traced: None):
     """The first step compiles; more layers, steps and microbatches compile nothing."""
-    config = replace(TINY_GPT2, compile="regions", num_layers=1)
+    config = replace(TINY_GPT2, compile=choice, num_layers=1)
     run(config, Layout(), steps=1)
     before = spent().programs
     run(replace(config, num_layers=3), Layout(m=1), steps=2)

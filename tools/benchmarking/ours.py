@@ -8,7 +8,7 @@ from typing import Any
 import pretrain_bert
 import pretrain_gpt
 from megatron.core import comm
-from megatron.core.compiler import CompileConfig, Region, spent, why_not
+from megatron.core.compiler import CompileConfig, Region, news_of_layers, spent, why_not
 from megatron.core.config import flag_of
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron
@@ -83,6 +83,8 @@ class Ours:
             what = ", ".join(sorted({*self.chosen_eager})) or "everything"
             reason = why_not(self.trainer.device.type) or "the log of a run says why"
             raise RuntimeError(f"--compile: {what} ran eager ({reason}); there is nothing to compare")
+        if in_parts := news_of_layers(self.trainer.model):
+            raise RuntimeError(f"{in_parts[0]}; there is nothing to compare")
 
     def _new_batches(self) -> dict[int, Batches]:
         return {stage: Batches(self.work, self.replica) for stage in self.trainer.pipeline.chunks}

@@ -9,7 +9,8 @@
 Inside a bucket (`bucket.py`) the stages differ by its memory: with or without shards, permanent or transient.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -195,9 +196,8 @@ class ParamGather:
         self._buckets, self._overlap = buckets, overlap
         for owner in module.modules() if overlap else ():
             slots = [p.slot for p in owner.parameters(recurse=False) if hasattr(p, "slot")]
-            # `and None`: what a pre-hook returns would replace the module's inputs.
             if own := {slot.bucket for slot in slots}:
-                owner.register_forward_pre_hook(lambda *_, own=own: [bucket.finish_gather() for bucket in own] and None)
+                owner.register_forward_pre_hook(_waiting_for(own))
 
     def begin_step(self) -> None:
         """No state of a failed step is in the way."""
@@ -225,3 +225,14 @@ class ParamGather:
     def finish(self) -> None:
         for bucket in self._buckets:
             bucket.finish_gather()
+
+
+def _waiting_for(buckets: Collection[Bucket]) -> Callable[..., None]:
+    """A pre-hook that waits for a module's parameters."""
+
+    def wait(*_: Any) -> None:
+        for bucket in buckets:
+            bucket.finish_gather()
+
+    wait.may_be_left_out = True  # a layer that does not call the module uses its parameters, and any use waits
+    return wait

@@ -37,6 +37,15 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, way: Way = "native"
     return None
 
 
+def weight_gradient_in_time(weight: Tensor, grad: Tensor, x: Tensor, store: WeightGradStore) -> Tensor | None:
+    """`weight_gradient`, deferred where the schedule collects it. For layers without communication."""
+    if not (store.is_collecting and hasattr(weight, "main_grad")):
+        return weight_gradient(weight, grad, x)
+    store.keep(partial(_write, weight, grad, x.detach(), ALONE, "native"))
+    grad_was_put_off(weight)
+    return None
+
+
 def _in_place(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     total.addmm_(grad.t(), x, beta=beta)
 

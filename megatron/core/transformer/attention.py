@@ -112,14 +112,19 @@ class ParallelAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """[s, b, n/t d]: the heads' results, before the output layer."""
-        heads = self.project(x, angles)
+        return self.attend(self.linear_qkv(x)[0], mask, angles, cache)
+
+    def attend(
+        self, fused: Tensor, mask: Mask = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """`attended`, from the product with the fused q/k/v weight."""
+        heads = self.heads_of(fused, angles)
         k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
         return attend(heads.q, k, v, windowed(mask, self.keys_before, len(k)))
 
-    def project(self, x: Tensor, angles: Tensor | None = None) -> "Heads":
-        """The heads of x, normalized and rotated."""
-        fused, _ = self.linear_qkv(x)
+    def heads_of(self, fused: Tensor, angles: Tensor | None = None) -> "Heads":
+        """The heads of a fused product, normalized and rotated."""
         fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
         if self.compiled and angles is not None and self.q_layernorm is None:
             of_angles = angles.cos().to(fused.dtype), angles.sin().to(fused.dtype)

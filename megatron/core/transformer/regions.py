@@ -15,11 +15,11 @@ from megatron.core.dropout_masks import MaskWords, dropped
 from megatron.core.transformer.rotary import rotated
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide_of(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _of_rows(grad: Tensor, like: Tensor | None) -> Tensor | None:
+def of_rows(grad: Tensor, like: Tensor | None) -> Tensor | None:
     """The gradient of a vector that each row used."""
     return None if like is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(like.dtype)
 
@@ -33,21 +33,26 @@ def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, ...]:
-    wide = _wide(x)
+    wide = wide_of(x)
     mean = wide.mean(dim=-1, keepdim=True)
     centered = wide - mean
     scale = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (centered * scale * _wide(weight) + _wide(bias)).to(weight.dtype), mean, scale
+    return layer_normed(x, weight, bias, mean, scale), mean, scale
+
+
+def layer_normed(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """The result of a LayerNorm from what it keeps."""
+    return ((wide_of(x) - mean) * scale * wide_of(weight) + wide_of(bias)).to(weight.dtype)
 
 
 def _layer_norm_backward(
     carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    normed, g = (_wide(x) - mean) * scale, _wide(grad)
-    by_normed = g * _wide(weight)
+    normed, g = (wide_of(x) - mean) * scale, wide_of(grad)
+    by_normed = g * wide_of(weight)
     inner = by_normed.mean(dim=-1, keepdim=True) + normed * (by_normed * normed).mean(dim=-1, keepdim=True)
     grad_x = (carried + (by_normed - inner) * scale).to(x.dtype)
-    return grad_x, _of_rows(g * normed, weight), _of_rows(g, bias), None
+    return grad_x, of_rows(g * normed, weight), of_rows(g, bias), None
 
 
 def _eager_rms_norm(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -55,25 +60,30 @@ def _eager_rms_norm(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tu
 
 
 def _rms_norm(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, ...]:
-    wide = _wide(x)
+    wide = wide_of(x)
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (wide * scale * _wide(weight)).to(weight.dtype), scale
+    return rms_normed(x, weight, bias, scale), scale
+
+
+def rms_normed(x: Tensor, weight: Tensor, bias: None, scale: Tensor) -> Tensor:
+    """The result of an RMSNorm from what it keeps."""
+    return (wide_of(x) * scale * wide_of(weight)).to(weight.dtype)
 
 
 def _rms_norm_backward(
     carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: None, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    normed, g = _wide(x) * scale, _wide(grad)
-    by_normed = g * _wide(weight)
+    normed, g = wide_of(x) * scale, wide_of(grad)
+    by_normed = g * wide_of(weight)
     inner = normed * (by_normed * normed).mean(dim=-1, keepdim=True)
-    return (carried + (by_normed - inner) * scale).to(x.dtype), _of_rows(g * normed, weight), None, None
+    return (carried + (by_normed - inner) * scale).to(x.dtype), of_rows(g * normed, weight), None, None
 
 
 # ---------------------------------------------------------------- activations: (x, bias or None) -> f(x + bias)
 
 
-def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    return _wide(x) if bias is None else _wide(x) + _wide(bias)
+def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return wide_of(x) if bias is None else wide_of(x) + wide_of(bias)
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -86,17 +96,17 @@ _TWICE, _CUBED = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def _gelu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-    wide = _plus(x, bias)
+    wide = plus_bias(x, bias)
     return ((wide * torch.sigmoid(_TWICE * wide * (1 + _CUBED * wide * wide))).to(x.dtype),)
 
 
 def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    wide = _plus(x, bias)
+    wide = plus_bias(x, bias)
     square = wide * wide
     share = torch.sigmoid(_TWICE * wide * (1 + _CUBED * square))
     slope = _TWICE * wide * (1 + 3 * _CUBED * square)
-    grad_x = _wide(grad) * (share + slope * share * (1 - share))
-    return grad_x.to(x.dtype), _of_rows(grad_x, bias)
+    grad_x = wide_of(grad) * (share + slope * share * (1 - share))
+    return grad_x.to(x.dtype), of_rows(grad_x, bias)
 
 
 def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,15 +116,15 @@ def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _gated_silu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-    gate, up = _plus(x, bias).chunk(2, dim=-1)
+    gate, up = plus_bias(x, bias).chunk(2, dim=-1)
     return ((gate * torch.sigmoid(gate) * up).to(x.dtype),)
 
 
 def _gated_silu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    gate, up = _plus(x, bias).chunk(2, dim=-1)
-    share, g = torch.sigmoid(gate), _wide(grad)
+    gate, up = plus_bias(x, bias).chunk(2, dim=-1)
+    share, g = torch.sigmoid(gate), wide_of(grad)
     grad_x = torch.cat((g * up * share * (1 + gate * (1 - share)), g * gate * share), dim=-1)
-    return grad_x.to(x.dtype), _of_rows(grad_x, bias)
+    return grad_x.to(x.dtype), of_rows(grad_x, bias)
 
 
 # ---------------------------------------------------------------- the residual stream: (x, block's result, its mask) -> sum
@@ -129,13 +139,15 @@ def _eager_residual(
 def _residual(
     x: Tensor, out: Tensor, lines: Tensor, columns: Tensor, probability: float, dtype: torch.dtype
 ) -> tuple[Tensor]:
-    return (_eager_residual(x, _wide(out), lines, columns, probability, dtype).to(torch.promote_types(x.dtype, dtype)),)
+    return (
+        _eager_residual(x, wide_of(out), lines, columns, probability, dtype).to(torch.promote_types(x.dtype, dtype)),
+    )
 
 
 def _residual_backward(
     grad: Tensor, lines: Tensor, columns: Tensor, probability: float, dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
-    return grad, dropped(_wide(grad), MaskWords(lines, columns), probability).to(dtype), None, None, None, None
+    return grad, dropped(wide_of(grad), MaskWords(lines, columns), probability).to(dtype), None, None, None, None
 
 
 # ---------------------------------------------------------------- heads: (fused, cos, sin, heads of a group) -> q, k, v
@@ -149,14 +161,14 @@ def _eager_heads(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple
 
 def _heads(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
     *both, v = (part.flatten(2, 3) for part in fused.split([queries, 1, 1], dim=3))
-    return *(rotated(_wide(x), cos, sin).to(fused.dtype) for x in both), v.contiguous()
+    return *(rotated(wide_of(x), cos, sin).to(fused.dtype) for x in both), v.contiguous()
 
 
 def _heads_backward(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor | None, ...]:
     groups = grad_k.shape[2]
-    grads = rotated(_wide(grad_q), cos, -sin), rotated(_wide(grad_k), cos, -sin), _wide(grad_v)
+    grads = rotated(wide_of(grad_q), cos, -sin), rotated(wide_of(grad_k), cos, -sin), wide_of(grad_v)
     fused = torch.cat([x.unflatten(2, (groups, -1)) for x in grads], dim=3)
     return fused.to(grad_v.dtype), None, None, None
 

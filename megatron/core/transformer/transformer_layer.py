@@ -16,6 +16,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import give_up, recomputed
 from megatron.core.transformer.regions import REGIONS
+from megatron.core.transformer.whole_layer import WholeLayer
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -49,10 +50,16 @@ class ParallelTransformerLayer(nn.Module):
         self.keys, self.compiled = context.keys, compiles(config, context.tp.device)
         self.recomputes_mlp, self.recomputes_norms = config.recomputes("mlp"), config.recomputes("layernorm")
         self.mlp_dropout = context.hidden_dropout(config.hidden_dropout, "after mlp", layer)
+        self.compiled_whole = (
+            WholeLayer(self, config, context.tp) if self.compiled and config.compile == "layers" else None
+        )
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
+        if self.compiled_whole is not None and self.compiled_whole.takes(cache):
+            x, fused = self.compiled_whole.before(x)
+            return self.compiled_whole.after(x, self.self_attention.attend(fused, mask, angles))
         attend = lambda normed: self.self_attention(normed, mask, angles, cache)  # noqa: E731
         x, out = self._of_norm(self.input_layernorm, x, attend)
         x = self._sum(x, out, self.attention_dropout)
