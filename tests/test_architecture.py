@@ -305,11 +305,11 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_350,
+    "megatron/core": 2_360,
     "megatron/core/checkpoint": 845,
     "megatron/core/classic": 1_565,
     "megatron/core/datasets": 1_960,
-    "megatron/core/distributed": 1_482,
+    "megatron/core/distributed": 1_489,
     "megatron/core/inference": 350,
     "megatron/core/job": 659,
     "megatron/core/models": 300,
@@ -319,7 +319,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 1_230,
+    "megatron/core/transformer": 1_411,
     "megatron/deepspeed": 421,
     "megatron/training": 1_826,
     "megatron/training/classic": 185,

@@ -127,8 +127,10 @@ class _Before(torch.autograd.Function):
 
 
 class _After(torch.autograd.Function):
-    """x, heads -> the layer's result. given: weight and bias of the norm, matrix and vector of three linear layers, the words of two
-    masks."""
+    """x, heads -> the layer's result.
+
+    given: weight and bias of the norm, matrix and vector of three linear layers, the words of two masks.
+    """
 
     @staticmethod
     def forward(
