@@ -28,20 +28,18 @@ LEFT_OUT = {
     "data/test_preprocess_mmdata.py": "multimodal",
     "models/test_t5_model.py": "T5",
     "transformer/moe": "mixture of experts",
-    "transformer/test_core_attention.py": "holds no test; imports the cross attention of T5",
-    "transformer/test_attention_packed_seq.py": "holds no test; packed sequences",
     "transformer/test_retro_attention.py": "retro",
     "transformer/test_spec_customization.py": "imports transformer_engine, CUDA kernels",
     "models/test_base_embedding.py::TestBaseEmbedding::test_gpu_forward": "CUDA: asserts that a tensor's device is it",
 }
-ENGINE = "counts the parameters of Transformer Engine's layers, whose norm is a part of the linear layer"
+ENGINE = "counts or names parameters of Transformer Engine's layers, whose norm is a part of the linear layer"
 # Tests, and files whose import fails, that fail here -> why.
 FAILING = {
     "tensor_parallel/test_random.py::test_checkpoint": "asserts that an argument is changed in place",
     "data/test_preprocess_data.py": "downloads its vocabulary",
     "data/test_builder_mock_gpt_dataset.py::test_builder_mock_data": "asks made-up data without a size or a vocabulary",
     "transformer/test_attention.py::TestParallelAttention::test_constructor": ENGINE,
-    "transformer/test_transformer_layer.py": "imports megatron.core.dist_checkpointing, which is not there yet",
+    "transformer/test_transformer_layer.py::TestParallelTransformerLayer::test_sharded_state_dict": ENGINE,
 }
 
 
@@ -94,7 +92,7 @@ def test_unit_tests_of_megatron_pass(clone: Path, tmp_path_factory: pytest.TempP
         print(f"\n{folder}, {RANKS[folder]} ranks: {len(found['PASSED'])} passed", end="")
     count = sum(size_of(clone, name) for name in failed)
     print(f"\n{len(passed)} of {len(passed) + count} passed. Failed:")
-    print("".join(f"    {name}: {FAILING.get(name)}\n" for name in sorted(failed)))
+    print("".join(f"    {name}: {FAILING.get(name.split('[')[0])}\n" for name in sorted(failed)))
     print("Left out:\n" + "".join(f"    {name}: {reason}\n" for name, reason in LEFT_OUT.items()))
-    assert failed <= set(FAILING), "and nobody has said why"
+    assert {name.split("[")[0] for name in failed} <= set(FAILING), "and nobody has said why"
     assert len(passed) >= 0.6 * (len(passed) + count)

@@ -54,7 +54,7 @@ NAMES = {
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving get_forward_backward_func",
     "megatron.core.dist_checkpointing": "ShardedTensor check_is_distributed_checkpoint load load_common_state_dict load_content_metadata "
     "load_plain_tensors save",
-    "megatron.core.dist_checkpointing.mapping": "ShardedTensor",
+    "megatron.core.dist_checkpointing.mapping": "ShardedObject ShardedTensor",
     "megatron.core.dist_checkpointing.serialization": "load load_common_state_dict load_plain_tensors save",
     "megatron.core.optimizer": "MegatronOptimizer OptimizerConfig get_megatron_optimizer",
     "megatron.core.optimizer.optimizer_config": "OptimizerConfig",

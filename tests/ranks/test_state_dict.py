@@ -10,6 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.boxes import slices
 from megatron.core.checkpoint import load_state_dict, load_whole_tensors, save_state_dict
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.placement import pieces
 
@@ -84,6 +85,17 @@ def test_parameters_in_shards_are_refused(tmp_path):
             save_state_dict(tmp_path, parameters(mesh, layout, TINY_GPT2), mesh)
 
     run_ranks(layout.sizes, work)
+
+
+def test_an_object_is_a_value_beside_tensors(tmp_path):
+    def work(mesh):
+        state = {"inner": {"extra": ShardedObject("inner.extra", {"a": [1, 2]}, (1,), (0,))}}
+        dist_checkpointing.save(state, str(tmp_path))
+        return dist_checkpointing.load(state, str(tmp_path))
+
+    assert run_ranks({"tp": 2}, work) == [{"inner": {"extra": {"a": [1, 2]}}}] * 2
+    with pytest.raises(NotImplementedError, match="save tensors"):
+        ShardedObject("extra", 1, (2,), (0,))
 
 
 def test_parts_say_their_own_place(tmp_path):

@@ -63,6 +63,27 @@ class ShardedTensor(KeyedTensor):
         return cls(key, data, *place, replica_id, prepend_axis_num, **init_kwargs)
 
 
+@dataclass
+class ShardedObject:
+    """A value that is no tensor, but plain JSON, equal on all ranks."""
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: int | tuple[int, ...] = 0
+
+    def __post_init__(self) -> None:
+        if any(size != 1 for size in self.global_shape):
+            raise NotImplementedError(f"{self.key}: an object of {self.global_shape} parts is not built; save tensors")
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the values of its objects."""
+    values = {name: one.data if isinstance(one, ShardedObject) else one for name, one in state.items()}
+    return {name: _plain(one) if isinstance(one, dict) else one for name, one in values.items()}
+
+
 def save(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str,
@@ -78,7 +99,7 @@ def save(
     if async_sharded_save:
         raise NotImplementedError("async_sharded_save: a save returns when all is written; leave it out")
     about = {} if content_metadata is None else {"content_metadata": content_metadata}
-    save_state_dict(checkpoint_dir, {**sharded_state_dict, **about}, current().mesh, current().device)
+    save_state_dict(checkpoint_dir, {**_plain(sharded_state_dict), **about}, current().mesh, current().device)
 
 
 def load(
@@ -94,7 +115,7 @@ def load(
     Tensors of `sharded_state_dict` are filled in place. One that is missing in the checkpoint is an error, whatever `strict`.
     """
     del sharded_strategy, common_strategy, validate_access_integrity, strict
-    return load_state_dict(checkpoint_dir, sharded_state_dict, current().mesh, current().device)
+    return load_state_dict(checkpoint_dir, _plain(sharded_state_dict), current().mesh, current().device)
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:

@@ -1,3 +1,3 @@
 """Import path of Megatron core."""
 
-from megatron.core.classic.dist_checkpointing import ShardedTensor  # noqa: F401
+from megatron.core.classic.dist_checkpointing import ShardedObject, ShardedTensor  # noqa: F401
