@@ -258,8 +258,10 @@ def test_pure_modules_load_without_torch():
 
 
 def is_import_path(path: Path) -> bool:
-    """Whether a file is one of Megatron's import paths, with names that are defined elsewhere."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").startswith("Import path of Megatron")
+    """Whether a file is one of Megatron's or DeepSpeed's import paths, with names that are defined elsewhere."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").startswith(
+        ("Import path of Megatron", "Import path of DeepSpeed")
+    )
 
 
 def test_an_import_path_holds_nothing_but_names():
@@ -320,7 +322,7 @@ BUDGETS = {
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_411,
-    "megatron/deepspeed": 421,
+    "megatron/deepspeed": 484,
     "megatron/training": 1_826,
     "megatron/training/classic": 185,
     "megatron/training/ending": 240,

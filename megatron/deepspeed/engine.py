@@ -65,6 +65,12 @@ class DeepSpeedEngine(Engine):
     def zero_optimization_stage(self) -> int:
         return self.settings.data_parallel.stage
 
+    def fp16_enabled(self) -> bool:
+        return self.settings.precision == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.precision == "bfloat16"
+
     def get_lr(self) -> list[float]:
         return self.optimizer.rates()
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.config import ConfigError
@@ -31,6 +32,39 @@ def make_groups(asked: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[st
         check_arguments(kind, {key: value for key, value in group.items() if key not in ("params", "name")}, defaults)
     chosen = {key: params.get(key, value) for key, value in defaults.items()}
     return name, [chosen | group for group in groups]
+
+
+def FusedAdam(
+    params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """Torch's AdamW, or without `adam_w_mode` its Adam, for `initialize`, which updates by the device's fused kernel."""
+    if amsgrad or not bias_correction:
+        raise ConfigError("FusedAdam: amsgrad, and Adam without bias_correction, are not built; leave them out")
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def DeepSpeedCPUAdam(
+    model_params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """`FusedAdam`: where the state lies and is updated, `offload_optimizer` says. States are float32."""
+    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
 class ZeroOptimizer(GroupedOptimizer):

@@ -1,5 +1,7 @@
 """`megatron.training.engine.Engine` over ranks as threads: loops and modules as scripts have them, against plain torch."""
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,6 +215,34 @@ def test_what_a_flat_update_cannot_follow_is_an_error():
             engine.step()
 
     run_ranks({"dp": 1}, work)
+
+
+def test_names_that_scripts_of_deepspeed_import(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    adam = importlib.import_module("deepspeed.ops.adam")
+    assert importlib.import_module("deepspeed.runtime.lr_schedules").OneCycle is OneCycle
+    device = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    assert torch.device(device.current_device_name()).type == device.device_name() and device.device_count() >= 1
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        model = Odd()
+        given = {"train_batch_size": 12, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": 0.1}]
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam.DeepSpeedCPUAdam(groups, lr=1e-2), config=given)
+        assert not engine.fp16_enabled() and not engine.bfloat16_enabled()
+        engine.backward(loss_of(engine, part(X[0], mesh)))
+        engine.step()
+        return engine.module_state_dict()
+
+    alone = Odd()
+    optimizer = optimizer_of(alone)
+    loss_of(alone, X[0]).backward()
+    alone.empty.grad = torch.zeros_like(alone.empty)
+    optimizer.step()
+    for found in run_ranks({"dp": 2}, work):
+        assert_same(found, alone.state_dict())
+    with pytest.raises(ConfigError, match="amsgrad"):
+        adam.FusedAdam([torch.ones(1)], amsgrad=True)
 
 
 def test_ranks_with_different_models_are_told_apart():

@@ -1,0 +1,1 @@
+"""Import path of DeepSpeed's operators."""

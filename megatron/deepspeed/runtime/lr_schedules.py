@@ -1,0 +1,5 @@
+"""Import path of DeepSpeed's schedules."""
+
+from megatron.core.optimizer.step_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
