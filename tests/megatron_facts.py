@@ -79,7 +79,7 @@ class Release:
         """Of a function, or of a class's constructor; None if neither it nor a base in Megatron says them."""
         if isinstance(node, ast.FunctionDef):
             return arguments(node.args)
-        if any("dataclass" in ast.unparse(one) for one in node.decorator_list):
+        if is_dataclass(node):
             return list(self.fields(module, node).values())
         for one in node.body:
             if isinstance(one, ast.FunctionDef) and one.name == "__init__":
@@ -100,7 +100,7 @@ class Release:
         """name -> argument of a dataclass."""
         found = {}
         for base in reversed(list(self.bases(module, node))):
-            found |= self.fields(*base)
+            found |= self.fields(*base) if is_dataclass(base[1]) else {}
         for one in node.body:
             if isinstance(one, ast.AnnAssign) and "ClassVar" not in ast.unparse(one.annotation):
                 value = one.value
@@ -111,6 +111,10 @@ class Release:
                     value = given.get("default", ast.Constant(...) if "default_factory" in given else None)
                 found[one.target.id] = one.target.id + ("" if value is None else f"={ast.unparse(value)}")
         return found
+
+
+def is_dataclass(node: ast.stmt) -> bool:
+    return any("dataclass" in ast.unparse(one) for one in getattr(node, "decorator_list", ()))
 
 
 def arguments(given: ast.arguments) -> list[str]:
