@@ -186,6 +186,25 @@ def test_a_spec_of_our_parts_computes_what_our_layer_does():
         torch.testing.assert_close(value, whole[name.replace(".layer.", ".")], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("layer", [None, type("Mine", (TransformerLayer,), {})], ids=["ours", "a subclass"])
+def test_a_spec_normalizes_heads_as_the_config_does(layer):
+    def work(mesh):
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
+        spec = get_gpt_layer_local_spec(None, False, True, False, False, normalization="LayerNorm")
+        spec.module = layer or spec.module
+        by_spec = GPTModel(config, spec, VOCAB, SEQ)
+        config.qk_layernorm = True
+        by_config = GPTModel(config, get_gpt_layer_local_spec(), VOCAB, SEQ)
+        weights = {name.replace(".layer.", "."): p for name, p in by_spec.named_parameters()}
+        by_config.load_state_dict(weights)
+        assert sum("q_layernorm" in name for name in weights) == 2
+        tokens, places = torch.arange(SEQ)[None] % VOCAB, torch.arange(SEQ)[None]
+        by_spec.eval(), by_config.eval()
+        assert torch.equal(by_spec(tokens, places, None), by_config(tokens, places, None))
+
+    run_ranks({}, work)
+
+
 @pytest.mark.parametrize("name", ["norms", "parts of parts", "a subclass"])
 def test_a_config_divides_the_sequence_outside_of_a_run(name):
     ranks = run_ranks({"tp": 2}, lambda mesh: trained(mesh, name, steps=1, sp=True))

@@ -8,8 +8,7 @@ A part of the user's is built and called as Megatron does: a layer from (config,
 an MLP from (config, submodules), a norm from (config, hidden_size, eps).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +120,8 @@ class SelfAttention(ParallelAttention):
         layer_number: int,
         attn_mask_type: Any = AttnMaskType.padding,
     ):
-        ours, made = settings_of(config), submodules.core_attention
+        norms = {"qk_layernorm": True} if FusedLayerNorm in (submodules.q_layernorm, submodules.k_layernorm) else {}
+        ours, made = settings_of(config, **norms), submodules.core_attention
         of_core = {"layer_number": layer_number, "attn_mask_type": attn_mask_type, "attention_type": "self"}
         own_core = lambda *_: build_module(made, config=config, **of_core)  # noqa: E731
         core = {"make_core": own_core} if _is_own(made, DotProductAttention) else {}
@@ -260,8 +260,10 @@ class TransformerLayer(MegatronModule):
 # ---------------------------------------------------------------- specs
 
 
-def _layer_spec(mask: Any) -> ModuleSpec:
-    parts = SelfAttentionSubmodules(ColumnParallelLinear, DotProductAttention, RowParallelLinear)
+def _layer_spec(mask: Any, head_norm: Any = None) -> ModuleSpec:
+    parts = SelfAttentionSubmodules(
+        ColumnParallelLinear, DotProductAttention, RowParallelLinear, q_layernorm=head_norm, k_layernorm=head_norm
+    )
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -275,20 +277,46 @@ def _layer_spec(mask: Any) -> ModuleSpec:
     )
 
 
+@takes(use_kitchen=False, use_kitchen_attention=False, kitchen_attention_backend="sdpa")
 def get_gpt_layer_local_spec(
-    num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False, **options: Any
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
 ) -> ModuleSpec:
-    """A GPT layer of ours. Options that config decides here (qk_layernorm, normalization) are read from the config."""
-    del moe_grouped_gemm, qk_layernorm
-    refused = {"num_experts": num_experts} | {
-        name: options.get(name) for name in ("multi_latent_attention", "qk_l2_norm")
-    }
-    if given := [name for name, value in refused.items() if value]:
+    """A GPT layer of ours. qk_layernorm: normalizes heads, as the config's field does. The kind of norm is the config's."""
+    del moe_grouped_gemm, moe_use_legacy_grouped_gemm, normalization
+    refused = {"num_experts": num_experts, "multi_latent_attention": multi_latent_attention, "fp8": fp8}
+    if given := [name for name, value in {**refused, "qk_l2_norm": qk_l2_norm}.items() if value]:
         raise ValueError(f"get_gpt_layer_local_spec: {', '.join(given)} is not built yet; leave it out")
-    return _layer_spec(AttnMaskType.causal)
+    return _layer_spec(AttnMaskType.causal, FusedLayerNorm if qk_layernorm else None)
 
 
-get_gpt_layer_with_transformer_engine_spec: Callable[..., ModuleSpec] = get_gpt_layer_local_spec
+@takes(
+    use_te_op_fuser=False,
+    use_kitchen=False,
+    use_te_activation_func=False,
+    use_kitchen_attention=False,
+    kitchen_attention_backend="sdpa",
+)
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool = False,
+    qk_l2_norm: bool = False,
+) -> ModuleSpec:
+    """The same: layers of ours."""
+    given = (num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, moe_use_legacy_grouped_gemm)
+    return get_gpt_layer_local_spec(*given, qk_l2_norm=qk_l2_norm)
+
+
 bert_layer_local_spec = _layer_spec(AttnMaskType.padding)
 bert_layer_with_transformer_engine_spec = _layer_spec(AttnMaskType.padding)
 
@@ -328,9 +356,10 @@ def make_layer_of(spec: Any, config: Any) -> MakePart:
 
     def make(ours: ModelConfig, layer: int, context: LayerContext) -> nn.Module:
         one = spec.layer_specs[layer - first] if isinstance(spec, TransformerBlockSubmodules) else spec
-        if one not in (get_gpt_layer_local_spec(), bert_layer_local_spec):
+        normed = one == get_gpt_layer_local_spec(qk_layernorm=True)
+        if not normed and one not in (get_gpt_layer_local_spec(), bert_layer_local_spec):
             return SpecLayer(one, config, layer - first + 1)
-        made = ParallelTransformerLayer(ours, layer, context)
+        made = ParallelTransformerLayer(replace(ours, qk_layernorm=True) if normed else ours, layer, context)
         made.layer_number = layer + 1
         return made
 
