@@ -33,6 +33,7 @@ PACKAGES = {  # package -> its use
     "pyarrow": "tools/preprocess_data.py on .parquet files",
     "nltk": "tools/preprocess_data.py --sentence-splitter nltk",
     "transformers": "tools/benchmark.py beside other models",
+    "grouped_gemm": "scripts that take it from grouped_gemm_util; nothing here uses it",
     "pytest": "tests",
     "pytest-xdist": "tests on all cores",
     "hypothesis": "tests of properties",
