@@ -227,6 +227,7 @@ def test_questions_are_asked_until_they_are_answered(capsys):
     assert (
         "'two' is not a whole number" in said and "--num-layers is needed" in said and len(asked) == len(QUESTIONS) + 2
     )
+    assert asked[0] == "what computes (gpu, cpu) [gpu]: "
     assert complete(Answers(num_layers=2, hidden_size=8, num_attention_heads=2), None, print).size == "shape"
 
     def ended(_: str) -> str:
@@ -263,6 +264,7 @@ def test_an_installed_program_is_called_by_its_command(monkeypatch, tmp_path):
     ("words", "says"),
     [
         ("--size 9b", "--size is 9b; of gpt it is one of"),
+        ("--model llama --size 7B", ", or shape; the nearest is 6.7b"),
         ("--size tiny --num-layers 3", "--size tiny and --num-layers exclude each other"),
         ("--size shape", "--num-layers is needed"),
         ("--model gpt --num-query-groups 2", "--num-query-groups is for --model llama"),

@@ -4,9 +4,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from megatron.core.config import ConfigError, Count, FlagConfig, FlagParser, Positive, add_flags, flag_of, knob, knobs
+from megatron.core.config import (
+    ConfigError,
+    Count,
+    FlagConfig,
+    FlagParser,
+    Positive,
+    add_flags,
+    flag_of,
+    knob,
+    knobs,
+    metavar_of,
+)
 from tools.configuring.layouts import Work
-from tools.configuring.sizes import SIZES, Model, Size
+from tools.configuring.sizes import SIZES, Model, Size, nearest
 
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 OWN_SHAPE = "shape"
@@ -22,7 +33,7 @@ class Answers(FlagConfig):
     device: Literal["gpu", "cpu"] | None = knob(None, "what computes")
     memory: Positive | None = knob(None, "GiB of each device; with --device cpu of each machine", metavar="GIB")
     model: Literal["gpt", "bert", "llama"] | None = knob(None, "family of the model")
-    size: str | None = knob(None, f"published size: {_SIZES}; or {OWN_SHAPE}")
+    size: str | None = knob(None, f"published size, by its parameters: {_SIZES}; or {OWN_SHAPE}")
     num_layers: Count | None = knob(None, "layers, of a model of another size")
     hidden_size: Count | None = knob(None, "hidden size")
     num_attention_heads: Count | None = knob(None, "attention heads")
@@ -40,7 +51,11 @@ class Answers(FlagConfig):
         if self.size not in (None, OWN_SHAPE) and own:
             yield f"--size {self.size} and {', '.join(own)} exclude each other; leave one out"
         if self.model and self.size not in (None, OWN_SHAPE) and self.size not in SIZES[self.model]:
-            yield f"--size is {self.size}; of {self.model} it is one of {', '.join(SIZES[self.model])}, or {OWN_SHAPE}"
+            near = nearest(self.model, self.size)
+            yield (
+                f"--size is {self.size}; of {self.model} it is one of {', '.join(SIZES[self.model])}, or {OWN_SHAPE}"
+                f"{near and f'; the nearest is {near}'}"
+            )
         if self.num_query_groups and self.model not in (None, "llama"):
             yield f"--num-query-groups is for --model llama, and this is {self.model}; leave it out"
 
@@ -110,9 +125,12 @@ def complete(given: Answers, ask: Callable[[str], str] | None, say: Callable[[st
 
 def _answered(answers: Answers, question: Question, ask: Callable | None, say: Callable[[str], None]) -> Answers:
     default, flag = question.default(answers), flag_of(question.name)
-    shown = next(field.metadata["help"] for field in knobs(Answers) if field.name == question.name)
+    field = next(field for field in knobs(Answers) if field.name == question.name)
+    shown, kind = field.metadata["help"], metavar_of(Answers, field)
     if question.name == "size":
         shown = f"size ({', '.join(SIZES[answers.model])}, or {OWN_SHAPE})"
+    elif kind.startswith("{"):
+        shown += f" ({kind[1:-1].replace(',', ', ')})"
     while True:
         text = line(ask, f"{shown}{'' if default is None else f' [{default}]'}: ") if ask else ""
         if not text and default is None:

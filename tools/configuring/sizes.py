@@ -1,5 +1,6 @@
 """Models by name: published sizes of GPT, BERT and Llama, and the flags of pretrain_gpt.py or pretrain_bert.py for them."""
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +60,20 @@ SIZES: dict[str, dict[str, Size]] = {
         "13b": Size(40, 5120, 40, 32000, 4096, 0, 13824, False),
     },
 }
+
+
+def nearest(family: str, name: str) -> str:
+    """The size whose name is nearest to `name` in parameters (6.7b to 7b); "" if that is no number."""
+    if (wanted := _number(name)) is None:
+        return ""
+    named = {size: number for size in SIZES[family] if (number := _number(size))}
+    return min(named, key=lambda size: abs(named[size] - wanted))
+
+
+def _number(name: str) -> float | None:
+    """Parameters by a name: 1.2e9 of 1.2b."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mb])", name.lower())
+    return float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]] if match else None
 
 
 @dataclass(frozen=True)
