@@ -146,9 +146,20 @@ def test_hooks_and_replaced_parts_are_called(taken: list[bool]):
     handle.remove()
     layer.mlp.linear_fc2.forward = lambda y, own=layer.mlp.linear_fc2.forward: own(y * 0)
     replaced = gradients(layer)
-    assert taken == [True, False, False] and seen == ["mlp"]
+    other = layer_of()
+    other.mlp.activation = lambda x, bias: (x + bias).relu()
+    replaced_later = gradients(other)
+    assert taken == [True, False, False, False] and seen == ["mlp"]
     assert max(map(error, watched, first)) < 1e-12
-    assert error(replaced[0], first[0]) > 1e-3
+    assert min(error(found[0], first[0]) for found in (replaced, replaced_later)) > 1e-4
+
+
+def test_each_dropout_has_its_probability(taken: list[bool]):
+    layers = [layer_of(replace(GELU, compile=how)) for how in ("off", "layers")]
+    for layer in layers:
+        layer.attention_dropout.probability = 0.5
+        layer.mlp_dropout.probability = 0.0
+    assert max(map(error, *map(gradients, layers))) < 1e-12 and taken == [True]
 
 
 @pytest.mark.full

@@ -38,8 +38,8 @@ class WholeLayer:
 
     def __init__(self, layer: nn.Module, config: ModelConfig, tp: TensorParallel):
         self.layer, self.store = layer, tp.weight_grads
-        self.epsilon = config.norm_epsilon
-        self.programs = _programs(config.normalization, "gated_silu" if config.swiglu else "gelu")
+        self.regions = config.normalization, "gated_silu" if config.swiglu else "gelu"
+        self.programs = _programs(*self.regions)
         self.why_in_parts = _why_in_parts(config, tp) or self._of_the_script()
 
     def takes(self, cache: object) -> bool:
@@ -52,16 +52,17 @@ class WholeLayer:
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(x, the product of q, k and v)"""
         norm, qkv = self.layer.input_layernorm, self.layer.self_attention.linear_qkv
-        return _Before.apply(self, x, norm.weight, norm.bias, qkv.weight, qkv.bias)
+        return _Before.apply(self, norm.epsilon, x, norm.weight, norm.bias, qkv.weight, qkv.bias)
 
     def after(self, x: Tensor, heads: Tensor) -> Tensor:
         """The layer's result. heads: what attention gives, [s, b, n d]."""
         layer, mlp = self.layer, self.layer.mlp
         norm, linears = layer.pre_mlp_layernorm, (layer.self_attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
         of_linears = (p for linear in linears for p in (linear.weight, linear.bias))
-        words = (word for dropout in (layer.attention_dropout, layer.mlp_dropout) for word in _words(dropout, x))
-        probability = layer.mlp_dropout.probability
-        return _After.apply(self, probability, x, heads, norm.weight, norm.bias, *of_linears, *words)
+        dropouts = layer.attention_dropout, layer.mlp_dropout
+        words = (word for dropout in dropouts for word in _words(dropout, x))
+        numbers = norm.epsilon, *(dropout.probability for dropout in dropouts)
+        return _After.apply(self, numbers, x, heads, norm.weight, norm.bias, *of_linears, *words)
 
     def of_matrix(self, matrix: nn.Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
         """The gradient of a matrix in x matrix^T; None once it is where it belongs."""
@@ -80,7 +81,14 @@ class WholeLayer:
         for part, ours in zip(self._parts(), _OURS):
             if type(part) is not ours or "forward" in vars(part):
                 return f"{type(part).__name__} is the script's own, in the place of {ours.__name__}"
-        return None
+        norm, activation = (REGIONS[name].compiled for name in self.regions)
+        layer = self.layer
+        if (
+            layer.mlp.activation == activation
+            and layer.input_layernorm.region == layer.pre_mlp_layernorm.region == norm
+        ):
+            return None
+        return "a norm's or an activation's function is the script's own"
 
 
 _OURS = (
@@ -113,39 +121,38 @@ class _Before(torch.autograd.Function):
     """x -> x, norm(x) times a linear layer's matrix, plus its vector."""
 
     @staticmethod
-    def forward(ctx: Any, layer: WholeLayer, x: Tensor, weight: Tensor, bias: Any, matrix: Tensor, vector: Any) -> Any:
-        given = weight, bias, matrix, vector
-        fused, *kept = layer.programs.before(x, *given, layer.epsilon)
+    def forward(ctx: Any, layer: WholeLayer, epsilon: float, x: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """given: weight and bias of the norm, matrix and vector."""
+        fused, *kept = layer.programs.before(x, *given, epsilon)
         ctx.save_for_backward(x, *given, *kept)
-        ctx.layer, ctx.matrix = layer, matrix  # as given: only this object has `main_grad`
+        ctx.layer, ctx.matrix = layer, given[2]  # as given: only this object has `main_grad`
         return x, fused
 
     @staticmethod
     def backward(ctx: Any, carried: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         made = _BeforeGrads(*ctx.layer.programs.before_backward(carried, grad, *ctx.saved_tensors))
-        return None, *made[:3], ctx.layer.of_matrix(ctx.matrix, grad, made.normed), made.vector
+        return None, None, *made[:3], ctx.layer.of_matrix(ctx.matrix, grad, made.normed), made.vector
 
 
 class _After(torch.autograd.Function):
     """x, heads -> the layer's result.
 
-    given: weight and bias of the norm, matrix and vector of three linear layers, the words of two masks.
+    numbers: epsilon of the norm, probabilities of both dropouts. given: weight and bias of the norm, matrix and vector of three
+    linear layers, the words of two masks.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: WholeLayer, probability: float, x: Tensor, heads: Tensor, *given: Tensor | None
-    ) -> Any:
-        out, *kept = layer.programs.after(x, heads, probability, layer.epsilon, *given)
+    def forward(ctx: Any, layer: WholeLayer, numbers: tuple, x: Tensor, heads: Tensor, *given: Tensor | None) -> Tensor:
+        out, *kept = layer.programs.after(x, heads, *numbers, *given)
         ctx.save_for_backward(heads, *given, *kept)
         ctx.layer, ctx.matrices = layer, given[2:8:2]
-        ctx.probability = probability
+        ctx.probabilities = numbers[1:]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads, *saved = ctx.saved_tensors
-        made = _AfterGrads(*ctx.layer.programs.after_backward(grad, ctx.probability, *saved))
+        made = _AfterGrads(*ctx.layer.programs.after_backward(grad, *ctx.probabilities, *saved))
         by_out = grad if made.by_out is None else made.by_out
         by_proj = made.x if made.by_proj is None else made.by_proj
         factors = (by_proj, heads), (made.by_inner, made.normed), (by_out, made.activated)
@@ -224,17 +231,17 @@ def _programs(normalization: str, activation: str) -> _Programs:
         *of_norm, _ = norm_backward(carried, grad @ matrix, x, weight, bias, *kept)
         return _BeforeGrads(*of_norm, of_rows(grad, vector), normed_again(x, weight, bias, *kept))
 
-    def after(x, heads, p, epsilon, weight, bias, proj, of_proj, fc1, of_fc1, fc2, of_fc2, *words):
+    def after(x, heads, epsilon, p, later_p, weight, bias, proj, of_proj, fc1, of_fc1, fc2, of_fc2, *words):
         middle = _sum(x, heads @ proj.t(), of_proj, words[:2], p)
         normed, *kept = norm(middle, weight, bias, epsilon)
         inner = normed @ fc1.t()
         (activated,) = active(inner, of_fc1)
-        return _sum(middle, activated @ fc2.t(), of_fc2, words[2:], p), middle, inner, *kept
+        return _sum(middle, activated @ fc2.t(), of_fc2, words[2:], later_p), middle, inner, *kept
 
-    def after_backward(grad, p, weight, bias, proj, of_proj, fc1, of_fc1, fc2, of_fc2, *others):
+    def after_backward(grad, p, later_p, weight, bias, proj, of_proj, fc1, of_fc1, fc2, of_fc2, *others):
         words, kept = others[:4], others[6:]
         middle, inner = others[4:6]
-        by_out = _sum_backward(grad, fc2, words[2:], p)
+        by_out = _sum_backward(grad, fc2, words[2:], later_p)
         by_inner, by_of_fc1 = active_backward(by_out @ fc2, inner, of_fc1)
         by_middle, *of_norm = norm_backward(grad, by_inner @ fc1, middle, weight, bias, *kept)[:3]
         by_proj = _sum_backward(by_middle, proj, words[:2], p)
