@@ -307,9 +307,9 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_360,
-    "megatron/core/checkpoint": 845,
-    "megatron/core/classic": 1_590,
+    "megatron/core": 2_361,
+    "megatron/core/checkpoint": 815,
+    "megatron/core/classic": 1_633,
     "megatron/core/datasets": 1_960,
     "megatron/core/distributed": 1_489,
     "megatron/core/inference": 350,
@@ -333,7 +333,7 @@ BUDGETS = {
     "tools": 1_791,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,
-    "tools/configuring": 520,
+    "tools/configuring": 543,
     "tools/estimating": 215,
     "tools/preprocessing": 560,
 }

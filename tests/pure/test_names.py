@@ -55,6 +55,7 @@ NAMES = {
     "megatron.core.dist_checkpointing": "ShardedTensor check_is_distributed_checkpoint load load_common_state_dict load_content_metadata "
     "load_plain_tensors save",
     "megatron.core.dist_checkpointing.mapping": "ShardedObject ShardedTensor",
+    "megatron.core.transformer.utils": "make_sharded_tensors_for_checkpoint",
     "megatron.core.dist_checkpointing.serialization": "load load_common_state_dict load_plain_tensors save",
     "megatron.core.optimizer": "MegatronOptimizer OptimizerConfig get_megatron_optimizer",
     "megatron.core.optimizer.optimizer_config": "OptimizerConfig",

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.placement import pieces
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 ONE, VPP = Layout(), Layout(pp=2, v=2, schedule="interleaved")
 SHARDED = Layout(tp=2, pp=2, dp=2, sp=True)
@@ -128,3 +129,26 @@ def test_parts_say_their_own_place(tmp_path):
     run_ranks({"tp": 2, "pp": 2, "dp": 2}, save)
     run_ranks({"tp": 4, "pp": 2}, load)
     assert torch.equal(dist_checkpointing.load_plain_tensors(str(tmp_path))["layers.weight"], whole)
+
+
+def test_a_modules_state_dict_becomes_parts(tmp_path):
+    """As a fork's `sharded_state_dict` makes them, with a leading axis of layers that pipeline ranks divide."""
+    whole = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
+
+    def state(mesh, values, bias):
+        module = {"weight": values, "bias": bias}
+        layers = [(0, mesh["pp"].rank, mesh["pp"].size)]
+        return make_sharded_tensors_for_checkpoint(module, "layers.", {"weight": 1}, layers)
+
+    def save(mesh):
+        columns = whole[mesh["pp"].rank].chunk(mesh["tp"].size, dim=1)[mesh["tp"].rank]
+        state_dict = state(mesh, columns.clone(), torch.full((2,), float(mesh["pp"].rank)))
+        dist_checkpointing.save(state_dict, str(tmp_path))
+
+    def load(mesh):
+        values, bias = torch.zeros(4, 3), torch.ones(2)
+        dist_checkpointing.load(state(mesh, values, bias), str(tmp_path))
+        return torch.equal(values, whole[mesh["pp"].rank]) and bias.tolist() == [mesh["pp"].rank] * 2
+
+    run_ranks({"tp": 3, "pp": 2, "dp": 2}, save)
+    assert all(run_ranks({"pp": 2}, load))

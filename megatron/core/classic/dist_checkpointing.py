@@ -5,7 +5,7 @@ model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder
 ShardedTensor.from_rank_offsets("own.weight", weight, (0, tp_rank, tp_size))       in a state dict of one's own
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,61 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """The state with the values of its objects."""
     values = {name: one.data if isinstance(one, ShardedObject) else one for name, one in state.items()}
     return {name: _plain(one) if isinstance(one, dict) else one for name, one in values.items()}
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: tuple[int, ...] | None = None,
+    prepend_offsets: Sequence[tuple[int, int, int]] = (),
+    **kwargs: Any,
+) -> ShardedTensor:
+    """A part whose axis `tp_axis` is divided over the tensor-parallel ranks. prepend_offsets: of leading axes that the whole
+    tensor has and `tensor` has not."""
+    tp = current().mesh["tp"]
+    divided = (tp_axis + len(prepend_offsets), tp.rank, tp.size)
+    return _part(tensor, key, prepend_offsets, [divided], replica_id or (0, 0, current().mesh.tokens.rank), **kwargs)
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    prepend_offsets: Sequence[tuple[int, int, int]] = (),
+    replica_id: tuple[int, ...] | None = None,
+    **kwargs: Any,
+) -> ShardedTensor:
+    """A part that all tensor- and data-parallel ranks hold alike."""
+    mesh = current().mesh
+    return _part(tensor, key, prepend_offsets, [], replica_id or (0, mesh["tp"].rank, mesh.tokens.rank), **kwargs)
+
+
+def _part(
+    tensor: Tensor, key: str, leading: Any, divided: Any, replica: Any, tp_group: Any = None, dp_cp_group: Any = None
+) -> ShardedTensor:
+    del tp_group, dp_cp_group  # the mesh knows the groups
+    places = [*leading, *divided]
+    return ShardedTensor.from_rank_offsets(key, tensor, *places, replica_id=replica, prepend_axis_num=len(leading))
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: dict[str, Any],
+    prefix: str,
+    tensor_parallel_layers_axis_map: dict[str, int] | None = None,
+    sharded_offsets: Sequence[tuple[int, int, int]] = (),
+    extra_state_suffix: str = "_extra_state",
+) -> dict[str, Any]:
+    """The parts of a module's state dict: over tensor-parallel ranks along the axis that the map names, the others alike."""
+    axes, made = tensor_parallel_layers_axis_map or {}, {}
+    for name, value in state_dict.items():
+        key, of_leading = f"{prefix}{name}", {"prepend_offsets": sharded_offsets}
+        if name.endswith(extra_state_suffix):
+            made[key] = ShardedObject(key, value, (1,), (0,))
+        elif name in axes:
+            made[key] = make_tp_sharded_tensor_for_checkpoint(value, key, axes[name], **of_leading)
+        else:
+            made[key] = make_sharded_tensor_for_checkpoint(value, key, **of_leading)
+    return made
 
 
 def save(
