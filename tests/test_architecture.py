@@ -333,7 +333,7 @@ BUDGETS = {
     "tools": 1_791,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,
-    "tools/configuring": 543,
+    "tools/configuring": 523,
     "tools/estimating": 215,
     "tools/preprocessing": 560,
 }

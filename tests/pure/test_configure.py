@@ -227,7 +227,7 @@ def test_questions_are_asked_until_they_are_answered(capsys):
     assert (
         "'two' is not a whole number" in said and "--num-layers is needed" in said and len(asked) == len(QUESTIONS) + 2
     )
-    assert asked[0] == "what computes (gpu, cpu) [gpu]: "
+    assert asked[0] == "what computes: gpu or cpu [gpu]: "
     assert complete(Answers(num_layers=2, hidden_size=8, num_attention_heads=2), None, print).size == "shape"
 
     def ended(_: str) -> str:

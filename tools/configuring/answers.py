@@ -4,18 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from megatron.core.config import (
-    ConfigError,
-    Count,
-    FlagConfig,
-    FlagParser,
-    Positive,
-    add_flags,
-    flag_of,
-    knob,
-    knobs,
-    metavar_of,
-)
+from megatron.core.config import ConfigError, Count, FlagConfig, FlagParser, Positive, add_flags, flag_of, knob, knobs
 from tools.configuring.layouts import Work
 from tools.configuring.sizes import SIZES, Model, Size, nearest
 
@@ -30,9 +19,9 @@ class Answers(FlagConfig):
 
     machines: Count | None = knob(None, "machines")
     devices: Count | None = knob(None, "devices of each machine; with --device cpu the processes of each machine")
-    device: Literal["gpu", "cpu"] | None = knob(None, "what computes")
+    device: Literal["gpu", "cpu"] | None = knob(None, "what computes: gpu or cpu")
     memory: Positive | None = knob(None, "GiB of each device; with --device cpu of each machine", metavar="GIB")
-    model: Literal["gpt", "bert", "llama"] | None = knob(None, "family of the model")
+    model: Literal["gpt", "bert", "llama"] | None = knob(None, "family of the model: gpt, bert or llama")
     size: str | None = knob(None, f"published size, by its parameters: {_SIZES}; or {OWN_SHAPE}")
     num_layers: Count | None = knob(None, "layers, of a model of another size")
     hidden_size: Count | None = knob(None, "hidden size")
@@ -44,18 +33,15 @@ class Answers(FlagConfig):
     vocab_size: Count | None = knob(None, "words; default: those of the size; never asked")
     seq_length: Count | None = knob(None, "tokens of a sequence")
     global_batch_size: Count | None = knob(None, "sequences of a step, over all ranks")
-    precision: Literal["bf16", "fp16", "fp32"] | None = knob(None, "precision of the parameters")
+    precision: Literal["bf16", "fp16", "fp32"] | None = knob(None, "precision of the parameters: bf16, fp16 or fp32")
 
     def problems(self) -> Iterator[str]:
         own = [flag_of(name) for name in _SHAPE if getattr(self, name) is not None]
         if self.size not in (None, OWN_SHAPE) and own:
             yield f"--size {self.size} and {', '.join(own)} exclude each other; leave one out"
         if self.model and self.size not in (None, OWN_SHAPE) and self.size not in SIZES[self.model]:
-            near = nearest(self.model, self.size)
-            yield (
-                f"--size is {self.size}; of {self.model} it is one of {', '.join(SIZES[self.model])}, or {OWN_SHAPE}"
-                f"{near and f'; the nearest is {near}'}"
-            )
+            names = f"{', '.join(SIZES[self.model])}, or {OWN_SHAPE}; the nearest is {nearest(self.model, self.size)}"
+            yield f"--size is {self.size}; of {self.model} it is one of {names}"
         if self.num_query_groups and self.model not in (None, "llama"):
             yield f"--num-query-groups is for --model llama, and this is {self.model}; leave it out"
 
@@ -125,12 +111,9 @@ def complete(given: Answers, ask: Callable[[str], str] | None, say: Callable[[st
 
 def _answered(answers: Answers, question: Question, ask: Callable | None, say: Callable[[str], None]) -> Answers:
     default, flag = question.default(answers), flag_of(question.name)
-    field = next(field for field in knobs(Answers) if field.name == question.name)
-    shown, kind = field.metadata["help"], metavar_of(Answers, field)
+    shown = next(field.metadata["help"] for field in knobs(Answers) if field.name == question.name)
     if question.name == "size":
         shown = f"size ({', '.join(SIZES[answers.model])}, or {OWN_SHAPE})"
-    elif kind.startswith("{"):
-        shown += f" ({kind[1:-1].replace(',', ', ')})"
     while True:
         text = line(ask, f"{shown}{'' if default is None else f' [{default}]'}: ") if ask else ""
         if not text and default is None:

@@ -117,8 +117,8 @@ def as_text(work: Work, found: Sequence[Tried], room: float) -> list[str]:
         over = "" if fits else f"{amount(memory.total - room)} too much"
         rows.append([str(number) if fits else "-", *map(str, layout), *shares, *sent, amount(memory.total), over])
     return [
-        f"{work.model.family} of about {_in_words(work.model.parameters)} parameters, {work.ranks} rank(s), room for "
-        f"{amount(room)} on each",
+        f"{work.model.family} of about {_in_words(work.model.parameters)} parameters, "
+        f"{work.ranks} rank(s), {amount(room)} usable on each",
         "in % of the model's own FLOPs of a step: idle in the pipeline, repeated by recompute, sent (a byte counts as",
         f"{inside:,} FLOPs inside a machine, {between:,} between machines); bytes that a rank sends in a step; predicted memory",
         *table(rows),

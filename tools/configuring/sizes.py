@@ -63,17 +63,14 @@ SIZES: dict[str, dict[str, Size]] = {
 
 
 def nearest(family: str, name: str) -> str:
-    """The size whose name is nearest to `name` in parameters (6.7b to 7b); "" if that is no number."""
-    if (wanted := _number(name)) is None:
-        return ""
-    named = {size: number for size in SIZES[family] if (number := _number(size))}
-    return min(named, key=lambda size: abs(named[size] - wanted))
+    """The size whose name is nearest to `name` in parameters: 6.7b to 7b; "tiny" if that is no number."""
+    return min(SIZES[family], key=lambda size: abs(_number(size) - _number(name)))
 
 
-def _number(name: str) -> float | None:
-    """Parameters by a name: 1.2e9 of 1.2b."""
+def _number(name: str) -> float:
+    """Parameters by a name: 1.2e9 of 1.2b; 0 of tiny."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mb])", name.lower())
-    return float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]] if match else None
+    return float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]] if match else 0.0
 
 
 @dataclass(frozen=True)
