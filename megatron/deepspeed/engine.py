@@ -23,6 +23,7 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
+from megatron.core.optimizer.torch_groups import shown_to_torch
 from megatron.core.storage.atomic import atomic_file
 from megatron.deepspeed.comm import get_local_rank
 from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups
@@ -174,7 +175,8 @@ def initialize(
         raise ConfigError("ds_config names no optimizer; name one, or pass optimizer= to initialize()")
     engine = DeepSpeedEngine(model, settings, made, device)
     if lr_scheduler is not None:
-        engine.lr_scheduler = lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(engine.optimizer)
+        is_made = hasattr(lr_scheduler, "step")
+        engine.lr_scheduler = lr_scheduler if is_made else lr_scheduler(shown_to_torch(engine.optimizer.param_groups))
     elif settings.scheduler is not None:
         engine.lr_scheduler = make_schedule(settings.scheduler, engine.optimizer)
     if training_data is not None:

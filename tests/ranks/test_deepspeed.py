@@ -265,6 +265,28 @@ def test_groups_and_optimizers_of_torch():
         assert_same(found, alone.state_dict())
 
 
+def test_a_function_makes_a_schedule_of_torchs_over_the_files_optimizer():
+    """Adam's betas, too."""
+    cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=len(DATA) + 1)
+    alone = plain_model()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.0)
+    schedule = cycle(optimizer)
+    for ids in DATA:
+        optimizer.zero_grad()
+        loss_of(alone(ids), ids).backward()
+        optimizer.step()
+        schedule.step()
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        given = {"train_batch_size": 12, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+        engine, *_ = deepspeed.initialize(model=plain_model(), lr_scheduler=cycle, config=given)
+        train(engine, mesh)
+        return engine.module_state_dict()
+
+    for found in run_ranks({"dp": 2}, work):
+        assert_same(found, alone.state_dict())
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

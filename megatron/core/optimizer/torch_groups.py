@@ -72,6 +72,13 @@ def _is_rate(value: Any) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < math.inf
 
 
+def shown_to_torch(groups: Groups) -> torch.optim.Optimizer:
+    """These very groups under torch's type, for schedules that ask for it. It updates nothing."""
+    shown = torch.optim.Optimizer([torch.zeros(1)], {name: groups[0][name] for name in groups[0] if name != "params"})
+    shown.param_groups, shown._opt_called = groups, True
+    return shown
+
+
 def groups_of_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
     """(name in OPTIMIZERS, its own groups) of one of torch's optimizers, which keeps no state of its own."""
     kind = type(optimizer).__name__
