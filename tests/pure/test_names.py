@@ -67,7 +67,8 @@ NAMES = {
     "megatron.core.distributed.distributed_data_parallel_config": "DistributedDataParallelConfig",
     "megatron.core.distributed.finalize_model_grads": "finalize_model_grads",
     "megatron.core.model_parallel_config": "ModelParallelConfig",
-    "megatron.core.transformer": "TransformerConfig ParallelTransformer ParallelTransformerLayer ParallelAttention ParallelMLP",
+    "megatron.core.transformer": "TransformerConfig ParallelTransformer ParallelTransformerLayer ParallelAttention ParallelMLP "
+    "MegatronModule ModuleSpec TransformerLayer TransformerLayerSubmodules build_module",
     "megatron.core.transformer.transformer_config": "TransformerConfig",
     "megatron.core.transformer.attention": "CrossAttention CrossAttentionSubmodules SelfAttention SelfAttentionSubmodules",
     "megatron.core.transformer.dot_product_attention": "DotProductAttention",

@@ -20,6 +20,9 @@ __getattr__, __dir__ = lazy_names(
         ".transformer": "ParallelTransformer",
         ".transformer_layer": "ParallelTransformerLayer",
         ".model_config": "ModelConfig",
+        "megatron.core.classic.layers": "TransformerLayer TransformerLayerSubmodules",
+        "megatron.core.classic.modules": "MegatronModule",
+        "megatron.core.classic.specs": "ModuleSpec build_module",
         "megatron.core.classic.transformer_config": "TransformerConfig",
     },
 )
