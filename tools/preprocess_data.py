@@ -278,7 +278,11 @@ def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
         raise ValueError("there is not enough memory; use fewer --workers, or a smaller --max-line-mb") from None
     kept, every = progress.kept["pieces"], progress.all
     before = f", {kept} of {every['pieces']} pieces from an earlier run" if kept else ""
-    print(f"done: {progress.line()}, {every['skipped']} lines skipped{before}", file=sys.stderr)
+    prefixes = " ".join(f"{config.output_prefix}_{key}_{config.level}" for key in config.keys)
+    print(
+        f"done: {progress.line()}, {every['skipped']} lines skipped{before}; wrote --data-path {prefixes}",
+        file=sys.stderr,
+    )
     if not (config.append_eod or config.split_sentences):
         note = "no end-of-document tokens: a GPT sees no border between documents; give --append-eod to add them"
         print(note, file=sys.stderr)
