@@ -19,6 +19,8 @@ class _Stage(MegatronModule):
     `vocab_size` is its padded size: padding takes no part in the softmax.
     """
 
+    flattens = True
+
     def __init__(
         self,
         config: Any,

@@ -125,4 +125,4 @@ class BertModel(LanguageModelStage):
             return self.returned(scores), order
         compiled = compiles(self.settings, scores.device)
         losses = sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, compiled=compiled)
-        return losses.t().contiguous(), order
+        return self.batch_first(losses), order

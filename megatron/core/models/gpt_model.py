@@ -48,4 +48,4 @@ class GPTModel(LanguageModelStage):
             compiled=compiled,
             overwrite=compiled,
         )
-        return losses.t().contiguous()  # [b, s], which scripts flatten by a view
+        return self.batch_first(losses)

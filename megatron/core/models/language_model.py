@@ -85,6 +85,7 @@ class LanguageModelStage(nn.Module):
 
     rules = NO_RULES
     parallel_output = True
+    flattens = False  # whether a script flattens what the forward returns, by a view
 
     def __init__(self, config: ModelConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
         """parts: further arguments of `TransformerLanguageModel`."""
@@ -97,6 +98,10 @@ class LanguageModelStage(nn.Module):
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         self.language_model.set_input_tensor(x)
+
+    def batch_first(self, losses: Tensor) -> Tensor:
+        """[s, b] -> [b, s]: a view, whose sums add in the order of the sequence, or its copy for a script that flattens it."""
+        return losses.t().contiguous() if self.flattens else losses.t()
 
     def returned(self, scores: Tensor) -> Tensor:
         """Scores [s, b, v/t] as the forward returns them: [b, s, v/t], or [b, s, v] without `parallel_output`."""

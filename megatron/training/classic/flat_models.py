@@ -50,7 +50,7 @@ class GPTModel(gpt_model.GPTModel):
         check_token_types("GPTModel", num_tokentypes, 0)
         super().__init__(settings_of(config), **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.parallel_output = parallel_output
+        self.parallel_output, self.flattens = parallel_output, True
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class BertModel(bert_model.BertModel):
         options = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
         super().__init__(settings_of(config), **options, **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.parallel_output = parallel_output
+        self.parallel_output, self.flattens = parallel_output, True
 
     def forward(
         self,
