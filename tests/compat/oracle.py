@@ -19,11 +19,11 @@ warnings.simplefilter("ignore")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from megatron.core.datasets.blended_dataset import BlendedDataset  # noqa: E402
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder  # noqa: E402
 
+from megatron.core.datasets.blended_dataset import BlendedDataset  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder  # noqa: E402
 from megatron.core.datasets.utils import Split  # noqa: E402
 
 
