@@ -112,8 +112,8 @@ MUTATIONS = [
             "a module's parameters after the update",
             "distributed/zero.py",
             OWN_CLASS,
-            "[bucket.finish_gather() for bucket in own] and None",
-            "None",
+            "for bucket in buckets:\n            bucket.finish_gather()\n",
+            "pass\n",
         ),
         (
             "updated parameters, used beside their module",
