@@ -8,10 +8,13 @@ import pytest
 ONE_IN = {
     "promises/test_promises.py::test_a_fork_trains_at_tp_2_and_pp_2_as_in_one_process": 2,
     "pure/test_classic_flags.py::test_a_flag_that_works_is_a_setting": 4,
+    "pure/test_configure.py::test_impossible_answers_are_refused": 5,
     "pure/test_found_cache.py::test_the_order_of_a_blend_is_taken_if_it_is_that_of_the_weights": 4,
     "pure/test_gpt_dataset.py::test_a_damaged_cache_is_built_again_with_a_warning": 4,
     "pure/test_index_cache.py::test_a_bit_that_flips_changes_no_sample": 2,
     "pure/test_killed_saves.py::test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint": 3,
+    "pure/test_lower.py::test_beginning_and_waiting_in_order_delays_no_compute": 5,
+    "pure/test_lower.py::test_no_schedule_deadlocks_whatever_the_cost": 5,
     "pure/test_memory.py::test_activations_of_a_layer_are_the_published_ones": 3,
     "pure/test_preprocess_pieces.py::test_a_full_disk_leaves_nothing_under_the_final_name": 3,
     "pure/test_preprocess_pieces.py::test_a_kill_at_any_moment_is_followed_by_a_clean_resume": 3,

@@ -33,10 +33,10 @@ tests() {
     "$VENV/bin/python" -m pytest "$@" || [ $? = 5 ]
 }
 
-# In one process per core; what starts processes of its own comes after, two files at a time: they wait for one another a lot.
+# In one process per core, each with files of its own at first, so that what a file computes once is computed once; what starts processes of its own comes after, two files at a time: they wait for one another a lot.
 if [ -n "$FAST" ]; then
-    tests -n auto -m "not full" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
+    tests -n auto --dist worksteal -m "not full" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
 else
-    tests -n auto tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
+    tests -n auto --dist worksteal tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
     tests -n 2 --dist loadfile -m "not full" tests/gloo tests/gpu "$@"
 fi

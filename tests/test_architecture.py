@@ -355,6 +355,7 @@ def test_files_functions_lines_and_assignments_stay_short(rule: str, broken_rule
     assert not broken_rules[rule], "\n".join(broken_rules[rule])
 
 
+@pytest.mark.full
 def test_a_file_of_tests_and_examples_stays_short():
     for path in sorted(set(PYTHON_FILES) - set(product_files())):
         name, text = path.relative_to(ROOT), path.read_text()

@@ -61,6 +61,7 @@ def test_curves_are_what_was_written(tmp_path, text: str):
     assert plot_run.read_log("run", plot_run.read_text(str(tmp_path / "run"))).of == EXPECTED
 
 
+@pytest.mark.full
 def test_several_runs_are_drawn_in_one_picture(tmp_path, capsys, monkeypatch):
     figures = []
     from matplotlib import pyplot
