@@ -140,13 +140,22 @@ def test_schedules_have_their_published_rates():
     assert rates("LRRangeTest", 4, lr_range_test_staircase=True, **ranged) == pytest.approx([1e-4, 1e-4, 6e-4, 6e-4])
     cycle = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 2, "cycle_second_step_size": 3}
     cycle |= {"decay_step_size": 10, "decay_lr_rate": 0.5, "cycle_first_stair_count": 500, "decay_mom_rate": 0.0}
-    wanted = [1e-4, 5.5e-4, 1e-3, 7e-4, 4e-4, 1e-4, 1e-4 / 1.05, 1e-4 / 1.1]
+    wanted = [1e-4, 5.5e-4, 1e-3, 6.994e-4, 3.988e-4, 1e-4, 1e-4 / 1.05, 1e-4 / 1.1]
     assert rates("OneCycle", 8, **cycle) == pytest.approx(wanted)
+    few = {
+        "cycle_first_step_size": 4,
+        "cycle_first_stair_count": 3,
+        "cycle_second_step_size": 5,
+        "cycle_second_stair_count": 2,
+    }
+    wanted = [1e-4, 1e-4, 4e-4, 7e-4, 1e-3, 5.5e-4, 5.5e-4, 1e-4, 1e-4]
+    assert rates("OneCycle", 9, **cycle | few) == pytest.approx(wanted)
     for kind, params, message in (
         ("StepLR", {}, "use LRRangeTest, OneCycle, WarmupLR"),
         ("WarmupLR", {"warmup_num_steps": "auto"}, "warmup_num_steps = 'auto' must be a number"),
         ("OneCycle", cycle | {"cycle_first_step_size": 0}, "a cycle of 0 updates up"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "give 1 or more"),
+        ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 5}, "total_num_steps is 4, below"),
     ):
         with pytest.raises(ConfigError, match=message):
             rates(kind, 1, **params)

@@ -104,9 +104,12 @@ def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False)
     return at
 
 
-def one_cycle(first: float, second: float, start: float, top: float, *, rests: Callable[[float], float]) -> Any:
-    """From `start` to `top` in `first` updates and back in `second`, as a function of the update's number; then `rests`(updates
-    since)."""
+def one_cycle(
+    sizes: tuple[float, float], stairs: tuple[int, int], start: float, top: float, *, rests: Callable[[float], float]
+) -> Callable[[int], float]:
+    """From `start` to `top` in `sizes[0]` updates and back in `sizes[1]`, each half in so many stairs (0: none), as a function of
+    the update's number; then `rests`(updates since)."""
+    first, second = sizes
     if min(first, second) < 1:
         raise ConfigError(f"a cycle of {first} updates up and {second} down; give 1 or more of each")
 
@@ -114,6 +117,9 @@ def one_cycle(first: float, second: float, start: float, top: float, *, rests: C
         if step >= first + second:
             return rests(step - (first + second) + 1)
         done = (step + 1) % (first + second)
-        return start + (top - start) * (done / first if done <= first else (first + second - done) / second)
+        half = done > first
+        here, count = first + second - done if half else done, stairs[half]
+        risen = math.floor(here * count / sizes[half]) / count if count else here / sizes[half]
+        return start + (top - start) * risen
 
     return at

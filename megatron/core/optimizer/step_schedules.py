@@ -49,12 +49,14 @@ def OneCycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Up and down once, and Adam's first beta down and up; then both decay. Stairs have no effect, as in DeepSpeed."""
-    del cycle_first_stair_count, cycle_second_stair_count
-    sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)
+    """Up and down once, and Adam's first beta down and up; then both decay. Stairs: of each half; releases of DeepSpeed
+    before 0.19 take them and do without."""
+    sizes = cycle_first_step_size, cycle_second_step_size or cycle_first_step_size
+    second = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    cycle = sizes, (cycle_first_stair_count, second)
     decays = lambda rate, steps: 1 + (rate * steps / decay_step_size if decay_step_size else 0)  # noqa: E731
-    rate = one_cycle(*sizes, cycle_min_lr, cycle_max_lr, rests=lambda n: cycle_min_lr / decays(decay_lr_rate, n))
-    beta = one_cycle(*sizes, cycle_max_mom, cycle_min_mom, rests=lambda n: cycle_max_mom * decays(decay_mom_rate, n))
+    rate = one_cycle(*cycle, cycle_min_lr, cycle_max_lr, rests=lambda n: cycle_min_lr / decays(decay_lr_rate, n))
+    beta = one_cycle(*cycle, cycle_max_mom, cycle_min_mom, rests=lambda n: cycle_max_mom * decays(decay_mom_rate, n))
     groups = optimizer.param_groups
     # DeepSpeed begins the first update with the lowest beta, and the cycle with the highest.
     betas = lambda step: (cycle_min_mom if step < 0 else beta(step), 0.99)  # noqa: E731
@@ -86,6 +88,10 @@ def WarmupDecayLR(
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
     """Up to `warmup_max_lr`, then linearly down to `warmup_min_lr` at `total_num_steps`."""
+    if total_num_steps < warmup_num_steps:
+        raise ConfigError(
+            f"total_num_steps is {total_num_steps}, below warmup_num_steps ({warmup_num_steps}); raise it"
+        )
     ends, warmup = (warmup_min_lr, warmup_max_lr, warmup_min_lr), (warmup_num_steps, warmup_type)
     return _schedule(optimizer, ends, warmup, total_num_steps, "linear", last_batch_iteration)
 
