@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 from megatron.core import comm
 from megatron.core.distributed.released import AwayTensor
 from megatron.core.grid import Axis
+from megatron.core.storage.resize import resize
 
 
 class OwnShard:
@@ -43,7 +44,7 @@ class OwnShard:
         start = self.axis.rank * length
         self.mine = flat.new_zeros(length)
         self.mine[: max(0, min(length, flat.numel() - start))] = flat[start : start + length]
-        flat.untyped_storage().resize_(0)
+        resize(flat.untyped_storage(), 0)
         self.parameter.__class__ = ShardedParameter
 
     @torch.no_grad()
@@ -53,7 +54,7 @@ class OwnShard:
             return
         self.parameter.__class__ = nn.Parameter
         data = self.parameter.data
-        data.untyped_storage().resize_((data.storage_offset() + data.numel()) * data.element_size())
+        resize(data.untyped_storage(), (data.storage_offset() + data.numel()) * data.element_size())
         data.view(-1).copy_(comm.all_gather(self.mine, self.axis)[: data.numel()])
         self.mine = None
 

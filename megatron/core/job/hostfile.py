@@ -42,7 +42,9 @@ def filtered(nodes: Slots, include: str = "", exclude: str = "") -> Slots:
     asked = Slots()
     for part in filter(None, (include or exclude).split("@")):
         name, *listed = part.strip().split(":")
-        slots = [int(slot) for slot in listed[0].split(",")] if listed else nodes.get(name, [])
+        slots = (
+            [int(slot) if slot.isdecimal() else -1 for slot in listed[0].split(",")] if listed else nodes.get(name, [])
+        )
         if name not in nodes or not set(slots) <= set(nodes[name]):
             raise ConfigError(f"{part!r}: the hostfile has no such node or slot; it has {nodes}")
         asked[name] = sorted({*asked.get(name, []), *slots})
