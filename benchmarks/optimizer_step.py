@@ -28,7 +28,7 @@ from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.whole import whole_tensors
 from megatron.core.random import DropoutKeys, initialize_parameters
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 
 SETTINGS = {
     "AdamW": {},
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 def make_optimizer(options: argparse.Namespace, mesh: Mesh, settings: dict) -> FlatOptimizer:
-    config = TransformerConfig(
+    config = ModelConfig(
         num_layers=options.layers,
         hidden_size=options.hidden,
         num_attention_heads=options.hidden // 32,

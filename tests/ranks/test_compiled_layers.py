@@ -10,7 +10,8 @@ import pytest
 import torch
 from local_ranks import run_ranks
 from test_bert import BERT
-from test_compiled_runs import GATED, GELU, OFFLOAD, as_written, zero
+from test_compiled_runs import GATED, GELU, as_written, zero
+from test_compiled_runs import RUNS as OF_REGIONS
 from test_memory_measured import SMALL, check
 from tiny_run import GPT, Layout, Subject, assert_equal, build_chunks, run
 from torch import nn
@@ -23,7 +24,7 @@ from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.core.transformer.whole_layer import WholeLayer
 from tools.estimating.measure import measure
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures(as_written.__name__)
 GELU, GATED = replace(GELU, compile="layers"), replace(GATED, compile="layers")
 
 
-def layer_of(config: TransformerConfig = GELU, **of_tensors) -> ParallelTransformerLayer:
+def layer_of(config: ModelConfig = GELU, **of_tensors) -> ParallelTransformerLayer:
     torch.manual_seed(0)
     tp = TensorParallel(Axis("tp", (0,), 0), dtype=torch.float64, **of_tensors)
     return ParallelTransformerLayer(config, 0, LayerContext(tp, DropoutKeys(1)))
@@ -54,25 +55,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-RUNS: dict[str, tuple[TransformerConfig, Layout, Subject]] = {
+RUNS: dict[str, tuple[ModelConfig, Layout, Subject]] = {
     "ZeRO 1": (GELU, Layout(dp=2, m=2, data_parallel=zero(1), delayed=True), GPT),
     "ZeRO 2, core attention recomputed": (GELU, Layout(dp=2, recompute="selective", data_parallel=zero(2)), GPT),
     "ZeRO 3, all recomputed": (GATED, Layout(dp=2, m=2, recompute="uniform 1", data_parallel=zero(3)), GPT),
-    "activations in host memory": (
-        replace(GELU, cpu_offloading_num_layers=2, min_offloaded_tensor_size=1),
-        Layout(offload=OFFLOAD),
-        GPT,
-    ),
-    "zb-v, windows": (
-        replace(GELU, num_layers=4, window_size="2,0", window_attn_skip_freq="3"),
-        Layout(pp=2, v=2, m=4, schedule="zb-v", delayed=True),
-        GPT,
-    ),
-    "zb-v, ZeRO 2": (
-        replace(GATED, num_layers=4),
-        Layout(pp=2, v=2, dp=2, m=2, schedule="zb-v", data_parallel=zero(2)),
-        GPT,
-    ),
+    **{
+        name: OF_REGIONS[name]
+        for name in ("activations in host memory", "zb-v, windows", "zb-v, ZeRO 2, grouped queries")
+    },
     "BERT": (GELU, Layout(m=2), BERT),
 }
 
@@ -82,13 +72,13 @@ RUNS: dict[str, tuple[TransformerConfig, Layout, Subject]] = {
 def test_a_run_through_whole_layers_is_the_eager_run(name: str, taken: list[bool]):
     model, layout, subject = RUNS[name]
     eager = run(replace(model, compile="off"), layout, steps=2, global_batch=8, subject=subject)
-    got = run(model, layout, steps=2, global_batch=8, subject=subject)
+    got = run(replace(model, compile="layers"), layout, steps=2, global_batch=8, subject=subject)
     assert_equal(got, eager, 1e-12)
     assert taken and all(taken)
 
 
 @pytest.mark.parametrize("config", [GELU, GATED], ids=["gelu", "gated"])
-def test_a_layer_is_its_eager_form(config: TransformerConfig, taken: list[bool]):
+def test_a_layer_is_its_eager_form(config: ModelConfig, taken: list[bool]):
     """To rounding in float64; in bfloat16 no further from it than the eager layer and one rounding of the largest value."""
     eager = replace(config, compile="off")
     assert max(map(error, gradients(layer_of(config)), gradients(layer_of(eager)))) < 1e-12

@@ -19,7 +19,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.tiers.offload_config import OffloadConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import StepResult
 from tools.estimating.measure import measure
 
@@ -40,7 +40,7 @@ def zero(stage: int) -> DataParallelConfig:
 GELU, GATED = replace(TINY_GPT2, num_layers=2), replace(TINY_LLAMA, num_layers=2)  # with dropout; grouped queries
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")}
 OFFLOAD = OffloadConfig(optimizer_cpu_offload=True)
-RUNS: dict[str, tuple[TransformerConfig, Layout, Subject]] = {
+RUNS: dict[str, tuple[ModelConfig, Layout, Subject]] = {
     "ZeRO 1": (GELU, Layout(dp=2, m=2, data_parallel=zero(1), delayed=True), GPT),
     "ZeRO 2, all recomputed": (GELU, Layout(dp=2, recompute="uniform 1", data_parallel=zero(2), delayed=True), GPT),
     "ZeRO 3, grouped queries": (GATED, Layout(dp=2, m=2, data_parallel=zero(3), delayed=True), GPT),

@@ -68,7 +68,8 @@ def token_sums(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, 
 
 def mean_of_microbatch(mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The older form of a loss function."""
-    return (mean := (losses * mask.to(losses.dtype)).sum() / mask.sum().clamp(min=1.0)), {"lm loss": mean.detach()}
+    mean = (losses * mask.to(losses.dtype)).sum() / mask.sum().clamp(min=1.0)
+    return mean, {"lm loss": mean.detach()}
 
 
 @dataclass(frozen=True)
