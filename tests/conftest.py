@@ -12,10 +12,10 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One thread each. Without a GPU the tests in tests/gpu are skipped, and say so; GPU_TESTS_ON=cpu runs them nevertheless."""
     import torch  # here, since the process that hands out the tests to the others has no use for it and would keep them waiting
-    from fast_set import leave_cases_to_the_full_set
+    from fast_set import leave_cases
 
     torch.set_num_threads(1)
-    leave_cases_to_the_full_set(items)
+    leave_cases(items)
     if torch.cuda.is_available() or os.environ.get("GPU_TESTS_ON"):
         return
     for item in items:

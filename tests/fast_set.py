@@ -1,4 +1,4 @@
-"""What the fast set leaves to the full one, beside the tests that are marked `full`."""
+"""What the fast set leaves to the full one, beside the tests that are marked `full`; and what both leave to `pytest -m sweep`."""
 
 from collections import Counter
 
@@ -55,14 +55,25 @@ ONE_IN = {
     "ranks/test_zero.py::test_shards_load_into_any_layout": 3,
 }
 
+# Of these tests' cases the test command has one in so many: each walks a product, of which the rest takes minutes.
+COMMAND_ONE_IN = {
+    "pure/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 2,
+    "ranks/test_base_product.py::test_every_layout_equals_one_process": 2,
+    "ranks/test_memory_measured.py::test_recorded_peaks_are_the_predicted": 2,
+    "ranks/test_parity.py::test_every_triple_of_choices_equals_one_process": 3,
+    "ranks/test_zero.py::test_shards_equal_one_process": 2,
+    "ranks/test_zero_matrix.py::test_every_triple_of_choices_equals_one_process": 2,
+}
 
-def leave_cases_to_the_full_set(items: list[pytest.Item]) -> None:
-    """Marks them `full`; a test's cases are counted in their order."""
-    seen = Counter()
-    for item in items:
-        if item.get_closest_marker("full"):
-            continue
-        name = item.nodeid.partition("[")[0].removeprefix("tests/")
-        if seen[name] % ONE_IN.get(name, 1):
-            item.add_marker(pytest.mark.full)
-        seen[name] += 1
+
+def leave_cases(items: list[pytest.Item]) -> None:
+    """Marks those that the fast set leaves `full`, those that the command leaves `sweep` too; a test's cases are counted in their order."""
+    for table, marker in ((ONE_IN, pytest.mark.full), (COMMAND_ONE_IN, pytest.mark.sweep)):
+        seen = Counter()
+        for item in items:
+            if marker is pytest.mark.full and item.get_closest_marker("full"):
+                continue
+            name = item.nodeid.partition("[")[0].removeprefix("tests/")
+            if seen[name] % table.get(name, 1):
+                item.add_marker(marker)
+            seen[name] += 1

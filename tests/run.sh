@@ -4,7 +4,8 @@
 #   bash tests/run.sh                     all; those in tests/gpu are skipped without a GPU
 #   bash tests/run.sh --fast              pure functions, a covering set of layouts with ranks as threads, the rules of the code
 #   bash tests/run.sh [--fast] -k name    further arguments go to pytest
-# Over processes, some layouts are left out for time; .venv/bin/python -m pytest -m full tests/gloo runs them.
+# Left out for time: cases of the products of layouts, which .venv/bin/python -m pytest -m sweep tests/pure tests/ranks runs (two minutes),
+# and layouts over processes, which -m full tests/gloo runs.
 #
 # From the environment: VENV and PYTHON, see examples/setup_env.sh.
 set -euo pipefail
@@ -35,8 +36,8 @@ tests() {
 
 # In one process per core, each with files of its own at first, so that what a file computes once is computed once; what starts processes of its own comes after, two files at a time: they wait for one another a lot.
 if [ -n "$FAST" ]; then
-    tests -n auto --dist worksteal -m "not full" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
+    tests -n auto --dist worksteal -m "not full and not sweep" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
 else
-    tests -n auto --dist worksteal tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
+    tests -n auto --dist worksteal -m "not sweep" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
     tests -n 2 --dist loadfile -m "not full" tests/gloo tests/gpu "$@"
 fi

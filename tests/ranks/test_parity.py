@@ -4,8 +4,8 @@ And for just the traffic that the algebra says: recomputation, interleaving, par
 buckets included, each rank's calls are those of `traffic.py`.
 
 The tolerance, 1e-10 of a tensor's largest value, leaves room for another order of summation over two steps (about 1e-15
-each, amplified by Adam's division) and for nothing else. The fast set covers every pair of choices of layout_space, the tests
-marked `full` every triple that fits on 16 ranks; tests/parity_sweep.py runs the product.
+each, amplified by Adam's division) and for nothing else. The fast set covers every pair of choices of layout_space; `full` and `sweep`
+together every triple that fits on 16 ranks; tests/parity_sweep.py runs the product.
 """
 
 from functools import cache
