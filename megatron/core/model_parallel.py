@@ -129,6 +129,11 @@ _OF_BACK_ENDS = {  # Megatron's other arguments, mostly of communicators -> the 
     "nccl_communicator_config_path": (None,),
     "high_priority_stream_groups": (None, []),
     "use_sharp": (False,),
+    "sharp_enabled_group": (None,),
+    "hybrid_context_parallel": (False,),
+    "create_all_gather_group": (False,),
+    "encoder_tensor_model_parallel_size": (0,),
+    "encoder_pipeline_model_parallel_size": (0, None),
     "create_gloo_process_groups": (True, False),
 }
 

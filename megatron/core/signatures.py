@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-def takes(**others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function, or a class, with Megatron's further arguments, after its own and in this order, each with its default.
+def takes(after: str = "", /, **others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function, or a class, with Megatron's further arguments, each with its default; NotImplementedError for any other value.
 
-    NotImplementedError for any other value.
+    They have the places behind the argument `after`, in this order; by default behind all of its own that have a place.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,12 +17,11 @@ def takes(**others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             function.__init__ = decorate(function.__init__)  # type: ignore[misc]
             return function
         own = inspect.signature(function)
-        named, rest = [], []
-        for one in own.parameters.values():
-            (rest if one.kind is one.VAR_KEYWORD else named).append(one)
-        kind = max([inspect.Parameter.POSITIONAL_OR_KEYWORD, *(one.kind for one in named)])
+        named = list(own.parameters.values())
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         more = [inspect.Parameter(name, kind, default=value) for name, value in others.items()]
-        signature = own.replace(parameters=[*named, *more, *rest])
+        place = [*own.parameters].index(after) + 1 if after else sum(one.kind <= kind for one in named)
+        signature = own.replace(parameters=[*named[:place], *more, *named[place:]])
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:

@@ -56,16 +56,18 @@ class Settings:
     tokenizer_sha256: str | None
 
 
-@takes(ignore_unknown_args=False, skip_mpu_initialization=False, parsed_args=None, store=None)
+@takes(parsed_args=None, store=None)
+@takes("allow_no_cuda", skip_mpu_initialization=False)
+@takes("args_defaults", ignore_unknown_args=False)
 def initialize_megatron(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
-    *,
-    argv: Sequence[str] | None = None,
     allow_no_cuda: bool = False,
-    rules: ModelRules = NO_RULES,
     get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
+    *,
+    argv: Sequence[str] | None = None,
+    rules: ModelRules = NO_RULES,
 ) -> Runtime:
     """Build the runtime: everything before the model. Every rank must call.
 

@@ -2,6 +2,7 @@
 
 `tests/megatron_facts.json` has the arguments of each name in Megatron's releases; `tests/megatron_facts.py` has written it from a
 clone. A call that is valid there must mean the same here, or, where a feature is missing or releases contradict each other, fail.
+So arguments are given by place as far as the releases agree on the places; behind that an argument may be given by name alone.
 """
 
 import dataclasses
@@ -9,11 +10,15 @@ import enum
 import importlib
 import inspect
 import json
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron.core.signatures import takes
 
 FACTS = json.loads(Path(__file__).parents[1].joinpath("megatron_facts.json").read_text())
 POSITIONAL, KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -38,6 +43,9 @@ DIFFERENT = {
         ],
         "core 0.6 put all settings into a ddp_config; the arguments of core 0.5 fail",
     ),
+    "FusedLayerNorm": dict.fromkeys(
+        ["zero_centered_gamma", "normalization"], f"{ORDERS}: another value than False in these places fails"
+    ),
     "GPTModel": dict.fromkeys(
         ["num_tokentypes", "parallel_output", "pre_process", "post_process"],
         "a config is first since core 0.5; a number in its place fails",
@@ -58,6 +66,7 @@ DIFFERENT = {
             ORDERS,
         ),
     ),
+    "PackedSeqParams": dict.fromkeys(["max_seqlen_q", "max_seqlen_kv"], f"{ORDERS}: every layer refuses the object"),
     **dict.fromkeys(
         ("GPTDataset", "MockGPTDataset", "BERTMaskedWordPieceDataset"),
         dict.fromkeys(
@@ -106,6 +115,8 @@ DIFFERENT = {
         f"{ORDERS}: as in core 0.12",
     ),
     "load": {"strict": "None is ASSUME_OK_UNEXPECTED"},
+    "parse_args": {"defaults": "Megatron 2's: a dictionary in this place fails"},
+    "setup_model_and_optimizer": {"checkpointing_context": f"{ORDERS}: another value than None fails"},
     "unwrap_model": {"module_instances": "None is every wrapper"},
     "DistributedDataParallelConfig": {"keep_fp8_transpose_cache_when_using_custom_fsdp": "core 0.12's alone"},
     "checkpoint": {
@@ -150,14 +161,31 @@ def is_same(text: str, value: Any) -> bool:
     return said is ... or said == value or (said in ([], {}) and not value)
 
 
-def problems(theirs: list[str], ours: Any) -> Iterator[tuple[str, str]]:
-    """(argument, what is wrong with it)."""
+@cache
+def agreed_places() -> dict[tuple[str, str], int]:
+    """(module, name) -> how many first places have the same names in all releases, under all names of that object of ours."""
+    objects = {(module, name): getattr(importlib.import_module(module), name) for module, name, _ in FACTS}
+    known = defaultdict(list)
+    for module, name, facts in FACTS:
+        known[id(objects[module, name])] += [arguments for arguments, _ in facts]
+    return {name: agreed(known[id(ours)]) for name, ours in objects.items()}
+
+
+def agreed(some: list[list[str]]) -> int:
+    longest = max(map(len, some))
+    at = ({one[place].partition("=")[0] for one in some if place < len(one)} for place in range(longest))
+    return next((place for place, names in enumerate(at) if len(names) > 1), longest)
+
+
+def problems(theirs: list[str], ours: Any, agreed: int) -> Iterator[tuple[str, str]]:
+    """(argument, what is wrong with it). agreed: the places that mean the same in all releases."""
     if isinstance(ours, type) and issubclass(ours, enum.Enum):
         yield from ((one, "is no member") for one in theirs if one not in ours.__members__)
         return
     mine = inspect.signature(ours).parameters
     places = [name for name, one in mine.items() if one.kind is POSITIONAL]
-    by_name = any(one.kind is one.VAR_KEYWORD for one in mine.values())
+    kinds = {one.kind for one in mine.values()}
+    by_name, by_place = inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
     if dataclasses.is_dataclass(ours) and len(theirs) > MANY:
         places = [one.split("=")[0] for one in theirs]
     known, star = set(), False
@@ -172,8 +200,12 @@ def problems(theirs: list[str], ours: Any) -> Iterator[tuple[str, str]]:
                 yield name, "is missing"
             elif not star and place < len(places):
                 yield name, f"has the place of {places[place]}"
+            elif not star and place < agreed and not by_place:
+                yield name, "cannot be given by its place"
         elif not star and place < len(places) and places[place] != name:
             yield name, f"has the place of {places[place]}"
+        elif not star and len(places) <= place < agreed and mine[name].kind is KEYWORD and not by_place:
+            yield name, "cannot be given by its place"
         elif default and mine[name].default is inspect.Parameter.empty:
             yield name, "must be given"
         elif default and not is_same(default, mine[name].default):
@@ -186,6 +218,33 @@ def problems(theirs: list[str], ours: Any) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("module, name, facts", FACTS, ids=[f"{module}.{name}" for module, name, _ in FACTS])
 def test_a_name_has_the_contract_of_its_namesake(module: str, name: str, facts: list[Any]):
     ours = getattr(importlib.import_module(module), name)
-    found = [(*problem, releases) for theirs, releases in facts for problem in problems(theirs, ours)]
+    places = agreed_places()[module, name]
+    found = [(*problem, releases) for theirs, releases in facts for problem in problems(theirs, ours, places)]
     allowed = DIFFERENT.get(name, {})
     assert not [f"{one} {what} ({', '.join(of)})" for one, what, of in found if one not in allowed]
+
+
+def test_places_agree_up_to_the_first_that_releases_name_differently():
+    assert agreed([["a", "b=1", "c"], ["a", "b=2"], ["a", "b", "d"]]) == 2
+    assert agreed([["a"], ["a", "b"]]) == 2
+
+
+def test_an_argument_that_has_a_place_in_all_releases_is_not_for_names_alone():
+    theirs = ["a", "b=1", "c=2"]
+    places = {"cannot be given by its place"}
+    assert {what for _, what in problems(theirs, lambda a, *, b=1, c=2: None, 3)} == places
+    assert {what for _, what in problems(theirs, lambda a, **others: None, 3)} == places
+    assert not [*problems(theirs, lambda a, b=1, *, c=2: None, 2)]
+
+
+def test_an_argument_without_use_has_megatrons_place_and_default():
+    @takes("a", b=None)
+    @takes(d=False)
+    def function(a: int, c: int = 3, *, own: int = 5) -> tuple[int, int, int]:
+        return a, c, own
+
+    assert [*inspect.signature(function).parameters] == ["a", "b", "c", "d", "own"]
+    assert function(1) == (1, 3, 5) and function(1, None, 2, False, own=4) == (1, 2, 4)
+    for given in ((1, 2), (1, None, 2, True)):
+        with pytest.raises(NotImplementedError, match="is not built"):
+            function(*given)

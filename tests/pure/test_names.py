@@ -7,7 +7,7 @@ import pytest
 import torch
 from said import raises_telling
 
-from megatron.core import model_parallel, mpu, parallel_state
+from megatron.core import current_mesh, model_parallel, mpu, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.grid import AxisSizes
 from megatron.core.mesh import build_mesh
@@ -344,7 +344,13 @@ def test_the_groups_of_a_second_mesh_are_made_by_all_ranks_in_one_order(one_of_1
     assert mpu.get_tensor_model_parallel_rank() == 2
 
 
+def test_the_tracker_has_no_states_before_there_is_a_mesh(monkeypatch):
+    monkeypatch.setattr(current_mesh, "_of_process", None)
+    assert importlib.import_module("megatron.core.tensor_parallel.random")._CUDA_RNG_STATE_TRACKER.get_states() == {}
+
+
 def test_groups_need_torch_distributed_first(monkeypatch):
+    monkeypatch.setattr(current_mesh, "_of_process", None)  # an earlier test may have built a model alone
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=r"(?s)4.*torch.distributed"):

@@ -242,6 +242,8 @@ class BlendedMegatronDatasetBuilder:
 
     def __init__(self, cls: Any, sizes: list[int | None], *rest: Any, config: Any = None, is_built_on_rank: Any = None):
         self.cls, self.sizes = cls, sizes
+        if len(rest) + (config is not None) + (is_built_on_rank is not None) not in (1, 2):
+            raise TypeError("BlendedMegatronDatasetBuilder takes (cls, sizes[, is_built_on_rank], config)")
         self.config = config if config is not None else rest[-1]
 
     def build(self) -> list[Any]:

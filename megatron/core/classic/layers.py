@@ -98,8 +98,18 @@ def _is_own(spec: Any, *ours: type) -> bool:
 class DotProductAttention(CoreAttention):
     """forward(query [s, b, n, d], key, value, attention_mask) -> [s, b, n d]"""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any):
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **options: Any,
+    ):
         del attn_mask_type, attention_type
+        options |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
         if getattr(config, "window_size", None) is not None:
             raise ValueError("DotProductAttention has no window; build SelfAttention, which has config.window_size")
         ours = settings_of(config, **{name: value for name, value in options.items() if value is not None})

@@ -153,7 +153,6 @@ class BertModel(_Stage, bert_model.BertModel):
         seq_len_interpolation_factor: None = None,
         add_binary_head: bool = True,
         return_embeddings: bool = False,
-        *,
         vp_stage: int | None = None,
     ):
         del fp16_lm_cross_entropy

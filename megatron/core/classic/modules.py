@@ -32,7 +32,7 @@ _OF_PACKED = (
     "max_seqlen_kv local_cp_size cp_group"
 )
 # Several texts in one sequence, which our layers refuse.
-PackedSeqParams = make_dataclass("PackedSeqParams", [(name, Any, None) for name in _OF_PACKED.split()], kw_only=True)
+PackedSeqParams = make_dataclass("PackedSeqParams", [(name, Any, None) for name in _OF_PACKED.split()])
 
 
 def settings_of(config: Any, **options: Any) -> ModelConfig:

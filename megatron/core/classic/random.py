@@ -46,6 +46,10 @@ class _TrackerOfProcess:
     def __getattr__(self, name: str) -> Any:
         return getattr(get_cuda_rng_tracker(), name)
 
+    def get_states(self) -> dict[str, Tensor]:
+        """None before there is a mesh."""
+        return get_cuda_rng_tracker().get_states() if model_parallel_is_initialized() else {}
+
 
 _CUDA_RNG_STATE_TRACKER = _TrackerOfProcess()
 

@@ -43,8 +43,8 @@ def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -
     return model
 
 
-@takes(allow_none=True)
-def get_attr_wrapped_model(model: Any, attr: str, *, return_model_obj: bool = False) -> Any:
+@takes("attr", allow_none=True)
+def get_attr_wrapped_model(model: Any, attr: str, return_model_obj: bool = False) -> Any:
     """An attribute of the model inside its wrappers, or that model, if it has the attribute."""
     found = getattr(unwrap_model(model), attr)
     return unwrap_model(model) if return_model_obj else found
