@@ -27,6 +27,8 @@ from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.parallel_config import ORDER
 from megatron.core.stage_map import StageMap
 
+_NAME = "rank "  # of a thread
+
 
 class _Turns:
     """Which rank runs. Whoever calls has the turn, so that nothing changes under its hands but in `wait`."""
@@ -219,6 +221,12 @@ class ThreadGroup:
         return later
 
 
+def rank_of_thread() -> int:
+    """The rank that this thread is; 0 where there are no ranks."""
+    name = threading.current_thread().name
+    return int(name.removeprefix(_NAME)) if name.startswith(_NAME) else 0
+
+
 def run_ranks(
     sizes: dict[str, int],
     work: Callable[[Mesh], object],
@@ -258,7 +266,7 @@ def run_ranks(
             parallel_state.use_mesh(None)
             turns.hand_over()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(sizes.world_size)]
+    threads = [threading.Thread(target=one, args=(rank,), name=_NAME + str(rank)) for rank in range(sizes.world_size)]
     for thread in threads:
         thread.start()
     turns.hand_over()

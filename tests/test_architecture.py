@@ -31,7 +31,7 @@ ROWS = [
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
     core.grid core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
-    core.parallel_config core.stage_map core.open_table core.storage.atomic core.distributed.data_parallel_config core.distributed.plan
+    core.parallel_config core.stage_map core.open_table core.storage.atomic core.storage.files core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
     core.optimizer.lr_schedule core.optimizer.loss_scale core.optimizer.settings core.optimizer.muon_config
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule

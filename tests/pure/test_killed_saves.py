@@ -1,17 +1,17 @@
 """A save that is killed or fails anywhere leaves a whole checkpoint, which the next start finds, and nothing that is in its way."""
 
-import builtins
 import os
 import shutil
 import warnings
 
 import pytest
 import torch
+from failing_files import Killed, failing
 from small_checkpoints import good, loaded, save_one, tried_by_ranks
 
 from megatron.core.checkpoint import CheckpointError, open_checkpoint
 from megatron.core.checkpoint import format as disk
-from megatron.core.checkpoint import save as saving
+from megatron.core.storage import files
 
 
 @pytest.fixture(autouse=True)
@@ -20,42 +20,20 @@ def never_synced(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-class Killed(BaseException):
-    """The process ends here: nothing that catches an Exception runs."""
+def changes(call):
+    return call.changes_disk
 
 
-class Calls:
-    """Everything that changes a disk, counted; call number `dies_at` raises `error` instead."""
-
-    def __init__(self, patch, dies_at, error):
-        self.count, self.dies_at, self.error = 0, dies_at, error
-        for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
-            patch.setattr(os, name, self.counted(getattr(os, name)))
-        patch.setattr(builtins, "open", self.counted(open, lambda mode="r", *rest, **more: "r" not in mode))
-        patch.setattr(saving, "_write_piece", self.counted(saving._write_piece))
-
-    def counted(self, function, counts=lambda *rest, **more: True):
-        def wrapped(what, *rest, **more):
-            self.count += counts(*rest, **more)
-            if self.count == self.dies_at:
-                self.dies_at = None
-                raise self.error
-            return function(what, *rest, **more)
-
-        return wrapped
-
-
-def dies(root, iteration, value, dies_at, error, monkeypatch):
-    """Save `value` and die at call number `dies_at`; (what was raised, what was warned of), or None when there is no such call."""
+def dies(root, iteration, value, at, how):
+    """Save `value` and fail or die at this call; (what was raised, what was warned of), or None when there is no such call."""
     x = torch.full((3, 4), value)
-    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned, failing(at, how, only=changes) as calls:
         warnings.simplefilter("always")
-        calls = Calls(patch, dies_at, error)
         try:
             save_one(root, iteration, w=x, v=x)
         except (Killed, CheckpointError) as raised:
             return raised, warned
-    return None if calls.dies_at else (None, warned)
+    return None if calls.hit is None else (None, warned)
 
 
 def held(root, iteration=None):
@@ -68,16 +46,16 @@ def held(root, iteration=None):
     return values[0][0]
 
 
-@pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"])
+@pytest.mark.parametrize("how", ["killed in", "ENOSPC in"])
 @pytest.mark.parametrize("before, iteration", [([], 1), ([1], 2), ([1], 1)], ids=["first", "new", "again"])
-def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypatch, before, iteration, error):
+def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, before, iteration, how):
     """At every call that changes the disk, one after the other; the next save needs no help, and nothing is left over."""
     for dies_at in range(1, 100):
         root = tmp_path / str(dies_at)
         root.mkdir()
         for number in before:
             save_one(root, number, w=torch.zeros(3, 4), v=torch.zeros(3, 4))
-        ended = dies(root, iteration, 1.0, dies_at, error, monkeypatch)
+        ended = dies(root, iteration, 1.0, dies_at, how)
         if ended is None:
             break
         raised, warned = ended
@@ -112,12 +90,12 @@ def saved_numbers(root):
 def test_what_cannot_be_removed_does_not_undo_a_save(tmp_path, monkeypatch):
     """The older folder of an iteration stays under its other name, is told of, and goes with the next save."""
 
-    def busy(folder, *rest, **more):
+    def busy(folder):
         raise OSError(16, "Device or resource busy")
 
     save_one(tmp_path, 1, w=torch.zeros(3, 4))
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"iter_0000001\.replaced"):
-        patch.setattr(shutil, "rmtree", busy)
+        patch.setattr(files, "remove_tree", busy)
         save_one(tmp_path, 1, w=torch.ones(3, 4))
     assert loaded(tmp_path).eq(1).all()
     save_one(tmp_path, 2)
@@ -128,7 +106,7 @@ def test_what_cannot_be_removed_does_not_undo_a_save(tmp_path, monkeypatch):
 def test_an_iteration_is_saved_again_and_again_though_nothing_can_be_removed(tmp_path, monkeypatch, whole):
     """As where the folders are another user's: what is in the way gets another name, and goes once that works."""
 
-    def forbidden(folder, *rest, **more):
+    def forbidden(folder):
         raise PermissionError(13, "Permission denied")
 
     folder = save_one(tmp_path, 1)
@@ -138,7 +116,7 @@ def test_an_iteration_is_saved_again_and_again_though_nothing_can_be_removed(tmp
         (folder / "rank_00000.bin").write_bytes(b"short")
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        patch.setattr(shutil, "rmtree", forbidden)
+        patch.setattr(files, "remove_tree", forbidden)
         for value in (1.0, 2.0, 3.0):
             save_one(tmp_path, 1, w=torch.full((3, 4), value))
             assert loaded(tmp_path).eq(value).all()

@@ -9,15 +9,13 @@ Paths only, no torch.
 """
 
 import itertools
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError, Manifest
-from megatron.core.storage.atomic import sync_folder, write_synced
+from megatron.core.storage import files
 
 _MOST_POINTER = 64  # bytes: a number of 18 digits, and room for spaces that an editor leaves
 _MOST_MANIFEST = 1 << 30  # bytes: some four million pieces
@@ -33,7 +31,7 @@ class Found(NamedTuple):
 
 def find(root: Path, iteration: int | None = None) -> Found:
     """The folder of `iteration` below `root`; default: the pointer's iteration, or the newest without a pointer."""
-    if not root.is_dir():
+    if not files.is_folder(root):
         raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {format.LATEST}")
     if iteration is not None:
         return Found(iteration, _folder_of(root, iteration))
@@ -56,8 +54,8 @@ def find(root: Path, iteration: int | None = None) -> Found:
 
 def saved_iterations(root: Path) -> list[int]:
     """The iterations with a manifest, ascending."""
-    found = ((format.iteration_of(path.name.removesuffix(format.REPLACED)), path) for path in root.glob("iter_*"))
-    return sorted({number for number, path in found if number is not None and (path / format.MANIFEST).is_file()})
+    found = ((format.iteration_of(path.name.removesuffix(format.REPLACED)), path) for path in _iterations(root))
+    return sorted({number for number, path in found if number is not None and files.is_file(path / format.MANIFEST)})
 
 
 def newest_iteration(root: Path) -> int | None:
@@ -68,10 +66,9 @@ def newest_iteration(root: Path) -> int | None:
 def latest_iteration(root: Path) -> int | None:
     """The iteration in the pointer file; None without the file."""
     path = root / format.LATEST
-    if not path.is_file():
+    if not files.is_file(path):
         return None
-    with open(path, "rb") as file:
-        text = file.read(_MOST_POINTER + 1).decode(errors="replace").strip()
+    text = files.read_start(path, _MOST_POINTER + 1).decode(errors="replace").strip()
     if not re.fullmatch("[0-9]{1,18}", text):
         raise CheckpointError(path, f"says {text!r:.60}, not the number of an iteration", _which(root))
     return int(text)
@@ -80,9 +77,9 @@ def latest_iteration(root: Path) -> int | None:
 def _folder_of(root: Path, iteration: int) -> Path:
     final = root / format.folder_name(iteration)
     for folder in (final, _aside(final)):  # the second: killed while it was saved again
-        if (folder / format.MANIFEST).is_file():
+        if files.is_file(folder / format.MANIFEST):
             return folder
-    if final.is_dir():
+    if files.is_folder(final):
         advice = "if it is of another format, convert it; else load another iteration"
         raise CheckpointError(final, f"has no {format.MANIFEST}", advice)
     raise CheckpointError(final, "does not exist", _which(root))
@@ -100,11 +97,10 @@ def read_manifest(folder: Path) -> str:
     """The text of a folder's manifest, unchecked."""
     path = folder / format.MANIFEST
     try:
-        with open(path, "rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > _MOST_MANIFEST:
-                wrong = f"has {size} bytes, and a manifest has at most {_MOST_MANIFEST}"
-                raise CheckpointError(path, wrong, format.DAMAGED)
-            return file.read(size).decode()
+        if (size := size_of_file(path) or 0) > _MOST_MANIFEST:
+            wrong = f"has {size} bytes, and a manifest has at most {_MOST_MANIFEST}"
+            raise CheckpointError(path, wrong, format.DAMAGED)
+        return files.read_start(path, size).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(path, f"cannot be read ({error})", format.DAMAGED) from error
 
@@ -126,9 +122,10 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def size_of_file(path: Path) -> int | None:
     """The size in bytes; None if there is no readable file."""
     try:
-        return path.stat().st_size if path.is_file() else None
+        found = files.at(path).stat(path)
     except OSError:
         return None
+    return found.size if found is not None and found.is_file else None
 
 
 def _is_whole(folder: Path) -> bool:
@@ -149,29 +146,30 @@ def publish(partial: Path, iteration: int) -> None:
     """
     root, final = partial.parent, partial.parent / format.folder_name(iteration)
     pointer = root / (format.LATEST + format.PARTIAL)
-    write_synced(pointer, f"{iteration}\n")  # first: a full disk must fail before anything is renamed
-    if final.exists():
-        if (_aside(final) / format.MANIFEST).is_file():  # whole, and `final` damaged, or it would have been cleared
+    files.write_synced(pointer, f"{iteration}\n")  # first: a full disk must fail before anything is renamed
+    on = files.at(root)
+    if files.exists(final):
+        if files.is_file(_aside(final) / format.MANIFEST):  # whole, and `final` damaged, or it would have been cleared
             make_way(final)
         else:
             make_way(_aside(final))
-            final.rename(_aside(final))  # a load between this line and the next finds it there
-    partial.rename(final)
-    sync_folder(root)
-    os.replace(pointer, root / format.LATEST)
-    sync_folder(root)
+            on.rename(final, _aside(final))  # a load between this line and the next finds it there
+    on.rename(partial, final)
+    on.sync_folder(root)
+    on.rename(pointer, root / format.LATEST)
+    on.sync_folder(root)
 
 
 def make_way(path: Path) -> None:
     """Removes a folder that is not read any more; renames it if it cannot be removed, for example another user's."""
-    if not path.exists():
+    if not files.exists(path):
         return
     try:
         _remove(path)
     except OSError:
         final = path.parent / path.name.partition(".")[0]
         names = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        files.at(path).rename(path, next(name for name in names if not files.exists(name)))
 
 
 def clear_leftovers(root: Path) -> list[str]:
@@ -193,17 +191,25 @@ def clear_leftovers(root: Path) -> list[str]:
 
 def _bring_back(left: Path) -> bool:
     """Whether `left` is the only complete folder of its iteration; renames it back unless a damaged folder has the name."""
-    if left.suffix != format.REPLACED or not (left / format.MANIFEST).is_file() or _is_whole(left.with_suffix("")):
+    final = left.with_suffix("")
+    if left.suffix != format.REPLACED or not files.is_file(left / format.MANIFEST) or _is_whole(final):
         return False
-    if not left.with_suffix("").exists():
-        left.rename(left.with_suffix(""))
+    if not files.exists(final):
+        files.at(left).rename(left, final)
     return True
 
 
 def _named(root: Path, suffix: str) -> list[Path]:
     """The folders `iter_N` with this suffix, including the numbered ones of `make_way`."""
-    paths = root.glob(f"iter_*{suffix}")
-    return [path for path in paths if re.fullmatch(r"iter_[0-9]{7,}(\.[0-9]+)?", path.name.removesuffix(suffix))]
+    name = re.compile(rf"iter_[0-9]{{7,}}(\.[0-9]+)?{re.escape(suffix)}")
+    return [path for path in _iterations(root) if name.fullmatch(path.name)]
+
+
+def _iterations(root: Path) -> list[Path]:
+    """What is below `root` under the name of an iteration, in the order of names; none without a folder."""
+    if not files.is_folder(root):
+        return []
+    return [root / name for name in files.at(root).names(root) if name.startswith("iter_")]
 
 
 def _aside(final: Path) -> Path:
@@ -212,8 +218,8 @@ def _aside(final: Path) -> Path:
 
 def _remove(path: Path) -> None:
     """Removes a file or folder if it exists; the manifest first, so that a half-removed folder never looks complete."""
-    if path.is_dir() and not path.is_symlink():
-        (path / format.MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
+    if files.is_folder(path) and not files.at(path).is_link(path):
+        files.remove_if_there(path / format.MANIFEST)
+        files.remove_tree(path)
     else:
-        path.unlink(missing_ok=True)
+        files.remove_if_there(path)

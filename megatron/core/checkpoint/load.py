@@ -23,6 +23,7 @@ from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import ALONE, Axis
+from megatron.core.storage import files
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
@@ -113,10 +114,11 @@ class Checkpoint:
         buffer, digest = memoryview(data.numpy()), hashlib.sha256()
         at = 0
         try:
-            with open(path, "rb", buffering=0) as file:
+            with files.at(path).open(path, "rb") as file:
                 file.seek(piece.offset - gap)
-                is_padded = not any(file.read(gap))
-                while at < piece.nbytes and (count := file.readinto(buffer[at : at + _CHUNK])):
+                zeros = bytearray(max(gap, 0))
+                is_padded = files.read_all(file, memoryview(zeros), path) == len(zeros) and not any(zeros)
+                while at < piece.nbytes and (count := files.read_all(file, buffer[at : at + _CHUNK], path)):
                     digest.update(buffer[at : at + count])
                     at += count
         except OSError as error:

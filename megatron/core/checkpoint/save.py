@@ -28,7 +28,7 @@ from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import Axis
-from megatron.core.storage.atomic import sync_file, sync_folder, write_synced
+from megatron.core.storage import files
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
@@ -121,13 +121,13 @@ def _start(root: Path, partial: Path, warn: Callable[[str], object]) -> None:
     """An empty folder to write into."""
     final = root / partial.name.removesuffix(format.PARTIAL)
     with _writing(partial):
-        root.mkdir(parents=True, exist_ok=True)
+        files.make_folders(root)
         _clear_leftovers(root, warn)
-        if final.exists() and not (final / format.MANIFEST).is_file():
+        if files.exists(final) and not files.is_file(final / format.MANIFEST):
             wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
         folder.make_way(partial)
-        partial.mkdir()
+        files.at(partial).make_folder(partial)
 
 
 def _clear_leftovers(root: Path, warn: Callable[[str], object]) -> None:
@@ -143,14 +143,14 @@ def _write_part(partial: Path, iteration: int, rank: int, tensors: dict[str, Loc
     mine = {name: local for name, local in tensors.items() if local.is_writer}
     if not mine:
         return 0
-    if not partial.is_dir():
+    if not files.is_folder(partial):
         raise CheckpointError(partial, f"was made by the first rank but is not visible to rank {rank}", _NOT_SHARED)
     path = partial / format.file_name(rank, ".bin")
     with _writing(path):
         records, nbytes = _write_pieces(path, mine)
         text = format.to_json(Manifest(iteration, {}, {path.name: nbytes} if nbytes else {}, records))
-        write_synced(path.with_suffix(".json"), text)
-        sync_folder(partial)
+        files.write_synced(path.with_suffix(".json"), text)
+        files.at(partial).sync_folder(partial)
     return len(text)
 
 
@@ -160,24 +160,24 @@ def _write_pieces(path: Path, tensors: dict[str, LocalTensor]) -> tuple[dict[str
     if not any(local.pieces for local in tensors.values()):
         return records, 0
     # x: a file that is there belongs to another job that saves here.
-    with open(path, "xb") as file:
+    with files.at(path).open(path, "xb") as file:
         for name, local in tensors.items():
-            pieces = tuple(_write_piece(file, path.name, local, piece) for piece in local.pieces)
+            pieces = tuple(_write_piece(file, path, local, piece) for piece in local.pieces)
             records[name] = TensorRecord(local.dtype, tuple(local.shape), pieces)
         nbytes = file.tell()
-        sync_file(file)
+        files.at(path).sync(file)
     return records, nbytes
 
 
-def _write_piece(file: BinaryIO, name: str, local: LocalTensor, piece: tuple[Box, Box]) -> Piece:
-    file.write(bytes(-file.tell() % format.ALIGNMENT))
+def _write_piece(file: BinaryIO, path: Path, local: LocalTensor, piece: tuple[Box, Box]) -> Piece:
+    files.write_all(file, bytes(-file.tell() % format.ALIGNMENT), path)
     offset, digest = file.tell(), hashlib.sha256()
     for chunk in _chunks(local.region(piece)):
         data = chunk.cpu().reshape(-1).view(torch.uint8).numpy().data
         # Hashed while it passes: reading it back would double the time of a save.
         digest.update(data)
-        file.write(data)
-    return Piece(piece[0], name, offset, file.tell() - offset, digest.hexdigest())
+        files.write_all(file, data, path)
+    return Piece(piece[0], path.name, offset, file.tell() - offset, digest.hexdigest())
 
 
 def _chunks(x: Stored) -> Iterator[Tensor]:
@@ -202,7 +202,7 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     names = [format.file_name(rank, ".json") for rank, nbytes in enumerate(part_bytes) if nbytes]
     for name, nbytes in zip(names, filter(None, part_bytes)):
         _check_size(partial / name, nbytes)
-        part = format.parse_manifest((partial / name).read_text(), partial / name)
+        part = format.parse_manifest(files.read_start(partial / name, nbytes).decode(), partial / name)
         for file, size in part.files.items():
             _check_size(partial / file, size)
         merged.files.update(part.files)
@@ -211,11 +211,11 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
     with _writing(partial / format.MANIFEST):
-        write_synced(partial / format.MANIFEST, text)
+        files.write_synced(partial / format.MANIFEST, text)
         for name in names:
             # The manifest lists the same pieces; two lists could disagree.
-            (partial / name).unlink()
-        sync_folder(partial)
+            files.at(partial).remove(partial / name)
+        files.at(partial).sync_folder(partial)
     return merged
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron.core.storage.files import local
 from megatron.core.storage.locks import locked
 
 _A_DAY = 24 * 3600  # seconds
@@ -42,9 +43,10 @@ class UnpublishedFile:
 
     def publish(self) -> None:
         """Syncs the content, renames the file to `path`, and syncs the folder: the file survives a power loss."""
-        sync_file(self.file)
+        self.file.flush()
+        os.fsync(self.file.fileno())
         os.replace(self.temporary, self.path)
-        sync_folder(Path(self.path).resolve().parent)
+        local.sync_folder(Path(self.path).resolve().parent)
 
     def chunks(self, size: int) -> Iterator[bytes]:
         """The content so far, `size` bytes at a time."""
@@ -77,26 +79,3 @@ def remove_abandoned(folder: str | Path, pattern: str = "*") -> None:
 
 def _host() -> str:
     return socket.gethostname().split(".")[0][:40]
-
-
-def sync_file(file: BinaryIO) -> None:
-    """Writes the content to disk; `sync_folder` does so for its name."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Writes a file and syncs its content; `sync_folder` syncs its name."""
-    with open(path, "wb") as file:
-        file.write(text.encode())
-        sync_file(file)
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder; a rename is durable only then."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync folders; their server orders renames
-            os.fsync(handle)
-    finally:
-        os.close(handle)

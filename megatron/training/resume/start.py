@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megatron.core.checkpoint.folder import find, saved_iterations
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, iteration_of
 from megatron.core.config import ConfigError
+from megatron.core.storage.files import at, exists, is_file, is_folder
 from megatron.training.settings.config import CheckpointConfig
 
 
@@ -36,7 +37,7 @@ def _choose(config: CheckpointConfig) -> Start | None:
     root = config.pretrained_checkpoint
     if root is None:
         return None
-    if not (Path(root) / LATEST).is_file():
+    if not is_file(Path(root) / LATEST):
         mistake = mistake_in(Path(root)) or f"holds no checkpoint ({_content(Path(root))})"
         raise ConfigError(f"--pretrained-checkpoint {root} {mistake}")
     return Start("--pretrained-checkpoint", root, True)
@@ -46,7 +47,7 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     root, alone = Path(config.load), config.pretrained_checkpoint is None
     is_save = loads_what_it_saves(config)
     # A run may be killed between completing its first checkpoint and writing the pointer file.
-    if (root / LATEST).is_file() or (is_save and saved_iterations(root)):
+    if is_file(root / LATEST) or (is_save and saved_iterations(root)):
         return True
     if problem := mistake_in(root):
         raise ConfigError(f"--load {config.load} {problem}")
@@ -58,12 +59,12 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
         raise ConfigError(f"--load {config.load} holds no checkpoint ({_content(root)}), and {reason}")
     if is_save:
         return False
-    if not root.is_dir():
+    if not is_folder(root):
         raise ConfigError(
             f"--load {config.load} does not exist; give the folder that --save wrote to, or leave --load out to start anew "
             "(only this run's --save folder may be missing)"
         )
-    if any(root.iterdir()):
+    if at(root).names(root):
         raise ConfigError(
             f"--load {config.load} holds no checkpoint (no {LATEST}), but {_content(root)}; give the folder that --save wrote "
             "to, or leave --load out to start anew"
@@ -100,14 +101,15 @@ def where_to_go_on(save: str | None) -> str:
 
 def mistake_in(root: Path) -> str | None:
     """Why `root` cannot be a folder of checkpoints, and which folder to give; None if it can."""
-    if root.exists() and not root.is_dir():
-        folder = next((p for p in root.absolute().parents if (p / LATEST).is_file()), None)
+    if exists(root) and not is_folder(root):
+        folder = next((p for p in root.absolute().parents if is_file(p / LATEST)), None)
         return "is a file; give the folder that --save wrote to" + (f": {folder}" if folder else "")
-    if iteration_of(root.name) is not None or (root / MANIFEST).is_file():
-        if not root.is_dir():
+    if iteration_of(root.name) is not None or is_file(root / MANIFEST):
+        if not is_folder(root):
             return f"does not exist; give the folder that --save wrote to: {root.parent}"
         return f"is the folder of one iteration; give its parent: --load {root.absolute().parent}"
-    iterations = sorted(number for path in root.glob("iter_*") if (number := iteration_of(path.name)) is not None)
+    names = at(root).names(root) if is_folder(root) else []
+    iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
     if iterations:
         return (
             f"holds the iterations {', '.join(map(str, iterations))}, but no {LATEST}, which names the one to resume from; write "
@@ -118,9 +120,9 @@ def mistake_in(root: Path) -> str | None:
 
 def _content(root: Path) -> str:
     """The folder's content, for a message."""
-    if not root.is_dir():
+    if not is_folder(root):
         return "it does not exist"
-    names = sorted(path.name for path in root.iterdir())
+    names = at(root).names(root)
     if not names:
         return "it is empty"
     return f"it holds {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
