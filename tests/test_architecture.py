@@ -308,7 +308,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_363,
-    "megatron/core/checkpoint": 815,
+    "megatron/core/checkpoint": 819,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
     "megatron/core/distributed": 1_492,
@@ -317,7 +317,7 @@ BUDGETS = {
     "megatron/core/models": 303,
     "megatron/core/optimizer": 1_311,
     "megatron/core/pipeline_parallel": 1_212,
-    "megatron/core/storage": 148,
+    "megatron/core/storage": 231,
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
