@@ -4,12 +4,13 @@
     python benchmarks/rank_overhead.py --zero-stage 3 --sizes 1 8
 
 Each size is one process: rank 0 of a job whose collectives return at once (torch's "fake" backend), so that nothing communicates or
-waits. The model is so small (4 layers of 16, 2 x 8 tokens) that its kernels take almost nothing: what is left is the framework.
-The processes take turns of `--steps` steps. Prints milliseconds of processor time a step (median, least and most of a turn), and the
-median ratio to the first size.
+waits. The model is so small (4 layers of 16, 2 x 8 tokens) that its kernels take almost nothing: what is left is the framework and, told
+apart, the calls of torch.distributed. The processes take turns of `--steps` steps. Prints milliseconds of processor time a step outside
+of these calls (median, least and most of a turn), its median ratio to the first size, and the milliseconds inside of them.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -17,7 +18,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,7 +34,7 @@ def work_of(size: int, options: argparse.Namespace) -> Work:
 
 
 def run_rank(size: int, options: argparse.Namespace) -> None:
-    """Answers each line of stdin with seconds of processor time of a step."""
+    """Answers each line of stdin with seconds of processor time of a step, and how much of it is inside torch.distributed."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # registers the backend
@@ -41,6 +44,22 @@ def run_rank(size: int, options: argparse.Namespace) -> None:
 
     read = comm.StoreGroup._get  # agreement at the start, where other ranks say what rank 0 says
     comm.StoreGroup._get = lambda group, key, x: read(group, re.sub(r"(agreement/\d+)/\d+$", r"\1/0", key), x)
+    inside = 0.0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal inside
+            began = time.process_time()
+            result = call(*args, **options)
+            inside += time.process_time() - began
+            return result
+
+        return run
+
+    start, wait = comm.TorchGroup._start, comm._wait_for
+    comm.TorchGroup._start = lambda group, call, *tensors, **options: start(group, timed(call), *tensors, **options)
+    comm._wait_for = timed(wait)
     torch.set_num_threads(1)
     assert fake_pg
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
@@ -49,10 +68,11 @@ def run_rank(size: int, options: argparse.Namespace) -> None:
     for _ in range(5):
         contender.step()
     for _ in sys.stdin:
-        began = time.process_time()
+        began, inside = time.process_time(), 0.0
         for _ in range(options.steps):
             contender.step()
-        print(json.dumps((time.process_time() - began) / options.steps), file=answers, flush=True)
+        taken = time.process_time() - began
+        print(json.dumps([taken / options.steps, inside / options.steps]), file=answers, flush=True)
 
 
 def start(size: int) -> subprocess.Popen:
@@ -64,9 +84,11 @@ def start(size: int) -> subprocess.Popen:
     )
 
 
-def ask(process: subprocess.Popen) -> float:
+def ask(process: subprocess.Popen) -> tuple[float, float]:
+    """Milliseconds of a step outside and inside of torch.distributed."""
     print("step", file=process.stdin, flush=True)
-    return float(json.loads(process.stdout.readline()))
+    taken, inside = json.loads(process.stdout.readline())
+    return 1000 * (taken - inside), 1000 * inside
 
 
 def main() -> int:
@@ -82,20 +104,22 @@ def main() -> int:
         run_rank(options.one, options)
         return 0
     running = {size: start(size) for size in options.sizes}
-    taken: dict[int, list[float]] = {size: [] for size in running}
+    taken: dict[int, list[tuple[float, float]]] = {size: [] for size in running}
     try:
         for _ in range(options.rounds):
             for size, process in running.items():
-                taken[size].append(1000 * ask(process))
+                taken[size].append(ask(process))
     finally:
         for process in running.values():
             process.kill()
-    first = taken[options.sizes[0]]
+    first = [outside for outside, _ in taken[options.sizes[0]]]
     print(f"ZeRO stage {options.zero_stage}, {options.rounds} turns of {options.steps} steps")
-    print("data-parallel size   ms a step (least to most)   ratio")
+    print("data-parallel size   ms a step (least to most)   ratio   ms inside torch.distributed")
     for size, found in taken.items():
-        ratio = statistics.median(a / b for a, b in zip(found, first))
-        print(f"{size:18}   {statistics.median(found):9.3f} ({min(found):.3f} to {max(found):.3f})   {ratio:.2f}")
+        outside, inside = zip(*found)
+        ratio = statistics.median(a / b for a, b in zip(outside, first))
+        shown = f"{statistics.median(outside):9.3f} ({min(outside):.3f} to {max(outside):.3f})"
+        print(f"{size:18}   {shown}   {ratio:.2f}   {statistics.median(inside):.3f}")
     return 0
 
 

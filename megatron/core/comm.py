@@ -111,20 +111,21 @@ class LostPeerError(PeerError):
     """Contact with another rank is lost, for a reason this rank does not know."""
 
 
-@contextlib.contextmanager
-def as_peer_error() -> Iterator[None]:
+class as_peer_error:
     """Turns an error of torch.distributed into LostPeerError: usually the other rank has died, and its own error tells why.
 
     An error of this rank's device may surface in any later call, and is raised unchanged: out of memory, a failed kernel,
     two ranks on one device. NCCL reports the death of another rank as ncclRemoteError.
     """
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except RuntimeError as error:
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+            return
         if "NCCL error" in str(error) and "ncclRemoteError" not in str(error):
-            raise
+            return
         reason = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without torch's own file and line
         raise LostPeerError(f"lost contact with another rank: {reason}") from error
 
@@ -229,7 +230,7 @@ def _issue(
     """Records the call in the ledger and starts it. result: the output tensor; default: `x`."""
     call = Call(op, axis.name, x.numel() * x.element_size(), axis.size)
     axis.ledger.note(call)
-    span = record_function if axis.ledger.profiled else contextlib.nullcontext
+    span = record_function if axis.ledger.profiled else _not_shown
     result = x if result is None else result
     with span(f"{op} {axis.name} ({call.bytes} bytes)"):
         work = start()
@@ -240,6 +241,13 @@ def _issue(
         return result
 
     return Pending(finish, result, x)
+
+
+_NOTHING: contextlib.nullcontext[None] = contextlib.nullcontext()
+
+
+def _not_shown(_: str) -> contextlib.nullcontext[None]:
+    return _NOTHING
 
 
 # ---------------------------------------------------------------- collectives: every rank of the axis must call
