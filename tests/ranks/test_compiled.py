@@ -52,7 +52,10 @@ def inputs_of(name: str, dtype: torch.dtype) -> list:
             values(6, 1, 3, dtype=dtype, seed=4),
             3,
         ],
-    }[name]
+    }[_SAME_INPUTS.get(name, name)]
+
+
+_SAME_INPUTS = {"heads_interleaved": "heads"}
 
 
 def both_directions(function, inputs: list) -> list[Tensor]:

@@ -23,7 +23,7 @@ from megatron.core.transformer.model_config import ModelConfig, query_group_prob
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.regions import REGIONS
-from megatron.core.transformer.rotary import apply_rotary
+from megatron.core.transformer.rotary import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 
 
 class CoreAttention(nn.Module):
@@ -63,8 +63,8 @@ class ParallelAttention(nn.Module):
     the parts are summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized
     over its width.
 
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], cache) -> the
-    shape of x.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], or those of each of
+    `config.ropes`, cache) -> the shape of x.
     With a cache the queries of x also attend to the cached keys and values of earlier tokens.
     """
 
@@ -98,6 +98,10 @@ class ParallelAttention(nn.Module):
         self.core_attention = make_core(config, layer, context)
         self.keys, self.layer = context.keys, layer
         self.keys_before = config.keys_before(layer)  # None: no window
+        self.rope = config.rope_of(layer)  # which of the model's; None: this layer does not rotate
+        self.amplitude = 1.0 if self.rope is None else config.ropes[self.rope].amplitude
+        self.rotation = rotated_interleaved if config.rotary_interleaved else rotated
+        self.rotated_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
         self.recomputes_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
@@ -126,14 +130,17 @@ class ParallelAttention(nn.Module):
     def heads_of(self, fused: Tensor, angles: Tensor | None = None) -> "Heads":
         """The heads of a fused product, normalized and rotated."""
         fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
+        if angles is not None:
+            angles = None if self.rope is None else angles[self.rope] if angles.dim() == 4 else angles
         if self.compiled and angles is not None and self.q_layernorm is None:
-            of_angles = angles.cos().to(fused.dtype), angles.sin().to(fused.dtype)
-            return Heads(*REGIONS["heads"].compiled(fused, *of_angles, self.heads_per_group))
+            of_angles = cosines_and_sines(angles, self.amplitude, fused.dtype)
+            return Heads(*self.rotated_heads.compiled(fused, *of_angles, self.heads_per_group))
         heads = Heads(*(part.flatten(2, 3) for part in fused.split([self.heads_per_group, 1, 1], dim=3)))
         if self.q_layernorm is not None:
             heads = heads._replace(q=self.q_layernorm(heads.q), k=self.k_layernorm(heads.k))
         if angles is not None:
-            heads = heads._replace(q=apply_rotary(heads.q, angles), k=apply_rotary(heads.k, angles))
+            q, k = (apply_rotary(x, angles, self.amplitude, self.rotation) for x in heads[:2])
+            heads = heads._replace(q=q, k=k)
         return heads
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megatron.core.compiler import Region
 from megatron.core.dropout_masks import MaskWords, dropped
-from megatron.core.transformer.rotary import rotated
+from megatron.core.transformer.rotary import Rotation, rotated, rotated_interleaved
 
 
 def wide_of(x: Tensor) -> Tensor:
@@ -154,23 +154,24 @@ def _residual_backward(
 # fused: [s, b, groups, heads of a group + 2, d], its last two heads key and value; cos, sin: [s, b or 1, width / 2]
 
 
-def _eager_heads(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
-    *both, v = (part.flatten(2, 3) for part in fused.split([queries, 1, 1], dim=3))
-    return *(rotated(x, cos, sin) for x in both), v
+def _heads_by(rotate: Rotation) -> Region:
+    def eager(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
+        *both, v = (part.flatten(2, 3) for part in fused.split([queries, 1, 1], dim=3))
+        return *(rotate(x, cos, sin) for x in both), v
 
+    def heads(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
+        *both, v = (part.flatten(2, 3) for part in fused.split([queries, 1, 1], dim=3))
+        return *(rotate(wide_of(x), cos, sin).to(fused.dtype) for x in both), v.contiguous()
 
-def _heads(fused: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, ...]:
-    *both, v = (part.flatten(2, 3) for part in fused.split([queries, 1, 1], dim=3))
-    return *(rotated(wide_of(x), cos, sin).to(fused.dtype) for x in both), v.contiguous()
+    def heads_backward(
+        grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, queries: int
+    ) -> tuple[Tensor | None, ...]:
+        groups = grad_k.shape[2]
+        grads = rotate(wide_of(grad_q), cos, -sin), rotate(wide_of(grad_k), cos, -sin), wide_of(grad_v)
+        fused = torch.cat([x.unflatten(2, (groups, -1)) for x in grads], dim=3)
+        return fused.to(grad_v.dtype), None, None, None
 
-
-def _heads_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, queries: int
-) -> tuple[Tensor | None, ...]:
-    groups = grad_k.shape[2]
-    grads = rotated(wide_of(grad_q), cos, -sin), rotated(wide_of(grad_k), cos, -sin), wide_of(grad_v)
-    fused = torch.cat([x.unflatten(2, (groups, -1)) for x in grads], dim=3)
-    return fused.to(grad_v.dtype), None, None, None
+    return Region(eager, heads, heads_backward, reads=(1, 2, 3), results=3)
 
 
 # ---------------------------------------------------------------- the table
@@ -180,6 +181,7 @@ REGIONS = {
     "RMSNorm": Region(_eager_rms_norm, _rms_norm, _rms_norm_backward, reads=(0, 1, 2), carries=True),
     "gelu": Region(gelu, _gelu, _gelu_backward, reads=(0, 1)),
     "residual": Region(_eager_residual, _residual, _residual_backward, reads=(2, 3, 4, 5)),
-    "heads": Region(_eager_heads, _heads, _heads_backward, reads=(1, 2, 3), results=3),
+    "heads": _heads_by(rotated),
+    "heads_interleaved": _heads_by(rotated_interleaved),
     "gated_silu": Region(gated_silu, _gated_silu, _gated_silu_backward, reads=(0, 1)),
 }

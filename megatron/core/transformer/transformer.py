@@ -14,7 +14,7 @@ from megatron.core.transformer.masks import Mask
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.rotary import rotary_angles
+from megatron.core.transformer.rotary import angles_of
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
@@ -47,6 +47,7 @@ class ParallelTransformer(nn.Module):
             contiguous=config.contiguous_checkpointing,
             tier=context.tier,
         )
+        self.ropes = config.ropes
         self.sequence_ranks = tp.axis.size if tp.sequence_parallel else 1
         self.layers = nn.ModuleDict({str(layer): make_layer(config, layer, context) for layer in layers})
         self.final_layernorm = make_norm(config, context) if post_process else None
@@ -60,9 +61,11 @@ class ParallelTransformer(nn.Module):
                     "a cache needs the whole sequence on every rank; build the model without sequence parallelism"
                 )
             mask = cache.mask(length)
-        if config.position_embedding_type == "rope":
+        if self.ropes:
             positions = torch.arange(length, device=x.device)[:, None] if cache is None else cache.positions(length).t()
-            angles = rotary_angles(positions, config.rotary_width, config.rotary_base, like=x)
+            # One scaling for the whole text: keys in a cache are not rotated again.
+            tokens = length if cache is None else cache.capacity
+            angles = angles_of(self.ropes, positions, config.rotary_width, tokens, like=x)
         for group in self._groups():
             x = self._run_group(group, x, mask, angles, cache)
         if torch.is_grad_enabled():

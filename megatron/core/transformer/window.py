@@ -2,10 +2,9 @@
 which are read as Megatron-LM reads them. Pure."""
 
 import argparse
-import ast
 from collections.abc import Iterator
 
-_LONGEST = 10_000  # layers in a list
+from megatron.core.transformer.layer_pattern import is_exception, layer_pattern
 
 
 def keys_before(size: str | None, skip_freq: str | None, layer: int) -> int | None:
@@ -16,10 +15,8 @@ def keys_before(size: str | None, skip_freq: str | None, layer: int) -> int | No
     """
     if size is None:
         return None
-    pattern = None if skip_freq is None else layer_pattern(skip_freq)
-    skips = layer % pattern == pattern - 1 if isinstance(pattern, int) else pattern is not None and not pattern[layer]
     before = window_pair(size)[0]
-    return None if skips or before < 0 else before
+    return None if is_exception(skip_freq, layer, marked=0) or before < 0 else before
 
 
 def window_problems(size: str | None, skip_freq: str | None, num_layers: int) -> Iterator[str]:
@@ -48,46 +45,7 @@ def read_window(text: str) -> str:
     return f"{before},{after}"
 
 
-def read_pattern(text: str) -> str:
-    """ "4" from that; "[1,1,0,1,1,0]" from that, "[1,1,0]*2" or "([1]*2+[0])*2"."""
-    try:
-        value = layer_pattern(text)
-    except (SyntaxError, ValueError, RecursionError):
-        value = 0
-    if not (value >= 1 if isinstance(value, int) else value and {*value} <= {0, 1}):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither N, a whole number from 1 on (each Nth layer has no window), nor a list of a 1 (window) or a 0 "
-            "for each layer, such as [1,1,0]*4"
-        )
-    return str(value).replace(" ", "")
-
-
 def window_pair(size: str | tuple[int, int]) -> tuple[int, int]:
     """(4095, 0) of itself and of each of its spellings, as Megatron's scripts read it. Raises ValueError for others."""
     before, after = (int(part) for part in str(size).strip(" ()").split(","))
     return before, after
-
-
-def layer_pattern(skip_freq: str | int | list[int]) -> int | list[int]:
-    """N, or a list: of itself and of each of its spellings. Raises ValueError or SyntaxError for others."""
-    text = str(skip_freq).strip()
-    return _list(ast.parse(text, mode="eval").body) if "[" in text else int(text)
-
-
-def _list(node: ast.expr) -> list[int]:
-    match node:
-        case ast.List(elts=parts):
-            return [_number(part) for part in parts]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _list(left) + _list(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            repeated, times = (right, left) if isinstance(left, ast.Constant) else (left, right)
-            if (entries := _list(repeated)) and len(entries) * _number(times) <= _LONGEST:
-                return entries * _number(times)
-    raise ValueError(ast.dump(node))
-
-
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    raise ValueError(ast.dump(node))

@@ -58,7 +58,7 @@ def other_names_of(config: Config) -> dict[str, Any]:
         "encoder_num_layers": shape.num_layers,
         "encoder_seq_length": config.data.seq_length,
         "add_position_embedding": shape.position_embedding_type == "learned_absolute",
-        **shape.parsed_window,
+        **shape.parsed_patterns,
         "no_load_optim": None if checkpoint.load_optim else True,
         "no_save_optim": None if checkpoint.save_optim else True,
     }
@@ -211,7 +211,6 @@ _TABLE = """
     64: mamba_head_dim qk_pos_emb_head_dim
     65535: straggler_ctrlr_port
     8: inference_max_batch_size mamba_num_groups
-    8.0: rope_scaling_factor
     90: inprocess_hard_timeout
     96: dino_local_img_size
     ["p2p"]: cp_comm_type

@@ -182,7 +182,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "Muon's products of a matrix with itself are PyTorch's": "--muon-use-syrk",
     "only Lion reads it, and that optimizer is not built yet": "--lion-beta1 X --lion-beta2 X",
     "only an option that is refused reads it": """
-        --relative-attention-num-buckets N --relative-attention-max-distance N --rope-scaling-factor X
+        --relative-attention-num-buckets N --relative-attention-max-distance N
         --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
         --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME --error-injection-type NAME
         --adlr-autoresume-interval N --one-logger-async --disable-straggler-on-startup --straggler-ctrlr-port N
@@ -270,9 +270,8 @@ REFUSED_BY_REASON: dict[str, str] = {
         --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X --activation-func-clamp-value X""",
     "is not built yet; leave it out: attention has a plain softmax": """
         --softmax-type vanilla|NAME""",
-    "is not built yet; leave it out, or use --position-embedding-type rope with --rotary-base and --rotary-percent": """
-        --rope-type rope|NAME --rotary-interleaved --rotary-seq-len-interpolation-factor 1|X --use-rope-scaling
-        --no-rope-freq TEXT""",
+    "is not built yet; leave it out, or use --position-embedding-type rope, with --rope-scaling for YaRN and others": """
+        --rope-type rope|NAME""",
     "is not built yet; use --qk-layernorm": "--qk-l2-norm",
     "is not built yet; leave it out: norms stand before each block and their weights are centred around one": """
         --apply-layernorm-1p --apply-residual-connection-post-layernorm""",
