@@ -27,8 +27,8 @@ def read_pattern(text: str) -> str:
         value = 0
     if not (value >= 1 if isinstance(value, int) else value and {*value} <= {0, 1}):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither N, a whole number from 1 on (each Nth layer is the exception), nor a list of a 1 or a 0 for each "
-            "layer, such as [1,1,0]*4"
+            f"{text!r} is neither N, a whole number from 1 on (each Nth layer is the exception), nor a list of a 1 or a 0 for "
+            "each layer, such as [1,1,0]*4"
         )
     return str(value).replace(" ", "")
 
