@@ -104,6 +104,11 @@ def owned_pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mappi
     return [pair for pair in pieces(placement, local_shape, mesh) if pair[1] not in elsewhere]
 
 
+def shared_rows(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[str, Box]]:
+    """(axis, box in the local tensor) of the rows that all ranks of an axis hold."""
+    return [(rows.shared_over, local) for rows, local in _listed(placement, local_shape) if rows.shared_over]
+
+
 def partial_axes(placement: Placement) -> set[str]:
     """The axes over which gradients of the parameter, or of some of its rows, are partial sums."""
     return {*placement.partial_grad, *(rows.shared_over for rows in placement.rows if rows.shared_over is not None)}

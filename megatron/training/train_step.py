@@ -46,6 +46,7 @@ def train_step(
     check_finite: bool = True,
     timers: Timers = _NO_TIMERS,
     empty: Callable[[int], None] = lambda level: None,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or infinite.
 
@@ -59,7 +60,8 @@ def train_step(
     changes only the backward.
 
     num_microbatches: per rank in this step, default: the pipeline's. weight_decay: default: the optimizer's.
-    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update.
+    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update. before_update() is
+    called once the gradients are complete, unless the step is skipped.
 
     Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over mp.
     """
@@ -88,6 +90,7 @@ def train_step(
         scaler.update(overflow)
     skipped = overflow and scaler is not None
     if not skipped:
+        before_update()
         with timers("optimizer"):
             optimizer.step(lr, decoupled_lr, weight_decay=weight_decay, factor=factor)
         with timers("params-all-gather"):

@@ -27,6 +27,8 @@ from megatron.training.build import DatasetsProvider, built_chunks, refused_alik
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
+from megatron.training.guard.check import WrongNumbersError
+from megatron.training.guard.guard import Guard
 from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.timeline import Forecast
@@ -96,6 +98,7 @@ class Trainer:
                 done.consumed_train_samples, length.train_samples
             )
             self._set_schedules()
+        self.guard = Guard(runtime, self.model, self.optimizer)
         self.log = self._build_log(log_state)
         self.datasets = self._build_datasets(datasets_provider)
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
@@ -205,6 +208,7 @@ class Trainer:
             )
             return None
         data = self._iterators("train", state.consumed_train_samples)
+        self.guard.begin()
         with self.exits.listening():
             while state.iteration < self.train_iters and reason is None:
                 self._step(data)
@@ -233,7 +237,10 @@ class Trainer:
                 check_finite=self.config.training.check_for_nan_in_loss_and_grad,
                 timers=self.runtime.timers,
                 empty=self._empty_unused,
+                before_update=self.guard.before_update,
             )
+            if not result.skipped:
+                self.guard.after_update(state.iteration + 1)
         state.iteration += 1
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
@@ -243,12 +250,12 @@ class Trainer:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Add the iteration, and how to resume, to the error of a NaN or infinite step."""
+        """Add the iteration, and how to resume, to the error of a step with wrong numbers."""
         try:
             yield
-        except NotFiniteError as error:
+        except (NotFiniteError, WrongNumbersError) as error:
             where = where_to_go_on(self.config.checkpoint.save)
-            raise NotFiniteError(f"{error}. This was iteration {self.state.iteration + 1}; {where}") from error
+            raise type(error)(f"{error}. This was iteration {self.state.iteration + 1}; {where}") from error
 
     def _rates(self) -> tuple[float, float | None]:
         """The learning rate of the next step, and the decoupled one."""
@@ -334,6 +341,7 @@ class Trainer:
         if config.save is None or not (due or last):
             return
         with self.log.paused():
+            self.guard.before_save()
             checkpointing.save(self.runtime, self.model, self.optimizer, self.state, self.log.state())
             self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")
 

@@ -28,6 +28,7 @@ from megatron.core.config import ConfigError
 from megatron.core.errors import write_error_file
 from megatron.core.tiers.block_file import OffloadError
 from megatron.training.ending import interrupt
+from megatron.training.guard.check import WrongNumbersError
 from megatron.training.memory.shortage import OutOfMemory
 from megatron.training.train_step import NotFiniteError
 
@@ -41,7 +42,8 @@ _LISTENS_EVERY = 2.0  # seconds
 
 def explains_itself(error: BaseException) -> bool:
     """Whether the error's message says what to change, so that a traceback would only hide it."""
-    return isinstance(error, ConfigError | NotFiniteError | CheckpointError | OffloadError | OutOfMemory)
+    explained = ConfigError | NotFiniteError | WrongNumbersError | CheckpointError | OffloadError | OutOfMemory
+    return isinstance(error, explained)
 
 
 def report(error: BaseException, farewell: str | None = None) -> int:

@@ -289,8 +289,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --check-for-spiky-loss --check-for-large-grads""",
     "is not built yet; leave it out: no step is computed twice to compare": """
         --rerun-mode disabled|NAME --result-rejected-tracker-filename FILE""",
-    "is not built yet; leave it out: copies of the weights are not compared": """
-        --check-weight-hash-across-dp-replicas-interval N""",
     "is not measured; leave it out: --timing-log-level 2 --timing-log-option all shows which rank is slow": """
         --log-straggler""",
     "is not measured; leave it out": "--log-energy",
