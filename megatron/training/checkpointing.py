@@ -22,6 +22,8 @@ from megatron.core import comm, dropout_masks, products
 from megatron.core.boxes import size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
+from megatron.core.checkpoint.folder import saved_iterations
+from megatron.core.checkpoint.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
@@ -29,7 +31,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training.resume import checks
 from megatron.training.resume.model_name import model_name
-from megatron.training.resume.start import Start, where_to_start
+from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.settings.config import CheckpointConfig
@@ -81,6 +83,21 @@ def save(
         warn=lambda problem: print_rank_0(f"WARNING: {problem}"),
     )
     print_rank_0(f"saved checkpoint at iteration {state.iteration} to {root}")
+    state.checkpoints = sorted({*state.checkpoints, state.iteration})
+    if world.is_first:
+        _delete_older(runtime.config.checkpoint, state)
+
+
+def _delete_older(config: CheckpointConfig, state: TrainState) -> None:
+    """Delete this run's checkpoints that --keep-checkpoints does not keep, now that a newer one is on disk."""
+    if config.kept is None:
+        return
+    spared = () if config.ckpt_step is None else (config.ckpt_step,)
+    found = delete_older(Path(config.save), state.checkpoints, config.kept, config.save_retain_interval, spared)
+    deleted, problems = found
+    state.checkpoints = [number for number in state.checkpoints if number not in deleted]
+    for problem in problems:
+        print_rank_0(f"WARNING: {problem}")
 
 
 def _products_of(runtime: Runtime) -> dict[str, Any]:
@@ -97,7 +114,7 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
         with contextlib.suppress(ValueError, OSError):
             start = where_to_start(config)
             if start is not None and not start.weights_only:
-                found = open_checkpoint(Path(start.root)).state.get("products")
+                found = open_checkpoint(Path(start.root), start.iterations[0]).state.get("products")
     return json.loads(comm.broadcast_text(json.dumps(found), world, device))
 
 
@@ -125,9 +142,9 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
         return TrainState(), None
     root, finetune = chosen.root, chosen.weights_only
     given = f"{chosen.flag} {root}"
-    checkpoint = open_checkpoint(Path(root), world=mesh["world"], device=device)
-    if checkpoint.warning:
-        print_rank_0(f"WARNING: {checkpoint.warning}")
+    checkpoint = open_checkpoint(Path(root), chosen.iterations[0], mesh["world"], device)
+    if chosen.warning:
+        print_rank_0(f"WARNING: {chosen.warning}")
     checks.check_state(checkpoint.state, checkpoint.iteration, given)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)
@@ -151,7 +168,10 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     checks.note_changes(runtime, checkpoint.state, goes_on=not finetune)
     if finetune:
         return TrainState(), None
-    return TrainState.from_json(checkpoint.state["train"]), checkpoint.state["log"]
+    train = TrainState.from_json(checkpoint.state["train"])
+    before = [*train.checkpoints, train.iteration] if loads_what_it_saves(config) else []
+    train.checkpoints = sorted(set(before) & set(saved_iterations(Path(root))))
+    return train, checkpoint.state["log"]
 
 
 def read_tensors(

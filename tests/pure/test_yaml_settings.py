@@ -110,10 +110,10 @@ def test_what_a_file_gives_and_a_run_would_not_is_warned_of_or_refused_as_on_the
     given = ("--transformer-impl transformer_engine", "--ckpt-format torch")
     assert [note.split(": ")[:2] for note in notes] == [["WARNING", flag] for flag in given]
     with pytest.raises(ConfigError) as error:
-        read("spec: [a, b]\nsave_retain_interval: 9\ncheck_for_spiky_loss: true\nsave_retain_intervals: 9")
+        read("spec: [a, b]\nconfig_logger_dir: 9\ncheck_for_spiky_loss: true\nconfig_logger_dirs: 9")
     assert [problem.split(": ")[1] for problem in error.value.problems[1:]] == [
         "--spec",
-        "--save-retain-interval",
+        "--config-logger-dir",
         "--check-for-spiky-loss",
     ]
     assert "did you mean" not in error.value.problems[0]

@@ -18,6 +18,7 @@ from megatron.core.checkpoint.format import CheckpointError, Manifest
 from megatron.core.storage import files
 
 _MOST_POINTER = 64  # bytes: a number of 18 digits, and room for spaces that an editor leaves
+_CHECKED = 3  # line ends, at least, of a pointer whose line ends are a check digit; fewer are those of an editor
 _MOST_MANIFEST = 1 << 30  # bytes: some four million pieces
 
 
@@ -46,8 +47,8 @@ def find(root: Path, iteration: int | None = None) -> Found:
         )
     elif newest is not None and newest > named:
         warning = (
-            f"{root / format.LATEST} names iteration {named}, and iteration {newest} is there too: {named} is loaded. To go on "
-            f"from {newest}, write its number into that file before a run saves over it"
+            f"{root / format.LATEST} names iteration {named}, and iteration {newest} is there too: {named} is loaded. "
+            f"--ckpt-step {newest} goes on from {newest}, before a run saves over it"
         )
     return Found(chosen, _folder_of(root, chosen), warning)
 
@@ -68,10 +69,21 @@ def latest_iteration(root: Path) -> int | None:
     path = root / format.LATEST
     if not files.is_file(path):
         return None
-    text = files.read_start(path, _MOST_POINTER + 1).decode(errors="replace").strip()
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise CheckpointError(path, f"says {text!r:.60}, not the number of an iteration", _which(root))
-    return int(text)
+    text = files.read_start(path, _MOST_POINTER + 1).decode(errors="replace")
+    match = re.fullmatch("[ \t]*([0-9]{1,18})[ \t\r]*(\n[ \t\r\n]*)?", text)
+    if match is None:
+        raise CheckpointError(path, f"says {text.strip()!r:.60}, not the number of an iteration", _which(root))
+    iteration, ends = int(match[1]), text.count("\n")
+    if ends >= _CHECKED and text != pointer_text(iteration):
+        wrong = f"is damaged: it says {iteration}, and its {ends} line ends are the check digit of another number"
+        raise CheckpointError(path, wrong, _which(root))
+    return iteration
+
+
+def pointer_text(iteration: int) -> str:
+    """The pointer to an iteration. The number of its line ends is a check digit, in which any one flipped bit shows; programs
+    and shells that read the number do not see them. A pointer written by hand has fewer."""
+    return str(iteration) + "\n" * (_CHECKED + sum(map(int, str(iteration))) % 5)
 
 
 def _folder_of(root: Path, iteration: int) -> Path:
@@ -128,7 +140,8 @@ def size_of_file(path: Path) -> int | None:
     return found.size if found is not None and found.is_file else None
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether the manifest is undamaged and every file has its size; reads no tensors."""
     try:
         check_files(folder, format.parse_manifest(read_manifest(folder), folder))
     except CheckpointError:
@@ -146,7 +159,7 @@ def publish(partial: Path, iteration: int) -> None:
     """
     root, final = partial.parent, partial.parent / format.folder_name(iteration)
     pointer = root / (format.LATEST + format.PARTIAL)
-    files.write_synced(pointer, f"{iteration}\n")  # first: a full disk must fail before anything is renamed
+    files.write_synced(pointer, pointer_text(iteration))  # first: a full disk must fail before anything is renamed
     on = files.at(root)
     if files.exists(final):
         if files.is_file(_aside(final) / format.MANIFEST):  # whole, and `final` damaged, or it would have been cleared
@@ -165,11 +178,18 @@ def make_way(path: Path) -> None:
     if not files.exists(path):
         return
     try:
-        _remove(path)
+        remove(path)
     except OSError:
-        final = path.parent / path.name.partition(".")[0]
-        names = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
-        files.at(path).rename(path, next(name for name in names if not files.exists(name)))
+        take_name_away(path)
+
+
+def take_name_away(path: Path) -> Path:
+    """Renames a folder to one that is never read and goes with the next save; returns its new path."""
+    final = path.parent / path.name.partition(".")[0]
+    names = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
+    free = next(name for name in names if not files.exists(name))
+    files.at(path).rename(path, free)
+    return free
 
 
 def clear_leftovers(root: Path) -> list[str]:
@@ -181,7 +201,7 @@ def clear_leftovers(root: Path) -> list[str]:
     for path in [root / (format.LATEST + format.PARTIAL), *folders]:
         try:
             if not _bring_back(path):
-                _remove(path)
+                remove(path)
         except OSError as error:
             problems.append(
                 f"{path}, which a save left that did not end, cannot be removed ({error}); remove it by hand"
@@ -192,7 +212,7 @@ def clear_leftovers(root: Path) -> list[str]:
 def _bring_back(left: Path) -> bool:
     """Whether `left` is the only complete folder of its iteration; renames it back unless a damaged folder has the name."""
     final = left.with_suffix("")
-    if left.suffix != format.REPLACED or not files.is_file(left / format.MANIFEST) or _is_whole(final):
+    if left.suffix != format.REPLACED or not files.is_file(left / format.MANIFEST) or is_whole(final):
         return False
     if not files.exists(final):
         files.at(left).rename(left, final)
@@ -216,7 +236,7 @@ def _aside(final: Path) -> Path:
     return final.with_name(final.name + format.REPLACED)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Removes a file or folder if it exists; the manifest first, so that a half-removed folder never looks complete."""
     if files.is_folder(path) and not files.at(path).is_link(path):
         files.remove_if_there(path / format.MANIFEST)

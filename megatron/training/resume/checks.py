@@ -1,5 +1,6 @@
 """Checks of a checkpoint before a run resumes from it: same model, same optimizer; other changed settings are reported."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ _COUNTS = ("scheduled_train_samples", "samples_per_iter", "requested_train_sampl
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("train/schedules", "train/schedules/*", "log/sums", "grad_scaler"), (dict,)),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
+    "train/checkpoints": (list,),
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }
@@ -55,6 +57,10 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
     if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
         raise ConfigError(f"{given} names no model; it was not written by a pretraining run")
     problems = [problem for where, kinds in (_NEEDED | _OPTIONAL).items() for problem in _misfits(state, where, kinds)]
+    saved_before = {} if problems else dict.fromkeys(map(repr, state["train"].get("checkpoints", [])))
+    problems += [
+        f"train/checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)
+    ]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
     if problems:
@@ -74,7 +80,7 @@ def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iter
             if where in _NEEDED:
                 yield f"{at} is missing"
         elif not isinstance(state[name], kinds) or (isinstance(state[name], int) and not 0 <= state[name] < 1 << 63):
-            wanted = {dict: "an object", int: "a number from 0 up", type(None): "null"}
+            wanted = {dict: "an object", list: "a list", int: "a number from 0 up", type(None): "null"}
             yield f"{at} is {state[name]!r:.40}, not {' or '.join(wanted[kind] for kind in kinds)}"
 
 

@@ -1,11 +1,11 @@
-"""Which checkpoint a run starts from, or why it cannot start. Paths only."""
+"""Which checkpoints a run may start from, or why it cannot start. Reads manifests, no tensors."""
 
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.checkpoint.folder import find, saved_iterations
-from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, iteration_of
+from megatron.core.checkpoint.folder import find, latest_iteration, read_manifest, saved_iterations
+from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name, iteration_of, parse_manifest
 from megatron.core.config import ConfigError
 from megatron.core.storage.files import at, exists, is_file, is_folder
 from megatron.training.settings.config import CheckpointConfig
@@ -17,6 +17,8 @@ class Start(NamedTuple):
     flag: str  # that gave `root`
     root: str
     weights_only: bool
+    iterations: list[int]  # the one to load, then older ones for a run that may go back to them
+    warning: str = ""  # why the first may surprise
 
 
 def where_to_start(config: CheckpointConfig) -> Start | None:
@@ -27,33 +29,79 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
     """
     try:
         return _choose(config)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
     except OSError as error:  # for example a folder of another user
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; check --load") from error
 
 
 def _choose(config: CheckpointConfig) -> Start | None:
     if config.load is not None and _load_holds_checkpoint(config):
-        return Start("--load", config.load, config.finetune)
+        return Start("--load", config.load, config.finetune, *_iterations(config))
     root = config.pretrained_checkpoint
     if root is None:
         return None
     if not is_file(Path(root) / LATEST):
         mistake = mistake_in(Path(root)) or f"holds no checkpoint ({_content(Path(root))})"
         raise ConfigError(f"--pretrained-checkpoint {root} {mistake}")
-    return Start("--pretrained-checkpoint", root, True)
+    found = find(Path(root))
+    return Start("--pretrained-checkpoint", root, True, [found.iteration], found.warning)
+
+
+def _iterations(config: CheckpointConfig) -> tuple[list[int], str]:
+    """(the iteration of --load to start from, then those to go back to where it is damaged; a warning)."""
+    root, step = Path(config.load), config.ckpt_step
+    saved, goes_back = saved_iterations(root)[::-1], not (config.finetune or config.exit_on_damaged_checkpoint)
+    if step is not None and loads_what_it_saves(config):
+        since = next((number for number in saved if number > step and _ckpt_step_of(root, number) == step), None)
+        if since is not None:
+            told = f"iteration {since} of {root} was saved by a run with --ckpt-step {step}, and is gone on from; "
+            told += f"to begin again from {step}, give another --save"
+            return [since, *(number for number in saved if step <= number < since and goes_back)], told
+    if step is not None:
+        return [find(root, step).iteration], ""
+    try:
+        found = find(root)
+    except CheckpointError as error:
+        if not goes_back or not (left := _beside_the_pointer(root, saved)):
+            raise
+        return left, f"{error.file}: {error.wrong}; iteration {left[0]} is loaded, the newest that is complete"
+    return [found.iteration, *(number for number in saved if number < found.iteration and goes_back)], found.warning
+
+
+def _beside_the_pointer(root: Path, saved: list[int]) -> list[int]:
+    """The iterations to choose from where the pointer is damaged, or names no complete checkpoint."""
+    try:
+        named = latest_iteration(root)
+    except CheckpointError:
+        return saved
+    is_spoiled = named is not None and is_folder(root / folder_name(named))  # later ones are those of another branch
+    return [number for number in saved if number < named] if is_spoiled else saved
+
+
+def _ckpt_step_of(root: Path, iteration: int) -> int | None:
+    """The --ckpt-step of the run that saved an iteration; None if it had none, or the manifest is unreadable."""
+    try:
+        state = parse_manifest(read_manifest(folder := find(root, iteration).folder), folder / MANIFEST).state
+    except CheckpointError:
+        return None
+    config = state.get("config")
+    saved = config.get("checkpoint") if isinstance(config, dict) else None
+    return saved.get("ckpt_step") if isinstance(saved, dict) else None
 
 
 def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     root, alone = Path(config.load), config.pretrained_checkpoint is None
     is_save = loads_what_it_saves(config)
     # A run may be killed between completing its first checkpoint and writing the pointer file.
-    if is_file(root / LATEST) or (is_save and saved_iterations(root)):
+    if is_file(root / LATEST) or ((is_save or config.ckpt_step is not None) and saved_iterations(root)):
         return True
     if problem := mistake_in(root):
         raise ConfigError(f"--load {config.load} {problem}")
     reasons = {
         "--finetune needs weights to load": config.finetune and alone,
         "--exit-on-missing-checkpoint is given": config.exit_on_missing_checkpoint and alone,
+        f"--ckpt-step {config.ckpt_step} names one": config.ckpt_step is not None,
     }
     for reason in (text for text, given in reasons.items() if given):
         raise ConfigError(f"--load {config.load} holds no checkpoint ({_content(root)}), and {reason}")
@@ -112,8 +160,8 @@ def mistake_in(root: Path) -> str | None:
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
     if iterations:
         return (
-            f"holds the iterations {', '.join(map(str, iterations))}, but no {LATEST}, which names the one to resume from; write "
-            f"one of these numbers into {root / LATEST}"
+            f"holds the iterations {', '.join(map(str, iterations))}, but no {root / LATEST}, which names the one to resume from; "
+            f"give one of them: --ckpt-step {iterations[-1]}"
         )
     return None
 

@@ -18,6 +18,8 @@ class TrainState:
     requested_train_samples: int = 0  # from the data set; its order may depend on this number
     # Parameters of the schedules of learning rate and weight decay.
     schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # The iterations below --save that this run, over all restarts, has saved or resumed from, and has not deleted.
+    checkpoints: list[int] = field(default_factory=list, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,4 +34,5 @@ class TrainState:
             int(saved.get("samples_per_iter", consumed // max(iteration, 1))),  # older checkpoints lack it
             int(saved.get("requested_train_samples", 0)),
             dict(saved.get("schedules", {})),
+            list(saved.get("checkpoints", [])),
         )

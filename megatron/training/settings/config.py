@@ -92,6 +92,17 @@ class CheckpointConfig(FlagConfig):
         "iterations between checkpoints; the last iteration is always saved",
         flags=("--save-interval", "--persistent-save-interval"),
     )
+    ckpt_step: Count | None = knob(None, "iteration of --load to resume from (default: the latest)")
+    exit_on_damaged_checkpoint: bool = knob(
+        False, "fail if the checkpoint to resume from is damaged; by default the newest undamaged one is used"
+    )
+    keep_checkpoints: Count | None = knob(
+        None, "after a save, delete all but the newest N checkpoints that this run has saved (default: delete none)"
+    )
+    save_retain_interval: Count | None = knob(
+        None,
+        "keep checkpoints of iterations that N divides for ever; without --keep-checkpoints, of the others the newest",
+    )
     save_optim: bool = knob(True, "save no optimizer state; such a checkpoint is resumed with --no-load-optim")
     pretrained_checkpoint: str | None = knob(
         None, "checkpoint folder for initial weights while --load has no checkpoint; implies --finetune", metavar="DIR"
@@ -107,11 +118,17 @@ class CheckpointConfig(FlagConfig):
     )
 
     @property
+    def kept(self) -> int | None:
+        """How many of the newest checkpoints stay when a new one is saved; None: all."""
+        return self.keep_checkpoints or (1 if self.save_retain_interval else None)
+
+    @property
     def without_effect(self) -> dict[str, str]:
         """The given flags that have no effect, with the reason."""
         if self.load is not None or self.pretrained_checkpoint is not None:
             return {}
         about_loading = {
+            "--exit-on-damaged-checkpoint": self.exit_on_damaged_checkpoint,
             "--no-load-optim": not self.load_optim,
             "--allow-precision-change": self.allow_precision_change,
             "--allow-tokenizer-change": self.allow_tokenizer_change,

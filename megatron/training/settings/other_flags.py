@@ -333,11 +333,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "data are read from local files; copy them, and give --data-path and --data-cache-path": """
         --s3-cache-path DIR --object-storage-cache-path DIR""",
     # ---- checkpoints
-    "is not built yet: the latest is loaded; write the number into latest_checkpointed_iteration.txt": "--ckpt-step N",
     "settings are the command line's; give those that the checkpoint's manifest.json holds": """
         --use-checkpoint-args --use-mp-args-from-checkpoint-args""",
-    "checkpoints are never deleted; leave it out, and delete old iter_... folders, or raise --save-interval": """
-        --save-retain-interval N""",
     "what is missing from a checkpoint, or too much in it, is always an error; leave it out": """
         --dist-ckpt-strictness raise_all|NAME --no-strict-fsdp-dtensor-load""",
     "other formats are not built yet; leave it out": """

@@ -33,8 +33,12 @@ def check(config: Config, world_size: int) -> None:
 def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
     """Flags about checkpoints that need another flag: a run that starts anew by mistake costs more than a refused run."""
     checkpoint, stage = config.checkpoint, config.data_parallel.stage
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield "--save-interval needs --save, the folder to write to"
+    about_saving = ("save_interval", "keep_checkpoints", "save_retain_interval")
+    for name in about_saving if checkpoint.save is None else ():
+        if getattr(checkpoint, name) is not None:
+            yield f"{flag_of(name)} needs --save, the folder to write to"
+    if checkpoint.load is None and checkpoint.ckpt_step is not None:
+        yield "--ckpt-step needs --load, the folder that holds the iteration"
     if checkpoint.load is None and checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
         yield "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
     if checkpoint.load is None and checkpoint.exit_on_missing_checkpoint:

@@ -1,0 +1,44 @@
+"""Deleting a run's older checkpoints once a newer one is complete. Paths only, no torch.
+
+    saved by the run   100  200  300  400  500     keep 2, keep every multiple of 200
+    deleted            100       300               400 and 500 are the newest two, and 200 is kept for ever
+
+A folder is renamed to `iter_N.1.partial` before it is removed: a kill in between leaves nothing that looks complete, and the next
+start or save removes the rest.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from megatron.core.checkpoint import format
+from megatron.core.checkpoint.folder import is_whole, remove, take_name_away
+from megatron.core.storage import files
+
+
+def delete_older(
+    root: Path, mine: Collection[int], keep: int, retain_interval: int | None = None, spared: Collection[int] = ()
+) -> tuple[list[int], list[str]]:
+    """Deletes iterations of `mine`, whose newest has just been published; returns (those deleted, problems for a warning).
+
+    mine: the iterations that the run itself has saved or resumed from; no other is deleted. The newest `keep` that are whole stay
+    (sealed manifest, every file of its size), and so do multiples of `retain_interval`, `spared` ones, and links.
+    """
+    newest, *older = sorted(mine, reverse=True)
+    whole, deleted, problems = [newest], [], []
+    for iteration in older:
+        folder = root / format.folder_name(iteration)
+        if len(whole) < keep:
+            whole += [iteration] if is_whole(folder) else []
+            continue
+        is_retained = retain_interval is not None and iteration % retain_interval == 0
+        if is_retained or iteration in spared or files.at(folder).is_link(folder) or not files.exists(folder):
+            continue
+        try:
+            remove(take_name_away(folder))
+        except OSError as error:
+            problems.append(
+                f"{folder}, which newer checkpoints replace, cannot be deleted ({error}); the next save tries again"
+            )
+        else:
+            deleted.append(iteration)
+    return deleted, problems
