@@ -11,6 +11,7 @@ from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import open_checkpoint
 from megatron.core.checkpoint.folder import clear_leftovers, latest_iteration, pointer_text, saved_iterations
 from megatron.core.checkpoint.retention import delete_older
+from megatron.core.storage import files
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_a_killed_deletion_is_finished_by_the_next_start(root, call, monkeypatch
         return wrapped
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        for name in ("rename", "unlink", "rmdir"):
+        for name in ("replace", "unlink", "rmdir"):
             patch.setattr(os, name, dying(getattr(os, name)))
         delete_older(root, MINE, 6)
     for iteration in saved_iterations(root):
@@ -100,7 +101,7 @@ def test_a_folder_that_cannot_be_removed_is_told_of(root, monkeypatch):
         raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
+        patch.setattr(files, "remove_tree", busy)
         deleted, problems = delete_older(root, MINE, 6)
     assert deleted == [] and "iter_0000001" in problems[0] and "busy" in problems[0]
     assert saved_iterations(root) == [2, 3, 4, 5, 6, 7, 8] and not clear_leftovers(root)
