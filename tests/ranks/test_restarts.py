@@ -1,6 +1,5 @@
 """Runs that stop and go on, from the command line to the last line printed: whole runs of one rank, within this process."""
 
-import builtins
 import fcntl
 import json
 import os
@@ -20,6 +19,8 @@ import pretrain_gpt
 from megatron.core import parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.models.rules import GPT_RULES
+from megatron.core.storage import files
+from megatron.core.storage.files import LocalFiles
 from megatron.training.initialize import read_settings
 from megatron.training.resume.state import TrainState
 
@@ -279,32 +280,35 @@ class Killed(BaseException):
 LATEST = "latest_checkpointed_iteration.txt"
 FULL = OSError(28, "No space left on device")
 ENDS = {
-    "killed as the folder is renamed": (Path, "rename", "iter_0000001.partial", Killed()),
-    "killed as the pointer is opened": (builtins, "open", f"{LATEST}.partial", Killed()),
-    "killed as the pointer is renamed": (os, "replace", f"{LATEST}.partial", Killed()),
-    "no room for the pointer": (builtins, "open", f"{LATEST}.partial", FULL),
-    "no rename of the pointer": (os, "replace", f"{LATEST}.partial", FULL),
-    "killed as a later folder is renamed": (Path, "rename", "iter_0000002.partial", Killed()),
-    "killed as a later pointer is renamed": (os, "replace", f"{LATEST}.partial", Killed()),
+    "killed as the folder is renamed": ("rename", "iter_0000001.partial", Killed()),
+    "killed as the pointer is opened": ("open", f"{LATEST}.partial", Killed()),
+    "killed as the pointer is renamed": ("rename", f"{LATEST}.partial", Killed()),
+    "no room for the pointer": ("open", f"{LATEST}.partial", FULL),
+    "no rename of the pointer": ("rename", f"{LATEST}.partial", FULL),
+    "killed as a later folder is renamed": ("rename", "iter_0000002.partial", Killed()),
+    "killed as a later pointer is renamed": ("rename", f"{LATEST}.partial", Killed()),
 }
 
 
 @pytest.mark.parametrize("how", ENDS)
 def test_the_same_command_goes_on_after_a_save_that_did_not_end(how, checkpoints, said, capsys, monkeypatch, tmp_path):
     """And ends as a run that was not stopped, to the bit."""
-    place, name, path, error = ENDS[how]
-    function, command = getattr(place, name), f"--train-iters 4 --save-interval 1 --save {tmp_path} --load {tmp_path}"
+    name, path, error = ENDS[how]
+    function, command = (
+        getattr(LocalFiles, name),
+        f"--train-iters 4 --save-interval 1 --save {tmp_path} --load {tmp_path}",
+    )
     at = 2 if how == "killed as a later pointer is renamed" else 1
     calls = []
 
-    def ends(first, *rest, **more):
+    def ends(disk, first, *rest):
         calls.extend([first] if first == tmp_path / path else [])
         if len(calls) == at:
             raise error
-        return function(first, *rest, **more)
+        return function(disk, first, *rest)
 
     with monkeypatch.context() as patch, pytest.raises((Killed, SystemExit)) as stopped:
-        patch.setattr(place, name, ends)
+        patch.setattr(LocalFiles, name, ends)
         run(command)
     parallel_state.stop_distributed()  # as at the end of the process
     told = capsys.readouterr().err
@@ -321,7 +325,7 @@ def test_a_folder_that_cannot_be_removed_does_not_end_the_run_and_goes_with_the_
     flags = f"--train-iters 2 --save-interval 1 --save {tmp_path}"
     said(flags)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
+        patch.setattr(files, "remove_tree", busy)
         text = said(flags)
     assert sorted(rates(text)) == [1, 2]
     assert any(line.startswith("WARNING") and "iter_0000001.replaced" in line for line in text.splitlines())

@@ -24,7 +24,8 @@ def delete_older(
     (sealed manifest, every file of its size), and so do multiples of `retain_interval`, `spared` ones, and links.
     """
     newest, *older = sorted(mine, reverse=True)
-    whole, deleted, problems = [newest], [], []
+    whole = [newest]
+    deleted, problems = [], []
     for iteration in older:
         folder = root / format.folder_name(iteration)
         if len(whole) < keep:
