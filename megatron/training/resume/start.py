@@ -160,8 +160,8 @@ def mistake_in(root: Path) -> str | None:
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
     if iterations:
         return (
-            f"holds the iterations {', '.join(map(str, iterations))}, but no {root / LATEST}, which names the one to resume from; "
-            f"give one of them: --ckpt-step {iterations[-1]}"
+            f"holds the iterations {', '.join(map(str, iterations))}, but no {root / LATEST}, which names the one to resume "
+            f"from; give one of them: --ckpt-step {iterations[-1]}"
         )
     return None
 
