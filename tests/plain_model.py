@@ -23,7 +23,7 @@ def plain_scores(w: dict[str, Tensor], config: Any, tokens: Tensor) -> Tensor:
     for i in range(config.num_layers):
         x = _layer(x, w, i, config)
     x = _norm(x, w, "decoder.final_layernorm", config)
-    return x @ w.get("output_layer.weight", table).t()
+    return x @ w.get("output_layer.weight", table).t() + w.get("output_layer.bias", 0.0)
 
 
 def _affine(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
@@ -31,7 +31,7 @@ def _affine(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _norm(x: Tensor, w: dict[str, Tensor], name: str, config: Any) -> Tensor:
-    weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias", 0.0)
+    weight, bias = w[f"{name}.weight"] + config.apply_layernorm_1p, w.get(f"{name}.bias", 0.0)
     if config.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
     return x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight + bias
@@ -45,12 +45,25 @@ def _layer(x: Tensor, w: dict[str, Tensor], i: int, config: Any) -> Tensor:
 
 def _mlp(x: Tensor, w: dict[str, Tensor], name: str, config: Any) -> Tensor:
     inner = _affine(x, w, name + "linear_fc1")
-    if config.swiglu:
+    f = _ACTIVATIONS["silu" if config.swiglu else config.activation]
+    if config.swiglu or config.gated:
         gate, up = inner.chunk(2, -1)
-        inner = gate / (1 + (-gate).exp()) * up
+        if (bound := config.activation_func_clamp_value) is not None:
+            gate, up = gate.minimum(torch.tensor(bound)), up.minimum(torch.tensor(bound)).maximum(torch.tensor(-bound))
+        inner = f(gate) * (up + config.glu_linear_offset)
     else:
-        inner = 0.5 * inner * (1 + torch.tanh((2 / math.pi) ** 0.5 * (inner + 0.044715 * inner**3)))
+        inner = f(inner)
     return _affine(inner, w, name + "linear_fc2")
+
+
+_ACTIVATIONS = {
+    "gelu-tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+    "quick-gelu": lambda x: x / (1 + (-1.702 * x).exp()),
+    "relu": lambda x: x * (x > 0),
+    "squared-relu": lambda x: x * x * (x > 0),
+    "silu": lambda x: x / (1 + (-x).exp()),
+}
 
 
 def _attention(x: Tensor, w: dict[str, Tensor], i: int, config: Any) -> Tensor:

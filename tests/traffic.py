@@ -186,31 +186,32 @@ def _parameters(setting: Setting, stage: int) -> list[int]:
     sizes = [_table(setting)] * (first and (alone or not setting.tied))
     sizes += [setting.sequence * h] * (first and model.position_embedding_type == "learned_absolute")
     sizes += _layer(setting) * setting.layers(stage)
-    return sizes + _norm(model, h) * last + [_table(setting)] * (last and not setting.tied)
+    sizes += _norm(model, h) * last + [_table(setting)] * (last and not setting.tied)
+    return sizes + [_table(setting) // h] * (last and model.add_output_bias)
 
 
 def _norm(model: Any, width: int) -> list[int]:
-    return [width] * (2 if model.normalization == "LayerNorm" else 1)
+    return [width] * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
 
 
 def _layer(setting: Setting) -> list[int]:
     model, t, h = setting.model, setting.layout.tp, setting.model.hidden_size
-    heads, d, bias = model.num_attention_heads // t, model.head_width, model.add_bias_linear
+    heads, d = model.num_attention_heads // t, model.head_width
     qkv = (heads + 2 * max(1, model.query_groups // t)) * d
     inner = model.ffn_size // t
-    fc1 = 2 * inner if model.swiglu else inner
+    fc1 = 2 * inner if model.is_gated else inner
     return [
         *_norm(model, h),
         qkv * h,
-        *[qkv] * bias,
+        *[qkv] * model.has_qkv_bias,
         *(_norm(model, d) * 2 if model.qk_layernorm else []),
         heads * d * h,
-        *[h] * bias,
+        *[h] * model.has_proj_bias,
         *_norm(model, h),
         fc1 * h,
-        *[fc1] * bias,
+        *[fc1] * model.has_mlp_bias,
         inner * h,
-        *[h] * bias,
+        *[h] * model.has_mlp_bias,
     ]
 
 
@@ -219,7 +220,7 @@ def _seen_in_part(setting: Setting, stage: int) -> int:
     model, h, layers = setting.model, setting.model.hidden_size, setting.layers(stage)
     count = 2 * sum(_norm(model, model.head_width)) * layers if model.qk_layernorm else 0
     if setting.layout.sp:
-        count += (2 * sum(_norm(model, h)) + 2 * h * model.add_bias_linear) * layers
+        count += (2 * sum(_norm(model, h)) + h * (model.has_proj_bias + model.has_mlp_bias)) * layers
         count += sum(_norm(model, h)) * (stage == setting.last_stage)
         count += setting.sequence * h * (stage == 0 and model.position_embedding_type == "learned_absolute")
     return count
@@ -228,4 +229,4 @@ def _seen_in_part(setting: Setting, stage: int) -> int:
 def _shared_heads(setting: Setting) -> int:
     """Elements of a layer's key and value rows that several ranks hold."""
     model = setting.model
-    return 2 * model.head_width * (model.hidden_size + model.add_bias_linear)
+    return 2 * model.head_width * (model.hidden_size + model.has_qkv_bias)

@@ -18,6 +18,7 @@ from megatron.core.dropout_masks import column_words, numbered_keys, pairs_of_wo
 from megatron.core.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.transformer.kernels import plain_attention
 from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.tiled_attention import tiled_attention
@@ -43,7 +44,7 @@ def inputs_of(name: str, dtype: torch.dtype) -> list:
     return {
         "LayerNorm": [x, weight, bias, 1e-5],
         "RMSNorm": [x, weight, None, 1e-5],
-        "gelu": [x, bias],
+        "gelu-tanh": [x, bias],
         "gated_silu": [x, bias],
         "residual": [x, values(6, 2, 16, dtype=dtype, seed=3), lines, column_words(16, place), 0.3, dtype],
         "heads": [
@@ -55,7 +56,8 @@ def inputs_of(name: str, dtype: torch.dtype) -> list:
     }[_SAME_INPUTS.get(name, name)]
 
 
-_SAME_INPUTS = {"heads_interleaved": "heads"}
+_SAME_INPUTS = {"heads_interleaved": "heads", "LayerNorm1p": "LayerNorm", "RMSNorm1p": "RMSNorm"}
+_SAME_INPUTS |= dict.fromkeys(OTHER_ACTIVATIONS, "gelu-tanh")
 
 
 def both_directions(function, inputs: list) -> list[Tensor]:
@@ -87,6 +89,13 @@ def test_a_region_is_its_eager_form(name: str, traced: None):
     eager, compiled = (both_directions(f, half) for f in (region.eager, region.compiled))
     for near, got, truth in zip(eager, compiled, exact):
         assert error(got, truth) <= error(near, truth) + 2**-8
+
+
+@pytest.mark.full
+def test_bounded_and_shifted_gates_are_their_eager_form(traced: None):
+    region, inputs = gated_region("quick-gelu", 0.7, 1.0), inputs_of("gelu-tanh", torch.float64)
+    exact, compiled = both_directions(region.eager, inputs), both_directions(region.compiled, inputs)
+    assert max(map(error, compiled, exact)) < 1e-12
 
 
 @pytest.mark.full

@@ -185,7 +185,7 @@ class MLP(ParallelMLP):
         options = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": True, "is_expert": False}
         if _is_own(submodules.linear_fc1, ColumnParallelLinear):
             of_one = {"init_method": config.init_method, "gather_output": False, "tp_comm_buffer_name": "fc1"}
-            self.linear_fc1 = build_module(submodules.linear_fc1, h, f * (1 + ours.swiglu), **options, **of_one)
+            self.linear_fc1 = build_module(submodules.linear_fc1, h, f * (1 + ours.is_gated), **options, **of_one)
         self.linear_fc2.skip_bias_add = True
         if _is_own(submodules.linear_fc2, RowParallelLinear):
             of_two = {"init_method": config.output_layer_init_method, "input_is_parallel": True}

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from megatron.core.placement import Normal, Placement
+from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.weight_grads import WeightGradStore
 
 
 class LanguageModelHead(nn.Module):
-    """x -> x W^T for this rank's rows of W: its own weight, or, if tied, the word table passed to forward.
+    """x -> x W^T (+ b) for this rank's rows of W: its own weight, or, if tied, the word table passed to forward.
 
     shares_table: this stage's embedding holds the same tensor.
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
@@ -22,14 +22,17 @@ class LanguageModelHead(nn.Module):
         tp = context.tp
         # A shared table's gradient has two sources on this stage; deferred, they would be added in another order.
         self.tp = replace(tp, weight_grads=WeightGradStore()) if shares_table else tp
-        self.weight = None
+        self.weight = self.bias = None
+        rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
         if config.untie_embeddings_and_output_weights:
-            rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
             self.weight = tp.parameter(
                 (rows, config.hidden_size),
                 Placement((vocab_size, config.hidden_size), Normal(config.init_method_std), shard={tp.axis.name: 0}),
             )
+        if config.add_output_bias:
+            self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))
 
     def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         weight = tied_weight if self.weight is None else self.weight
-        return self.tp.column_linear(x, weight)
+        scores = self.tp.column_linear(x, weight)
+        return scores if self.bias is None else scores.add_(self.bias)

@@ -40,6 +40,8 @@ def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT; a BERT has masked words instead: leave it out")
+    if config.transformer.add_output_bias:
+        problems.append("--add-output-bias: the scores of a BERT have a bias in any case; leave it out")
     if config.transformer.window_size is not None:
         problems.append("--window-size looks back alone, and a word of a BERT sees both sides; leave it out")
     return problems

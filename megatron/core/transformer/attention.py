@@ -86,7 +86,7 @@ class ParallelAttention(nn.Module):
             (n + 2 * groups) * d,
             tp=tp,
             init=Normal(config.init_method_std),
-            bias=config.add_bias_linear or config.add_qkv_bias,
+            bias=config.has_qkv_bias,
             rows=shared_group_rows(n, groups, d, tp) if shared else (),
             interleaved=(n // groups * d, d, d),
         )
@@ -104,7 +104,7 @@ class ParallelAttention(nn.Module):
         self.rotated_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
         self.recomputes_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
-            n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
+            n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.has_proj_bias
         )
 
     def forward(

@@ -8,11 +8,13 @@ from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.regions import REGIONS
+from megatron.core.transformer.regions import activation_of
 
 
 class ParallelMLP(nn.Module):
-    """x -> W2 gelu(W1 x), or gated: W2 (silu(Wg x) * (Wu x)) with Wg and Wu fused as [gate | up] (arXiv:2002.05202).
+    """x -> W2 f(W1 x), or gated: W2 (f(Wg x) * (Wu x)) with Wg and Wu fused as [gate | up] (arXiv:2002.05202).
+
+    f: `--activation`, silu with `--swiglu`.
 
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism)) -> the same shape.
     """
@@ -23,18 +25,20 @@ class ParallelMLP(nn.Module):
         super().__init__()
         del layer  # all layers have the same MLP
         f, tp = config.ffn_size, context.tp
-        self.activation = REGIONS["gated_silu" if config.swiglu else "gelu"].chosen(config, tp.device)
+        self.activation = activation_of(
+            config.activation_region, config.activation_func_clamp_value, config.glu_linear_offset
+        ).chosen(config, tp.device)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
-            2 * f if config.swiglu else f,
+            2 * f if config.is_gated else f,
             tp=tp,
             init=Normal(config.init_method_std),
-            bias=config.add_bias_linear,
+            bias=config.has_mlp_bias,
             skip_bias_add=compiles(config, tp.device),  # a compiled activation adds it
-            blocks=(f, f) if config.swiglu else (),
+            blocks=(f, f) if config.is_gated else (),
         )
         self.linear_fc2 = RowParallelLinear(
-            f, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.add_bias_linear
+            f, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.has_mlp_bias
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,15 +18,17 @@ class Norm(nn.Module):
     """x -> norm(x) * weight (+ bias) over the last dimension, by the region of its name:
 
     LayerNorm: norm(x) = (x - mean) / sqrt(var + epsilon), with a bias; RMSNorm: x / sqrt(mean(x^2) + epsilon)
-    (arXiv:1910.07467), without.
+    (arXiv:1910.07467), without. With `apply_layernorm_1p` times 1 + weight.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, width: int, partial: bool | None = None):
         super().__init__()
-        name, tp = config.normalization, context.tp
+        name, tp = config.norm_region, context.tp
+        has_bias = config.normalization == "LayerNorm" and config.norm_bias
         self.epsilon = config.norm_epsilon
-        self.weight = tp.replicated((width,), Constant(1.0), partial=partial)
-        self.bias = tp.replicated((width,), Constant(0.0), partial=partial) if name == "LayerNorm" else None
+        start = Constant(0.0 if config.apply_layernorm_1p else 1.0)
+        self.weight = tp.replicated((width,), start, partial=partial)
+        self.bias = tp.replicated((width,), Constant(0.0), partial=partial) if has_bias else None
         self.region, self.carries = REGIONS[name].chosen(config, tp.device), compiles(config, tp.device)
 
     def forward(self, x: Tensor, *, beside_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ dimensions.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,78 +14,82 @@ from torch.nn import functional
 
 from megatron.core.compiler import Region
 from megatron.core.dropout_masks import MaskWords, dropped
+from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region
+from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
 from megatron.core.transformer.rotary import Rotation, rotated, rotated_interleaved
-
-
-def wide_of(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def of_rows(grad: Tensor, like: Tensor | None) -> Tensor | None:
-    """The gradient of a vector that each row used."""
-    return None if like is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(like.dtype)
-
 
 # ---------------------------------------------------------------- norms: (x, weight, bias or None, epsilon) -> (x, norm(x))
 
 
-def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    parts = weight.to(x.dtype), bias.to(x.dtype)
-    return x, functional.layer_norm(x, weight.shape, *parts, epsilon).to(weight.dtype)
+class NormFormulas(NamedTuple):
+    """A norm's region, and its result from (x, weight, bias, *what its forward keeps)."""
+
+    region: Region
+    again: Callable[..., Tensor]
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, ...]:
-    wide = wide_of(x)
-    mean = wide.mean(dim=-1, keepdim=True)
-    centered = wide - mean
-    scale = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + epsilon)
-    return layer_normed(x, weight, bias, mean, scale), mean, scale
+def _factor_of(weight: Tensor, plus: int) -> Tensor:
+    """What a norm multiplies by: the weight, or 1 + weight without rounding the sum."""
+    return wide_of(weight) + plus if plus else wide_of(weight)
 
 
-def layer_normed(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """The result of a LayerNorm from what it keeps."""
-    return ((wide_of(x) - mean) * scale * wide_of(weight) + wide_of(bias)).to(weight.dtype)
+def _layer_norm(plus: int) -> NormFormulas:
+    def eager(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+        wide, factor = (wide_of(x), _factor_of(weight, plus)) if plus else (x, weight.to(x.dtype))
+        added = None if bias is None else bias.to(wide.dtype)
+        return x, functional.layer_norm(wide, weight.shape, factor, added, epsilon).to(weight.dtype)
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, ...]:
+        wide = wide_of(x)
+        mean = wide.mean(dim=-1, keepdim=True)
+        centered = wide - mean
+        scale = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + epsilon)
+        return again(x, weight, bias, mean, scale), mean, scale
+
+    def again(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
+        product = (wide_of(x) - mean) * scale * _factor_of(weight, plus)
+        return (product if bias is None else product + wide_of(bias)).to(weight.dtype)
+
+    def backward(
+        carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, scale: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        normed, g = (wide_of(x) - mean) * scale, wide_of(grad)
+        by_normed = g * _factor_of(weight, plus)
+        inner = by_normed.mean(dim=-1, keepdim=True) + normed * (by_normed * normed).mean(dim=-1, keepdim=True)
+        grad_x = (carried + (by_normed - inner) * scale).to(x.dtype)
+        return grad_x, of_rows(g * normed, weight), of_rows(g, bias), None
+
+    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True), again)
 
 
-def _layer_norm_backward(
-    carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor | None, ...]:
-    normed, g = (wide_of(x) - mean) * scale, wide_of(grad)
-    by_normed = g * wide_of(weight)
-    inner = by_normed.mean(dim=-1, keepdim=True) + normed * (by_normed * normed).mean(dim=-1, keepdim=True)
-    grad_x = (carried + (by_normed - inner) * scale).to(x.dtype)
-    return grad_x, of_rows(g * normed, weight), of_rows(g, bias), None
+def _rms_norm(plus: int) -> NormFormulas:
+    def eager(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, Tensor]:
+        wide, factor = (wide_of(x), _factor_of(weight, plus)) if plus else (x, weight.to(x.dtype))
+        return x, functional.rms_norm(wide, weight.shape, factor, epsilon).to(weight.dtype)
+
+    def forward(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, ...]:
+        wide = wide_of(x)
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+        return again(x, weight, bias, scale), scale
+
+    def again(x: Tensor, weight: Tensor, bias: None, scale: Tensor) -> Tensor:
+        return (wide_of(x) * scale * _factor_of(weight, plus)).to(weight.dtype)
+
+    def backward(
+        carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: None, scale: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        normed, g = wide_of(x) * scale, wide_of(grad)
+        by_normed = g * _factor_of(weight, plus)
+        inner = normed * (by_normed * normed).mean(dim=-1, keepdim=True)
+        return (carried + (by_normed - inner) * scale).to(x.dtype), of_rows(g * normed, weight), None, None
+
+    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True), again)
 
 
-def _eager_rms_norm(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, Tensor]:
-    return x, functional.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon).to(weight.dtype)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, ...]:
-    wide = wide_of(x)
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return rms_normed(x, weight, bias, scale), scale
-
-
-def rms_normed(x: Tensor, weight: Tensor, bias: None, scale: Tensor) -> Tensor:
-    """The result of an RMSNorm from what it keeps."""
-    return (wide_of(x) * scale * wide_of(weight)).to(weight.dtype)
-
-
-def _rms_norm_backward(
-    carried: Tensor, grad: Tensor, x: Tensor, weight: Tensor, bias: None, scale: Tensor
-) -> tuple[Tensor | None, ...]:
-    normed, g = wide_of(x) * scale, wide_of(grad)
-    by_normed = g * wide_of(weight)
-    inner = normed * (by_normed * normed).mean(dim=-1, keepdim=True)
-    return (carried + (by_normed - inner) * scale).to(x.dtype), of_rows(g * normed, weight), None, None
+NORMS = {"LayerNorm": _layer_norm(0), "RMSNorm": _rms_norm(0), "LayerNorm1p": _layer_norm(1), "RMSNorm1p": _rms_norm(1)}
 
 
 # ---------------------------------------------------------------- activations: (x, bias or None) -> f(x + bias)
-
-
-def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return wide_of(x) if bias is None else wide_of(x) + wide_of(bias)
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -177,11 +183,16 @@ def _heads_by(rotate: Rotation) -> Region:
 # ---------------------------------------------------------------- the table
 
 REGIONS = {
-    "LayerNorm": Region(_eager_layer_norm, _layer_norm, _layer_norm_backward, reads=(0, 1, 2), carries=True),
-    "RMSNorm": Region(_eager_rms_norm, _rms_norm, _rms_norm_backward, reads=(0, 1, 2), carries=True),
-    "gelu": Region(gelu, _gelu, _gelu_backward, reads=(0, 1)),
+    **{name: formulas.region for name, formulas in NORMS.items()},
+    "gelu-tanh": Region(gelu, _gelu, _gelu_backward, reads=(0, 1)),
     "residual": Region(_eager_residual, _residual, _residual_backward, reads=(2, 3, 4, 5)),
     "heads": _heads_by(rotated),
     "heads_interleaved": _heads_by(rotated_interleaved),
     "gated_silu": Region(gated_silu, _gated_silu, _gated_silu_backward, reads=(0, 1)),
+    **OTHER_ACTIVATIONS,
 }
+
+
+def activation_of(name: str, bound: float | None = None, offset: float = 0.0) -> Region:
+    """The region of an MLP's function. bound, offset: of a gated one, whose name begins with gated_."""
+    return REGIONS[name] if bound is None and offset == 0 else gated_region(name.removeprefix("gated_"), bound, offset)

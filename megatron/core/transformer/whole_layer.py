@@ -25,12 +25,11 @@ from megatron.core.random import HiddenDropout
 from megatron.core.tensor_parallel.linear import weight_gradient_in_time
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.regions import REGIONS, layer_normed, of_rows, plus_bias, rms_normed, wide_of
-
-_NORMED = {"LayerNorm": layer_normed, "RMSNorm": rms_normed}
+from megatron.core.transformer.regions import NORMS, REGIONS
 
 
 class WholeLayer:
@@ -38,7 +37,7 @@ class WholeLayer:
 
     def __init__(self, layer: nn.Module, config: ModelConfig, tp: TensorParallel):
         self.layer, self.store = layer, tp.weight_grads
-        self.regions = config.normalization, "gated_silu" if config.swiglu else "gelu"
+        self.regions = config.norm_region, config.activation_region
         self.programs = _programs(*self.regions)
         self.why_in_parts = _why_in_parts(config, tp) or self._of_the_script()
 
@@ -104,6 +103,8 @@ def _why_in_parts(config: ModelConfig, tp: TensorParallel) -> str | None:
         return f"the collectives of {tp.axis.size} tensor-parallel ranks lie inside a layer"
     if given_up := [name for name in ("mlp", "layernorm") if config.recomputes(name)]:
         return f"--recompute-modules {' '.join(given_up)} recomputes what lies inside a program"
+    if config.activation_func_clamp_value is not None or config.glu_linear_offset:
+        return "the gates of the MLP are bounded or shifted (--activation-func-clamp-value, --glu-linear-offset)"
     if "widened" in (tp.products.forward, tp.products.backward):
         return f"this CPU widens products in {str(tp.dtype).removeprefix('torch.')}, block by block"
     return None
@@ -221,7 +222,7 @@ def _programs(normalization: str, activation: str) -> _Programs:
     """The formulas with a norm and an activation: rows of REGIONS."""
     norm, norm_backward = (f.formula for f in (REGIONS[normalization].forward, REGIONS[normalization].backward))
     active, active_backward = (f.formula for f in (REGIONS[activation].forward, REGIONS[activation].backward))
-    normed_again = _NORMED[normalization]
+    normed_again = NORMS[normalization].again
 
     def before(x, weight, bias, matrix, vector, epsilon):
         normed, *kept = norm(x, weight, bias, epsilon)

@@ -58,6 +58,9 @@ def other_names_of(config: Config) -> dict[str, Any]:
         "encoder_num_layers": shape.num_layers,
         "encoder_seq_length": config.data.seq_length,
         "add_position_embedding": shape.position_embedding_type == "learned_absolute",
+        "squared_relu": shape.activation == "squared-relu",
+        "quick_geglu": shape.activation == "quick-gelu" and shape.gated,
+        "openai_gelu": False,  # which is the default here
         **shape.parsed_patterns,
         "no_load_optim": None if checkpoint.load_optim else True,
         "no_save_optim": None if checkpoint.save_optim else True,

@@ -266,15 +266,13 @@ REFUSED_BY_REASON: dict[str, str] = {
     "layers that differ from one another are not built yet; leave it out": """
         --heterogeneous-layers-config-path FILE --heterogeneous-layers-config-encoded-json TEXT""",
     "prediction of several tokens is not built yet; leave it out": "--mtp-num-layers 0|N",
-    "is not built yet; leave it out, or use --swiglu, or GELU without it": """
-        --squared-relu --openai-gelu --quick-geglu --glu-linear-offset 0|X --activation-func-clamp-value X""",
     "is not built yet; leave it out: attention has a plain softmax": """
         --softmax-type vanilla|NAME""",
     "is not built yet; leave it out, or use --position-embedding-type rope, with --rope-scaling for YaRN and others": """
         --rope-type rope|NAME""",
     "is not built yet; use --qk-layernorm": "--qk-l2-norm",
-    "is not built yet; leave it out: norms stand before each block and their weights are centred around one": """
-        --apply-layernorm-1p --apply-residual-connection-post-layernorm""",
+    "is not built yet; leave it out: the residual is what comes before a norm": """
+        --apply-residual-connection-post-layernorm""",
     "is not built yet; weights are drawn from a normal distribution, see --init-method-std": """
         --init-method-xavier-uniform --embedding-init-method-std X --data-parallel-random-init""",
     "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out": "--padded-vocab-size N",
@@ -357,5 +355,8 @@ SHORTHAND: dict[str, dict[str, Any]] = {
     "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
     "--recompute-activations": {"recompute_granularity": "selective"},
     "--checkpoint-activations": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    "--squared-relu": {"activation": "squared-relu"},
+    "--openai-gelu": {"activation": "gelu-tanh"},
+    "--quick-geglu": {"activation": "quick-gelu", "gated": True},
     "--no-position-embedding": {},  # classic scripts give it beside the rotary flag
 }

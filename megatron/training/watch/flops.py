@@ -45,7 +45,7 @@ class ModelShape:
             transformer.ffn_size,
             vocab_size,
             seq_length,
-            transformer.swiglu,
+            transformer.is_gated,
             tuple(before + 1 for before in befores if before is not None and before + 1 < seq_length),
         )
 
