@@ -50,7 +50,7 @@ def _swish(steepness: float) -> Activation:
 
 
 _TWICE, _CUBED = 2 * math.sqrt(2 / math.pi), 0.044715
-ACTIVATIONS = {
+_FUNCTIONS = {
     "gelu-tanh": Activation(
         lambda x: functional.gelu(x, approximate="tanh"), lambda x: x * _tanh_share(x), _tanh_slope
     ),
@@ -65,7 +65,7 @@ ACTIVATIONS = {
 
 
 def _plain_region(name: str) -> Region:
-    activation = ACTIVATIONS[name]
+    activation = _FUNCTIONS[name]
 
     def eager(x: Tensor, bias: Tensor | None = None) -> Tensor:
         return activation.eager(x if bias is None else x + bias)
@@ -83,7 +83,7 @@ def _plain_region(name: str) -> Region:
 @cache
 def gated_region(name: str, bound: float | None = None, offset: float = 0.0) -> Region:
     """activation(gate) * (up + offset), x: [.., gate | up]. bound: of the gate from above, and of up on both sides."""
-    activation = ACTIVATIONS[name]
+    activation = _FUNCTIONS[name]
 
     def parts_of(x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = x.chunk(2, dim=-1)
@@ -110,5 +110,5 @@ def gated_region(name: str, bound: float | None = None, offset: float = 0.0) -> 
     return Region(eager, forward, backward, reads=(0, 1))
 
 
-OTHER_ACTIVATIONS = {name: _plain_region(name) for name in ACTIVATIONS if name != "gelu-tanh"}
-OTHER_ACTIVATIONS |= {f"gated_{name}": gated_region(name) for name in ACTIVATIONS if name != "silu"}
+OTHER_ACTIVATIONS = {name: _plain_region(name) for name in _FUNCTIONS if name != "gelu-tanh"}
+OTHER_ACTIVATIONS |= {f"gated_{name}": gated_region(name) for name in _FUNCTIONS if name != "silu"}
