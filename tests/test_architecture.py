@@ -329,7 +329,7 @@ BUDGETS = {
     "megatron/training/guard": 250,
     "megatron/training/memory": 1_162,
     "megatron/training/resume": 509,
-    "megatron/training/settings": 1_192,
+    "megatron/training/settings": 1_196,
     "megatron/training/watch": 955,
     "tools": 1_791,
     "tools/benchmarking": 830,
