@@ -26,7 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import comm, parallel_state
-from megatron.core.checkpoint import Checkpoint, open_checkpoint
+from megatron.core.checkpoint import Checkpoint
 from megatron.core.config import (
     ConfigError,
     Count,
@@ -43,6 +43,7 @@ from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt, notes_on, read_saved_settings
 from megatron.core.inference.generate import generate_batch, text_pieces
+from megatron.core.interchange import open_any
 from megatron.core.mesh import Mesh
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
@@ -304,7 +305,7 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
 def run(settings: Settings, world: Axis) -> None:
     """Load, generate, report. Every rank of `world` must call; an error on one rank stops all."""
     generation, device = settings.generation, settings.device
-    checkpoint = open_checkpoint(generation.load, generation.iteration, world, device.torch_device)
+    checkpoint = open_any(generation.load, generation.iteration, world, device.torch_device)
     say = partial(print, file=sys.stderr, flush=True) if world.is_first else lambda _: None
     if checkpoint.warning:
         say(f"WARNING: {checkpoint.warning}")

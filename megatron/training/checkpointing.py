@@ -27,6 +27,7 @@ from megatron.core.checkpoint.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
+from megatron.core.interchange import open_any
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training.resume import checks
@@ -142,9 +143,9 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
         return TrainState(), None
     root, finetune = chosen.root, chosen.weights_only
     given = f"{chosen.flag} {root}"
-    checkpoint = open_checkpoint(Path(root), chosen.iterations[0], mesh["world"], device)
-    if chosen.warning:
-        print_rank_0(f"WARNING: {chosen.warning}")
+    checkpoint = open_any(root, next(iter(chosen.iterations), None), mesh["world"], device)
+    if warning := chosen.warning or checkpoint.warning:
+        print_rank_0(f"WARNING: {warning}")
     checks.check_state(checkpoint.state, checkpoint.iteration, given)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megatron.core.checkpoint.folder import find, latest_iteration, read_manifest, saved_iterations
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name, iteration_of, parse_manifest
 from megatron.core.config import ConfigError
+from megatron.core.interchange import is_foreign
 from megatron.core.storage.files import at, exists, is_file, is_folder
 from megatron.training.settings.config import CheckpointConfig
 
@@ -17,7 +18,7 @@ class Start(NamedTuple):
     flag: str  # that gave `root`
     root: str
     weights_only: bool
-    iterations: list[int]  # the one to load, then older ones for a run that may go back to them
+    iterations: list[int]  # the one to load, then older ones to go back to; none in another project's folder
     warning: str = ""  # why the first may surprise
 
 
@@ -36,11 +37,15 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
 
 
 def _choose(config: CheckpointConfig) -> Start | None:
+    if config.load is not None and is_foreign(config.load):
+        return Start("--load", config.load, True, [])
     if config.load is not None and _load_holds_checkpoint(config):
         return Start("--load", config.load, config.finetune, *_iterations(config))
     root = config.pretrained_checkpoint
     if root is None:
         return None
+    if is_foreign(root):
+        return Start("--pretrained-checkpoint", root, True, [])
     if not is_file(Path(root) / LATEST):
         mistake = mistake_in(Path(root)) or f"holds no checkpoint ({_content(Path(root))})"
         raise ConfigError(f"--pretrained-checkpoint {root} {mistake}")

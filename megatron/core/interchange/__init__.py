@@ -1,0 +1,16 @@
+"""Exchange with other projects, as data: their folders read as they lie, and written back, by one table of rows a family.
+
+    safetensors.py, hf_folder.py   what lies in a folder, checked (no torch)
+    operations.py                  how their tensors lie in ours, the same list for both directions (no torch)
+    fields.py, families.py         config.json and names of tensors, a table for each family (no torch)
+    strided.py, mapped.py          a folder as a checkpoint that any layout reads
+
+May import: floors 0 to 3 (`checkpoint`, `transformer.model_config`). Names load on first use.
+To add a family: a table of its own, and a line in `FAMILIES`; a fork does it before it calls `pretrain`.
+"""
+
+from megatron.core.lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {".families": "FAMILIES Family Row", ".mapped": "is_foreign open_any open_foreign settings_in"}
+)

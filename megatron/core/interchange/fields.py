@@ -1,0 +1,121 @@
+"""The fields of another library's config.json and our settings: rows that are read in both directions. No torch.
+
+A `Field` names the keys that it understands, reads them into settings of ours (names of `ModelConfig`), and writes them from
+settings. A key that no field of a family names is refused: a setting that is guessed trains another model without a word.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from megatron.core.config import ConfigError
+
+ModelSettings = dict[str, Any]
+_NEEDED = object()
+_MOST = 1 << 40  # of a number of heads, layers, words: above it, sizes overflow
+
+
+class Given:
+    """A config.json that is being read: each value is checked, and the keys that were asked for are known."""
+
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self.values, self.source = values, source
+        self.asked: set[str] = set()
+
+    def wrong(self, name: str, wanted: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {name} is {self.values.get(name)!r:.80}; {wanted}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it stands; the default for a key that is absent or null."""
+        self.asked.add(name)
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def count(self, name: str, default: Any = _NEEDED) -> Any:
+        """A whole number from 1 up."""
+        value = self._needed(name, default)
+        if value is not default and (type(value) is not int or not 1 <= value < _MOST):
+            raise self.wrong(name, "it must be a whole number from 1 up")
+        return value
+
+    def number(self, name: str, default: Any = _NEEDED) -> Any:
+        """A finite number."""
+        value = self._needed(name, default)
+        if value is not default and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise self.wrong(name, "it must be a finite number")
+        return float(value) if type(value) is int else value
+
+    def choice(self, name: str, default: Any, allowed: Collection[Any]) -> Any:
+        value = self._needed(name, default)
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise self.wrong(name, f"what is read is {' or '.join(map(repr, allowed))}")
+        return value
+
+    def _needed(self, name: str, default: Any) -> Any:
+        if (value := self.get(name, default)) is _NEEDED:
+            raise ConfigError(f"{self.source}: {name} is missing")
+        return value
+
+
+class Field(NamedTuple):
+    """Some keys of a config.json and some settings of ours that say the same.
+
+    read(given) -> settings; write(settings) -> keys; ours: the settings that `read` returns.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    read: Callable[[Given], ModelSettings]
+    write: Callable[[ModelSettings], dict[str, Any]]
+
+
+def count(theirs: str, ours: str, default: Any = _NEEDED) -> Field:
+    """A number that both sides have."""
+    return Field((theirs,), (ours,), lambda given: {ours: given.count(theirs, default)}, lambda s: {theirs: s[ours]})
+
+
+def number(theirs: str, ours: str, default: float) -> Field:
+    return Field((theirs,), (ours,), lambda given: {ours: given.number(theirs, default)}, lambda s: {theirs: s[ours]})
+
+
+def switch(theirs: str, ours: str, default: bool, *, opposite: bool = False) -> Field:
+    """A boolean; `opposite` if ours says the reverse of theirs."""
+    read = lambda given: {ours: given.choice(theirs, default, (False, True)) is not opposite}  # noqa: E731
+    return Field((theirs,), (ours,), read, lambda s: {theirs: s[ours] is not opposite})
+
+
+def always(theirs: str, value: Any, *more: Any, default: Any = _NEEDED) -> Field:
+    """A key with one meaning that is built; `more`: other values with the same meaning. default: the class's own, if absent."""
+    default = value if default is _NEEDED else default
+
+    def read(given: Given) -> ModelSettings:
+        given.choice(theirs, default, (value, *more))
+        return {}
+
+    return Field((theirs,), (), read, lambda s: {theirs: value})
+
+
+def unused(*theirs: str) -> Field:
+    """Keys that change nothing of what the weights mean: dropout of their training, generation, the library's version."""
+    return Field(theirs, (), lambda given: {}, lambda s: {})
+
+
+def heads(queries: str, groups: str, width: str | None, default_width: int | None = None) -> Field:
+    """Query heads, key/value heads, and the width of a head, which is hidden size / heads if it is not said."""
+
+    def read(given: Given) -> ModelSettings:
+        n = given.count(queries)
+        g = given.count(groups, n)
+        if n % g:
+            raise given.wrong(groups, f"it must divide the {n} heads of {queries}")
+        grouped = {"group_query_attention": g != n, "num_query_groups": g if g != n else 1}
+        d = given.count(width, default_width) if width else None
+        return {"num_attention_heads": n, **grouped, "kv_channels": d}
+
+    def write(s: ModelSettings) -> dict[str, Any]:
+        n = s["num_attention_heads"]
+        found = {queries: n, groups: s["num_query_groups"] if s["group_query_attention"] else n}
+        return found | ({width: s["kv_channels"] or s["hidden_size"] // n} if width else {})
+
+    ours = ("num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels")
+    return Field((queries, groups, *([width] if width else [])), ours, read, write)

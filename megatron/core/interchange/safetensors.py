@@ -1,0 +1,118 @@
+"""The safetensors format: a length, a JSON header of names, dtypes, shapes and byte ranges, then the values. No torch.
+
+    8 bytes          length N of the header, little-endian
+    N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format": "pt"}}
+    the rest         the values, row-major and little-endian; offsets count from here, without gaps or overlaps
+
+A file may be hostile: the header is bounded and checked whole before anything is read by it. There is no code in the format.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError
+from megatron.core.storage.files import at, read_start
+
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES |= {"I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
+_NAMES = {name: short for short, name in _DTYPES.items()}
+_NOT_READ = ("I16", "I8", "U16", "U32", "U64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "C64")
+
+FETCH_AGAIN = "the file is damaged or hostile; fetch it again from its source"
+_MOST_HEADER = 100_000_000  # bytes, as in the format's own library
+_MOST_DIMS, _MOST_BYTES = 64, 1 << 62
+
+
+class TensorInFile(NamedTuple):
+    """A tensor as it lies in a file: row-major from byte `start`."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def read_header(path: Path) -> dict[str, TensorInFile]:
+    """The tensors of a file, by name. Raises CheckpointError unless they fill the file exactly."""
+    try:
+        found = at(path).stat(path)
+        if found is None or not found.is_file:
+            raise CheckpointError(path, "is no file", FETCH_AGAIN)
+        (length,) = struct.unpack("<Q", read_start(path, 8).ljust(8, b"\0"))
+        if not 2 <= length <= min(_MOST_HEADER, found.size - 8):
+            wrong = f"says that its header has {length} bytes, and has {found.size} bytes itself"
+            raise CheckpointError(path, wrong, FETCH_AGAIN)
+        text = read_start(path, 8 + length)[8:]
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read ({error.strerror})", "check the path and its rights") from error
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=without_repeats)
+        return dict(_tensors_of(header, path.name, 8 + length, found.size))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(path, f"has a header that cannot be used: {str(error)[:200]}", FETCH_AGAIN) from error
+
+
+def _tensors_of(header: Any, file: str, data: int, size: int) -> Iterator[tuple[str, TensorInFile]]:
+    """The tensors of a parsed header, in the order of their bytes, which start at `data` and end at `size`."""
+    if not isinstance(header, dict):
+        raise ValueError("it is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
+        raise ValueError("its __metadata__ is not an object of texts")
+    found = sorted(_checked(name, entry) for name, entry in header.items())
+    at = 0
+    for start, stop, name, dtype, shape in found:
+        if start != at:
+            raise ValueError(f"{name!r:.80} begins at byte {start} of the values, where the tensors before end at {at}")
+        yield name, TensorInFile(file, dtype, shape, data + start)
+        at = stop
+    if data + at != size:
+        raise ValueError(f"its tensors end at byte {data + at} of the file, which has {size}")
+
+
+def _checked(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """(start, stop, name, dtype, shape) of one entry."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r:.80} is not an object of dtype, shape and data_offsets")
+    dtype, shape = entry["dtype"], entry["shape"]
+    offsets = entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        known = "quantized or packed values, which are not read" if dtype in _NOT_READ else "no dtype"
+        raise ValueError(f"{name!r:.80} has dtype {dtype!r:.20}: {known}; read are {', '.join(_DTYPES)}")
+    if not _are_counts(shape) or len(shape) > _MOST_DIMS or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name!r:.80} has shape {shape!r:.60} and data_offsets {offsets!r:.60}")
+    if offsets[1] - offsets[0] != math.prod(shape) * ITEM_BYTES[_DTYPES[dtype]]:
+        raise ValueError(f"{name!r:.80} has {offsets[1] - offsets[0]} bytes for {dtype} of shape {shape!r:.60}")
+    return *offsets, name, _DTYPES[dtype], tuple(shape)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < _MOST_BYTES for value in values)
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object that names a key twice is refused."""
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError("an object names one key twice")
+    return result
+
+
+def write_header(file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Write the head of a file whose values follow end to end in this order. tensors: name -> (dtype, shape)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 refuses a file without it
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        stop = at + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # values of 8 bytes lie aligned
+    file.write(struct.pack("<Q", len(text)) + text)
