@@ -125,6 +125,12 @@ class Device:
         if self.module is not None:
             self.module.empty_cache()
 
+    def return_freed(self) -> None:
+        """Gives memory that the model's start or a compilation has freed back to the system, on a CPU with glibc: it lies in
+        pieces, of which the tensors of a step use some. Call it now and then, not each step, which would fault the pages in."""
+        if self.module is None and (c_library := _glibc()) is not None:
+            c_library.malloc_trim(0)
+
     def peak_memory_bytes(self) -> int | None:
         """Peak memory of tensors since the start; None if the device does not count it."""
         return None if self.module is None else max(self._peak_before, self.module.max_memory_allocated())
@@ -267,9 +273,13 @@ def set_malloc(threshold: int) -> None:
     By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a quarter of
     the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the threshold.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    c_library = ctypes.CDLL(None)
-    if hasattr(c_library, "gnu_get_libc_version"):
+    if (c_library := _glibc()) is not None:
         c_library.mallopt(_M_MMAP_THRESHOLD, threshold)
         c_library.mallopt(_M_TRIM_THRESHOLD, threshold)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    c_library = ctypes.CDLL(None)
+    return c_library if hasattr(c_library, "gnu_get_libc_version") else None

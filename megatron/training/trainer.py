@@ -83,6 +83,7 @@ class Trainer:
             self.chunks = built_chunks(model_provider, runtime, group_of, forecast)
             with refused_alike(runtime):
                 self.optimizer = build_optimizer(self.chunks, runtime, group_of)
+        runtime.device.return_freed()
         self.model = list(self.chunks.values())
         for line in news_of_layers(self.model):
             print_rank_last(line)
@@ -245,8 +246,13 @@ class Trainer:
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self._report(result, batch_size)
+        self.tell_of_compiling()
+
+    def tell_of_compiling(self) -> None:
+        """Print what the last step has compiled, and return the memory that this took."""
         if news := news_of_compiling():
             print_rank_last(news)
+            self.runtime.device.return_freed()
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:

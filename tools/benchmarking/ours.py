@@ -99,6 +99,7 @@ class Ours:
 
     def step(self) -> None:
         train_step(self.trainer.pipeline, self.trainer.optimizer, self.batches, first_sample=0, lr=LR)
+        self.trainer.tell_of_compiling()
 
     def meet(self) -> None:
         """Wait for all ranks."""
