@@ -309,7 +309,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_414,
+    "megatron/core": 2_419,
     "megatron/core/checkpoint": 859,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
@@ -326,7 +326,7 @@ BUDGETS = {
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 1_840,
     "megatron/deepspeed": 486,
-    "megatron/training": 1_838,
+    "megatron/training": 1_842,
     "megatron/training/classic": 185,
     "megatron/training/ending": 240,
     "megatron/training/guard": 250,
