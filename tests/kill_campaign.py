@@ -223,7 +223,6 @@ def is_counted(result: dict) -> bool:
 
 def campaign(path: Path, count: int, seed: int, limit_minutes: float) -> None:
     results, stop = read_results(path), time.monotonic() + 60 * limit_minutes
-    processes._FORKED = (*processes._FORKED, SCRIPT)
     with tempfile.TemporaryDirectory(prefix="saved-") as saved:
         with Job([[processes.PRETRAIN_GPT, *MODEL, "--exit-interval", "1", "--save", saved]]) as job:
             job.wait().succeeded()

@@ -1,0 +1,217 @@
+"""Every file call of every save of small runs killed at, failed or cut short: the same command goes on, to the same bits.
+
+    python tests/fault_points.py results.jsonl --limit-minutes 3            goes on where it stopped
+    python tests/fault_points.py results.jsonl --write docs/reliability.md
+
+A run's ranks are threads (`stopped_runs.job`), and its file calls go through a double (`failing_files`). A case is a scenario, a call
+of it, and what happens there:
+
+    killed         before the call, all ranks (the machine goes down); `killed in`: half of a write has happened
+    killed alone   only the rank that makes the call; the others hear of it, and end as after any error
+    ENOSPC, EIO    the call fails; `in`: half of a write has happened
+    short          a write or a read does half, and says so
+
+Then the run is started again by the same command. It must not go back behind a checkpoint that was said to be saved, print the
+lines of the run that nothing happened to, end in its last checkpoint to the bit, and leave no other name in the folder.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from failing_files import FileCall, Killed, counted, failing
+from parity_sweep import read_results, sweep
+from stopped_runs import announced, differing, ended, job, lines
+
+BEGIN, END = "<!-- fault points: begin -->", "<!-- fault points: end -->"
+BOTH = "--train-iters 4 --save-interval 2 --save {root} --load {root} "
+SIX = "--train-iters 6 --save-interval 2 --save {root} --load {root} "
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """flags: {root} is the folder of the run. again: the folder has the checkpoints of another run when the run starts."""
+
+    flags: str
+    sizes: tuple[tuple[str, int], ...]
+    again: bool = False
+
+
+# A run that loads from one folder and saves over the checkpoints of another run in a second one saves iterations again.
+AGAIN = "--train-iters 4 --save-interval 2 --save {root} --load {root}/../first --global-batch-size 2"
+SCENARIOS = {
+    "ZeRO 1, bf16": Scenario(SIX + "--use-distributed-optimizer --bf16 --global-batch-size 2", (("dp", 2),)),
+    "TP 2": Scenario(BOTH + "--tensor-model-parallel-size 2", (("tp", 2),)),
+    "again, PP 2": Scenario(AGAIN + " --num-layers 2 --pipeline-model-parallel-size 2", (("pp", 2),), again=True),
+}
+ON_WRITES = ("killed in", "ENOSPC in", "EIO in", "short")
+ON_CHANGES = ("killed", "killed alone", "ENOSPC", "EIO")
+ON_READS = ("EIO",)
+
+
+@dataclass(frozen=True)
+class Point:
+    scenario: str
+    at: int
+    how: str
+    call: FileCall
+
+    def __str__(self) -> str:
+        return f"{self.scenario} / {self.at} / {self.how}"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The run that nothing happens to."""
+
+    calls: tuple[FileCall, ...]
+    lines: dict[str, str]
+    ended: dict[str, object]
+
+
+def run(scenario: Scenario, root: Path) -> str:
+    return job(scenario.flags.format(root=root), **dict(scenario.sizes))
+
+
+@contextmanager
+def prepared(name: str) -> Iterator[Path]:
+    """The folder in which a run of the scenario is to start."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(_before(name).name, folder, dirs_exist_ok=True)
+        yield Path(folder, "root")
+
+
+@cache
+def _before(name: str) -> tempfile.TemporaryDirectory:
+    """What lies there when a run of the scenario starts."""
+    folder, scenario = tempfile.TemporaryDirectory(), SCENARIOS[name]
+    if scenario.again:
+        flags = scenario.flags.replace("{root}/../first", "{root}")
+        job(flags.format(root=f"{folder.name}/first") + " --exit-interval 2", **dict(scenario.sizes))
+        job(flags.format(root=f"{folder.name}/root") + " --seed 7", **dict(scenario.sizes))
+    return folder
+
+
+@cache
+def whole(name: str) -> Whole:
+    with prepared(name) as root:
+        with counted() as calls:
+            said = run(SCENARIOS[name], root)
+        made = (call._replace(name=call.name.rpartition("/")[2]) for call in calls.made)
+        return Whole(tuple(made), lines(said), ended(root))
+
+
+def points(names: tuple[str, ...] = tuple(SCENARIOS)) -> Iterator[Point]:
+    """Every call of the scenarios with everything that may happen to it."""
+    for name in names:
+        for at, call in enumerate(whole(name).calls, 1):
+            hows = ON_CHANGES if call.changes_disk else ON_READS
+            hows += ON_WRITES if call.kind == "write" else ("short",) if call.kind == "read_into" else ()
+            yield from (Point(name, at, how, call) for how in hows)
+
+
+def in_order(some: Iterator[Point]) -> list[Point]:
+    """Shuffled, so that whatever part has run is a fair sample; the many writes and reads of tensors last."""
+    found = list(some)
+    Random(0).shuffle(found)
+    return sorted(found, key=lambda point: point.call.kind in ("write", "read_into"))
+
+
+@contextmanager
+def unsynced() -> Iterator[None]:
+    """No case cuts the power, and waiting for the disk takes most of the time of a small save."""
+    before, os.fsync = os.fsync, lambda handle: None
+    try:
+        yield
+    finally:
+        os.fsync = before
+
+
+def outcome(point: Point) -> dict[str, object]:
+    """How the case ended; AssertionError says what is wrong."""
+    scenario, expected = SCENARIOS[point.scenario], whole(point.scenario)
+    how, _, where = point.how.partition(" ")
+    alone = where == "alone"
+    with prepared(point.scenario) as root, unsynced():
+        with failing(point.at, how if alone else point.how, alone=alone) as calls:
+            try:
+                said, end = run(scenario, root), "went on"
+            except RuntimeError as error:
+                said, end = error.said, "killed" if isinstance(error.__cause__, Killed) else "failed"
+        assert calls.hit is not None and calls.hit[:2] == point.call[:2], f"another call was hit: {calls.hit}"
+        assert end in {"killed": ("killed", "failed"), "short": ("went on",)}.get(how, ("failed", "went on")), end
+        saved = announced(said)
+        again = run(scenario, root)
+        both, last = lines(said) | lines(again), ended(root)
+    began = min(map(int, lines(again)), default=len(expected.lines) + 1) - 1
+    assert scenario.again or began >= saved, f"iteration {saved} was saved, and the next run began after {began}"
+    assert not (differ := differing(both, expected.lines)), f"other lines: {differ}"
+    wrong = [name for name in expected.ended if last.get(name) != expected.ended[name]]
+    assert not wrong, f"other {wrong}: {last['names']}"
+    return {"end": end, "began": began}
+
+
+def run_point(point: Point) -> dict[str, object]:
+    result = {"case": str(point), "scenario": point.scenario, "how": point.how, "call": point.call}
+    try:
+        return result | {"ok": True} | outcome(point)
+    except Exception as error:
+        return result | {"ok": False, "where": f"{type(error).__name__}: {error}"[:600], "worst": None}
+
+
+# ---------------------------------------------------------------- report
+
+
+def table(results: list[dict]) -> str:
+    hows = ("killed", "killed in", "killed alone", "ENOSPC", "ENOSPC in", "EIO", "EIO in", "short")
+    counts = Counter((result["call"][1], result["how"]) for result in results)
+    kinds = dict.fromkeys(kind for kind, _ in counts)
+    failed = sum(not result["ok"] for result in results)
+    rows = [f"| {kind} | " + " | ".join(str(counts[kind, how] or "") for how in hows) + " |" for kind in kinds]
+    return "\n".join(
+        [
+            f"{len(results):,} points of {len({r['scenario'] for r in results})} runs; {failed} did not go on to the same bits. "
+            f"Points per call and fault:",
+            "",
+            "| call | " + " | ".join(hows) + " |",
+            "|---|" + "---|" * len(hows),
+            *rows,
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
+    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
+    parser.add_argument("--write", type=Path, help="put the table into this file, and run nothing")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.write is None:
+        cases = in_order(points(tuple(given.scenario or SCENARIOS)))
+        sweep(cases, len(cases), [given.results], 60 * given.limit_minutes, run_point)
+    results = list(read_results(given.results).values())
+    if given.write is not None:
+        before, rest = given.write.read_text().split(BEGIN)
+        given.write.write_text(before + BEGIN + "\n\n" + table(results) + "\n\n" + END + rest.split(END)[1])
+    failed = [result for result in results if not result["ok"]]
+    print(f"{len(results)} points, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Real processes killed, or failed in a file call, and started again by the same command: they go on, to the same bits.
+
+    python tests/restart_campaign.py results.jsonl --limit-minutes 3            goes on where it stopped
+    python tests/restart_campaign.py results.jsonl --write docs/reliability.md
+
+    points     each kind of file call, on each rank that makes it, killed at, failed and cut short: one call of each, drawn by seed
+    instants   at an instant drawn uniformly over the run a rank, all ranks, or the launcher are killed (SIGKILL)
+    saves      the same at an instant within a save, over a slow file layer
+
+The scenarios are those of fault_points.py, each of two processes over gloo; launched jobs have torchrun's agent above them. What a
+case must keep is said there. A result has the seed, the instant, and the mark (gloo/marked_script.py) that each rank had come to.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shlex import split
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fault_points import SCENARIOS, prepared
+from kill_campaign import _Ranks, lives
+from parity_sweep import code_revision
+from processes import Job
+from stopped_runs import TINY, announced, differing, ended, lines
+
+GLOO = Path(__file__).with_name("gloo")
+SCRIPT, LAUNCHER = str(GLOO / "faulty_script.py"), str(GLOO / "forking_launcher.py")
+BEGIN, END = "<!-- restarts: begin -->", "<!-- restarts: end -->"
+RANKS, PATIENCE, SLOW = 2, 90.0, 0.002
+HOWS = {"write": ("killed in", "ENOSPC in", "EIO in", "short"), "read_into": ("EIO", "short", "killed")}
+COUNTS = {"instants": 140, "saves": 60}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str  # points, instants or saves
+    number: int
+    scenario: str
+    launched: bool
+    who: str  # "rank 0", "rank 1", "all", "launcher"; of points the rank that meets the fault
+    fault: str  # "rank:call:how"; empty for kills
+    instant: float  # fraction of the run, or seconds after the save began
+    save: int  # which save of the run
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number}"
+
+
+def kills(seed: int) -> Iterator[Case]:
+    for kind, count in COUNTS.items():
+        for number in range(count):
+            draw = random.Random(f"{seed}/{kind}/{number}")
+            who = draw.choices(["rank 0", "rank 1", "all", "launcher"], [3, 3, 4, 3])[0]
+            launched = who == "launcher" or draw.random() < 0.2
+            instant = draw.random() if kind == "instants" else draw.uniform(0, 0.25)
+            yield Case(kind, number, draw.choice(list(SCENARIOS)), launched, who, "", instant, draw.choice((1, 2)))
+
+
+def points(seed: int, calls: dict[str, dict[str, list[str]]]) -> Iterator[Case]:
+    """calls: scenario -> rank -> the kinds of its calls, in order."""
+    number = 0
+    for scenario, of_ranks in calls.items():
+        for rank, made in of_ranks.items():
+            for kind in dict.fromkeys(made):
+                for how in (*HOWS.get(kind, ()), *(("killed", "ENOSPC", "EIO") if kind != "read_into" else ())):
+                    draw = random.Random(f"{seed}/{scenario}/{rank}/{kind}/{how}")
+                    at = draw.choice([n for n, one in enumerate(made, 1) if one == kind])
+                    yield Case("points", number, scenario, False, f"rank {rank}", f"{rank}:{at}:{how}", 0.0, 0)
+                    number += 1
+
+
+# ---------------------------------------------------------------- one case
+
+
+def start(scenario: str, root: Path, *, launched: bool = False, **environment: str) -> Job:
+    longer = "" if SCENARIOS[scenario].again else "--train-iters 40 --save-interval 10 "
+    flags = f"{TINY}{SCENARIOS[scenario].flags.format(root=root)} {longer} --distributed-timeout-minutes 1"
+    words = [SCRIPT, *split(flags)]
+    for name in ("FAULT", "SLOW"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    return Job([[LAUNCHER, str(RANKS), *words]] if launched else [words] * RANKS)
+
+
+def said_by(job: Job) -> str:
+    return "".join(job.stdout(stream) for stream in range(len(job.processes)))
+
+
+def digests(root: Path) -> dict[str, str]:
+    """The names in the folder, and of the newest checkpoint the hash of each part."""
+    last = ended(root)
+    del last["manifest"]["state"]["config"]  # it may get settings while a campaign goes on
+    text = {name: value if isinstance(value, bytes) else json.dumps(value).encode() for name, value in last.items()}
+    return {name: hashlib.sha256(value).hexdigest() for name, value in text.items()} | {
+        "names": " ".join(last["names"])
+    }
+
+
+def whole(scenario: str) -> dict:
+    """The run that nothing happens to."""
+    with prepared(scenario) as root:
+        began = time.monotonic()
+        with start(scenario, root) as job:
+            job.wait(PATIENCE).succeeded()
+            said, seconds = said_by(job), time.monotonic() - began
+        calls = {rank: made.split() for rank, made in re.findall(r"calls of rank (\d+): (.*)", said)}
+        return {"lines": lines(said), "ended": digests(root), "calls": calls, "seconds": seconds}
+
+
+def run_case(case: Case, expected: dict, seconds: float) -> dict:
+    """seconds: that a run takes at present."""
+    with prepared(case.scenario) as root:
+        fault = {"FAULT": case.fault} if case.fault else {}
+        slow = {"SLOW": str(SLOW)} if case.kind == "saves" else {}
+        with start(case.scenario, root, launched=case.launched, **fault, **slow) as job:
+            found = {} if case.fault else _kill(case, job, seconds)
+            found["seconds to end"] = _wait_for_the_end(job)
+            found |= _fault_of(job) if case.fault else {}
+            said, codes = said_by(job), [process.poll() for process in job.processes]
+        found |= {"codes": codes, "saved": announced(said)}
+        again = ""
+        if any(codes) or digests(root) != expected["ended"]:
+            began = time.monotonic()
+            with start(case.scenario, root, launched=case.launched) as job:
+                told = job.wait(PATIENCE)
+                again = said_by(job)
+                assert not any(told.codes), f"the restart failed: {told}"
+            found["seconds again"] = round(time.monotonic() - began, 2)
+            first = min(map(int, lines(again)), default=len(expected["lines"]) + 1)
+            is_again = SCENARIOS[case.scenario].again
+            assert is_again or first > announced(said), f"{announced(said)} was saved, and it began with {first}"
+        differ = differing(lines(said) | lines(again), expected["lines"])
+        assert not differ, f"other lines: {differ}"
+        last = digests(root)
+        wrong = [f"{name}: {last.get(name)}" for name in expected["ended"] if last.get(name) != expected["ended"][name]]
+        assert not wrong, f"other {wrong}"
+        return found
+
+
+def _kill(case: Case, job: Job, seconds: float) -> dict:
+    """Wait for the instant, and kill; where the ranks were."""
+    ranks, began = _Ranks(job), time.monotonic()
+    if case.kind == "saves":
+        while max((marks.count("saving") for marks in ranks.marks().values()), default=0) < case.save:
+            if not job.running() or time.monotonic() - began > PATIENCE:
+                break
+            time.sleep(0.002)
+        time.sleep(case.instant)
+    else:
+        time.sleep(case.instant * seconds)
+    numbers = ranks.processes()
+    victims = {"all": list(numbers.values()), "launcher": []}.get(case.who)
+    if victims is None:
+        victims = [numbers[rank] for rank in [int(case.who[-1])] if rank in numbers]
+    if case.launched and (case.who in ("all", "launcher") or not victims):
+        victims.append(job.processes[0].pid)
+    elif not victims or (case.who == "all" and not case.launched):  # before a rank has said its number
+        victims = [job.processes[rank].pid for rank in range(RANKS) if case.who in ("all", f"rank {rank}")]
+    killed = [number for number in victims if lives(number)]
+    for number in killed:
+        os.kill(number, signal.SIGKILL)
+    return {"phase": {rank: marks[-1] for rank, marks in ranks.marks().items()}, "killed": len(killed)}
+
+
+def _wait_for_the_end(job: Job) -> float:
+    """Until the launcher and every rank have ended; seconds. Those that have not are ended, and the case has failed."""
+    ranks, began = _Ranks(job), time.monotonic()
+    while job.running() or any(map(lives, ranks.processes().values())):
+        if time.monotonic() - began > PATIENCE:
+            left = [number for number in ranks.processes().values() if lives(number)]
+            for number in left:
+                os.kill(number, signal.SIGKILL)
+            raise AssertionError(f"{len(left)} ranks live on for {PATIENCE} s")
+        time.sleep(0.01)
+    return round(time.monotonic() - began, 2)
+
+
+def _fault_of(job: Job) -> dict:
+    hit = re.search(r"^fault (\w+) (.*)", "".join(job.stderr(stream) for stream in range(len(job.processes))), re.M)
+    assert hit, "the call was not made"
+    return {"call": hit[1], "name": hit[2]}
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def read(path: Path) -> tuple[dict[str, dict], dict[str, dict]]:
+    """(the whole runs by scenario, the results by case)."""
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {one["whole"]: one for one in known if "whole" in one}, {one["case"]: one for one in known if "case" in one}
+
+
+def campaign(path: Path, seed: int, limit_seconds: float) -> None:
+    began, (wholes, results) = time.monotonic(), read(path)
+
+    def note(one: dict) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(one) + "\n")
+
+    for scenario in SCENARIOS:
+        if scenario not in wholes:
+            wholes[scenario] = {"whole": scenario} | whole(scenario)
+            note(wholes[scenario])
+    cases = [*points(seed, {name: one["calls"] for name, one in wholes.items()}), *kills(seed)]
+    random.Random(seed).shuffle(cases)
+    recent = [whole(next(iter(SCENARIOS)))["seconds"] for _ in range(2)][1:]  # the first waits for torch to be imported
+    for case in cases:
+        if str(case) in results or time.monotonic() - began > limit_seconds:
+            continue
+        result = {"case": str(case), "seed": seed, "code": code_revision(), **asdict(case)}
+        try:
+            result |= {"ok": True} | run_case(case, wholes[case.scenario], median(recent[-5:]))
+            if not case.launched and "seconds again" in result:
+                recent.append(result["seconds again"])
+        except Exception as error:
+            result |= {"ok": False, "where": f"{type(error).__name__}: {error}"[:3000]}
+            print(f"FAILED {case}: {result['where']}", flush=True)
+        results[str(case)] = result
+        note(result)
+    print(f"{len(results)} of {len(cases)} cases", flush=True)
+
+
+def table(results: list[dict]) -> str:
+    failed = sum(not result["ok"] for result in results)
+    of_points = [result for result in results if result["kind"] == "points"]
+    of_kills = [result for result in results if result["kind"] != "points" and result.get("killed")]
+    out = [f"{len(of_points)} points and {len(of_kills)} kills; {failed} did not go on to the same bits.", ""]
+    counts = Counter((result.get("call"), result["fault"].split(":")[2]) for result in of_points)
+    hows = list(dict.fromkeys(how for _, how in counts))
+    out += ["| call | " + " | ".join(hows) + " |", "|---|" + "---|" * len(hows)]
+    out += [
+        f"| {call} | " + " | ".join(str(counts[call, how] or "") for how in hows) + " |"
+        for call in dict.fromkeys(call for call, _ in counts)
+    ]
+    phases: dict[str, Counter] = defaultdict(Counter)
+    for result in of_kills:
+        where = sorted(set(result["phase"].values())) or ["starting"]
+        phases["saving" if "saving" in where else where[0]][result["who"].split()[0]] += 1
+    out += ["", "| a rank was | one rank killed | all | the launcher |", "|---|---|---|---|"]
+    out += [
+        f"| {phase} | {n['rank'] or ''} | {n['all'] or ''} | {n['launcher'] or ''} |" for phase, n in phases.items()
+    ]
+    return "\n".join(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--write", type=Path, help="put the tables into this file, and run nothing")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.write is None:
+        campaign(given.results, given.seed, 60 * given.limit_minutes)
+    results = list(read(given.results)[1].values())
+    if given.write is not None:
+        before, rest = given.write.read_text().split(BEGIN)
+        given.write.write_text(before + BEGIN + "\n\n" + table(results) + "\n\n" + END + rest.split(END)[1])
+    failed = sum(not result["ok"] for result in results)
+    print(f"{len(results)} cases, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
