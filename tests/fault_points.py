@@ -56,6 +56,7 @@ SCENARIOS = {
     "ZeRO 1, bf16": Scenario(SIX + "--use-distributed-optimizer --bf16 --global-batch-size 2", (("dp", 2),)),
     "TP 2": Scenario(BOTH + "--tensor-model-parallel-size 2", (("tp", 2),)),
     "again, PP 2": Scenario(AGAIN + " --num-layers 2 --pipeline-model-parallel-size 2", (("pp", 2),), again=True),
+    "ZeRO 3, one kept": Scenario(SIX + "--zero-stage 3 --keep-checkpoints 1 --global-batch-size 2", (("dp", 2),)),
 }
 ON_WRITES = ("killed in", "ENOSPC in", "EIO in", "short")
 ON_CHANGES = ("killed", "killed alone", "ENOSPC", "EIO")
