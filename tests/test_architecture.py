@@ -21,7 +21,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config_fields config answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
+    "config_fields config whereabouts answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
     "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random tensor_hash main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -39,7 +39,7 @@ PURE = """
     core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot
     core.datasets.index_map training.guard.guard_config training.watch.contention training.watch.flops training.watch.heartbeat
     core.interchange.safetensors core.interchange.hf_folder core.interchange.operations core.interchange.fields
-    core.interchange.families
+    core.interchange.families core.whereabouts
 """
 MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 500  # code lines; code_lines.py has those of megatron/ and tools/
 

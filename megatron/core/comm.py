@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron.core import whereabouts
 from megatron.core.grid import Axis
 from megatron.core.pending import Pending, done
 
@@ -225,19 +226,23 @@ class StoreGroup:
 
 
 def _issue(
-    op: str, axis: Axis, x: Tensor, start: Callable[[], Pending[Any]], result: Tensor | None = None
+    op: str, axis: Axis, x: Tensor, start: Callable[[], Pending[Any]], result: Tensor | None = None, peer: int = -1
 ) -> Pending[Tensor]:
-    """Records the call in the ledger and starts it. result: the output tensor; default: `x`."""
+    """Records the call and starts it. result: the output tensor; default: `x`. peer: the other rank of a transfer."""
     call = Call(op, axis.name, x.numel() * x.element_size(), axis.size)
     axis.ledger.note(call)
+    slot = whereabouts.issue(op, axis.name, axis.ranks, call.bytes, peer)
     span = record_function if axis.ledger.profiled else _not_shown
     result = x if result is None else result
     with span(f"{op} {axis.name} ({call.bytes} bytes)"):
         work = start()
+    whereabouts.come_back()
 
     def finish() -> Tensor:
+        whereabouts.wait(slot)
         with span(f"wait for {op} {axis.name}"):
             work.wait()
+        whereabouts.come_back()
         return result
 
     return Pending(finish, result, x)
@@ -344,12 +349,12 @@ def my_part(size: int, axis: Axis) -> slice:
 def start_send(x: Tensor, axis: Axis, to: int) -> Pending[Tensor]:
     """Start to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order sent."""
     x = x.contiguous()
-    return _issue("send", axis, x, lambda: axis.group.send(x, to))
+    return _issue("send", axis, x, lambda: axis.group.send(x, to), peer=axis.ranks[to])
 
 
 def start_recv(x: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
     """Start to receive `x` from the rank at position `source`. Shape and dtype must equal the sender's."""
-    return _issue("recv", axis, x, lambda: axis.group.recv(x, source))
+    return _issue("recv", axis, x, lambda: axis.group.recv(x, source), peer=axis.ranks[source])
 
 
 # ---------------------------------------------------------------- agreement

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from megatron.core import whereabouts
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 
@@ -37,5 +38,6 @@ def evaluate(
     data_iterators, totals = make_iterators(first_sample), LossTotals()
     with torch.no_grad():
         for batch in range(num_batches):
+            whereabouts.go_on()
             totals.add(pipeline.run(data_iterators, first_sample + batch * global_batch_size, training=False))
     return pipeline.share_totals(totals).report

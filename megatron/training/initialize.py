@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from megatron.core import comm, parallel_state, products
+from megatron.core import comm, parallel_state, products, whereabouts
 from megatron.core.compiler import settle_compiling
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
@@ -35,6 +35,7 @@ from megatron.core.weight_grads import WeightGradStore
 from megatron.training.checkpointing import saved_products
 from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs
 from megatron.training.command_line import parse_args as parse_words
+from megatron.training.ending import hangs
 from megatron.training.memory.offload import notes_of
 from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
@@ -76,6 +77,7 @@ def initialize_megatron(
     """
     del allow_no_cuda  # Megatron's; the device is --device, or the one that is there
     settings, problem = None, None
+    whereabouts.enter("reading settings")
     try:
         settings = read_settings(extra_args_provider, args_defaults, argv, rules)
     except ConfigError as error:
@@ -85,10 +87,14 @@ def initialize_megatron(
     asked = settings.config.device if settings else DeviceConfig()
     # A rank with invalid settings only agrees on them, by a device of the kind that the others probably have.
     device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
+    if settings:
+        hangs.set_limits(settings.config.hangs, asked.distributed_timeout_minutes)
     parallel_state.start_distributed(asked.distributed_backend or device.backend, asked.distributed_timeout_minutes)
     if device.identity and (taken := parallel_state.shared_device_problem(device.identity)):
         problem = ConfigError([*(problem.problems if problem else []), taken])
+    whereabouts.enter("agreeing on settings")
     agree_on_settings(settings, problem)
+    whereabouts.enter("making groups")
     config = settings.config
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,

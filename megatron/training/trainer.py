@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core import comm, parallel_state
+from megatron.core import comm, parallel_state, whereabouts
 from megatron.core.compiler import news_of_compiling, news_of_layers
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
 from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
+from megatron.training.ending import hangs
 from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, window
 from megatron.training.guard.check import WrongNumbersError
@@ -77,6 +78,7 @@ class Trainer:
         began = time.monotonic() if began is None else began
         self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
         self._check_folders()
+        whereabouts.enter("building the model")
         with heartbeat("building the model", print_rank_0):
             # chunks by stage
             forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
@@ -104,6 +106,7 @@ class Trainer:
         self.datasets = self._build_datasets(datasets_provider)
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
+        whereabouts.enter("getting ready")
 
     def _check_folders(self) -> None:
         """Refuse an unusable --save or --load before the model is built, which may take minutes."""
@@ -113,6 +116,7 @@ class Trainer:
 
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
         """(state to resume from, saved log of the interrupted log interval)."""
+        whereabouts.enter("loading the checkpoint")
         with heartbeat("loading the checkpoint", print_rank_0):
             state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
         warn_of_other_checkpoints(self.config.checkpoint, state.iteration, self.mesh["world"])
@@ -156,6 +160,7 @@ class Trainer:
 
     def _build_datasets(self, provider: DatasetsProvider) -> dict[str, Any]:
         """Data sets by split. A split is None if it is missing, or too small for one validation batch."""
+        whereabouts.enter("building the data sets")
         state, before = self.state, self.state.requested_train_samples
         sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
         if before and sizes[0] > before:
@@ -225,6 +230,8 @@ class Trainer:
         state = self.state
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
         lr, decoupled_lr = self._rates()
+        whereabouts.begin_step(state.iteration + 1)
+        began = time.monotonic()
         with self._naming_the_step(), self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
             result = train_step(
                 self.pipeline,
@@ -242,6 +249,7 @@ class Trainer:
             )
             if not result.skipped:
                 self.guard.after_update(state.iteration + 1)
+        hangs.step_took(time.monotonic() - began)
         state.iteration += 1
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
@@ -308,7 +316,7 @@ class Trainer:
         dataset, eval_iters = self.datasets[split], self.config.training.eval_iters
         if dataset is None or eval_iters == 0:
             return
-        with self.log.paused():
+        with self.log.paused(), whereabouts.during("validating", then="training"):
             earlier, size = self._validations_before(split), self.batch_size
             first, count = window(earlier, eval_iters, size, len(dataset))
             iterators = partial(self._iterators, split)
@@ -346,7 +354,7 @@ class Trainer:
         due = config.save_interval is not None and self.state.iteration % config.save_interval == 0
         if config.save is None or not (due or last):
             return
-        with self.log.paused():
+        with self.log.paused(), whereabouts.during("saving", then="training"):
             self.guard.before_save()
             checkpointing.save(self.runtime, self.model, self.optimizer, self.state, self.log.state())
             self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron.core import comm, parallel_state
+from megatron.core import comm, parallel_state, whereabouts
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.core.errors import write_error_file
@@ -27,7 +27,7 @@ from megatron.core.signatures import takes
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
 from megatron.training.command_line import ExtraArgs
-from megatron.training.ending import failures, interrupt
+from megatron.training.ending import failures, hangs, interrupt
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
 from megatron.training.resume.start import where_to_go_on
@@ -112,7 +112,8 @@ def run_script(script: Script) -> None:
     def make_trainer(runtime: Runtime) -> Trainer:
         return Trainer(runtime, *parts, began, script.non_loss)
 
-    with interrupt.Interrupt(parallel_state.launched_rank()) as ctrl_c:
+    rank, ranks = parallel_state.launched_rank(), parallel_state.launched_world_size()
+    with interrupt.Interrupt(rank) as ctrl_c, hangs.watching(rank, ranks):
         _run(initialize, make_trainer, ctrl_c)
 
 
@@ -129,6 +130,7 @@ def _run(
         trainer = make_trainer(runtime)
         trainer.run()
     except (Exception, KeyboardInterrupt) as error:
+        hangs.wait_for_verdict()
         farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
         error = shortage.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
         set_runtime(None)
@@ -153,6 +155,7 @@ def _run(
             runtime.held.close()
         set_runtime(None)
     del trainer, runtime
+    whereabouts.enter("ending")
     if code:
         failures.leave(code)
     parallel_state.stop_distributed()

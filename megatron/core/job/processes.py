@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 # Imported before a process group exists: imported later (torch.optim does), its functions take the group as a default argument,
 # which keeps its threads alive after destroy_process_group. Seen in torch 2.13.
+from megatron.core import whereabouts
 from megatron.core.comm import Ledger, LostPeerError, StoreGroup, TorchGroup, broadcast_text
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
@@ -54,9 +55,11 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     launch = discover(os.environ)
     if not _has_others_to_meet(launch):
         return
+    whereabouts.enter("meeting the others")
     try:
         timeout = datetime.timedelta(minutes=timeout_minutes)
         place = {"store": _meet(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
+        whereabouts.enter("connecting")
         dist.init_process_group(backend, **place, timeout=timeout)
     except (RuntimeError, OSError) as error:
         if lost := lost_rank(seconds=0.0 if isinstance(error, OSError) else 1.0):  # the call may fail before the news

@@ -27,7 +27,7 @@ from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
 from megatron.core.errors import write_error_file
 from megatron.core.tiers.block_file import OffloadError
-from megatron.training.ending import interrupt
+from megatron.training.ending import hangs, interrupt
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.memory.shortage import OutOfMemory
 from megatron.training.train_step import NotFiniteError
@@ -102,6 +102,7 @@ def leave(code: int) -> NoReturn:
 def _end_as_it_is(code: int) -> NoReturn:
     """Exit with `code` without closing anything. The rank that hosts the store first waits for the other ranks' listeners."""
     parallel_state.say_goodbye()
+    hangs.stop_watching()
     sys.stdout.flush()
     sys.stderr.flush()
     if parallel_state.launched_rank() == 0:

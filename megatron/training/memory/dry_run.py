@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core import whereabouts
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh, build_mesh
@@ -219,6 +220,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
         device.torch_device = META
     with contextlib.ExitStack() as stack:
         stack.enter_context(_drawing_nothing())
+        stack.enter_context(whereabouts.nowhere())
         runtime = stack.enter_context(alone(job.runtime, mesh, device=device, tier=tier))
         if shapes is not None:
             stack.enter_context(META)

@@ -26,6 +26,7 @@ NOT_COMPARED_PARTS = {
     "parallel": "layout: every layout gives the numbers of one process",
     "offload": "memory: which state is offloaded",
     "device": "device and processes",
+    "hangs": "how a rank that hangs is found",
     "log": "logs",
     "tensorboard": "curves",
     "profile": "profiles",

@@ -31,6 +31,7 @@ from megatron.core.stage_map import StageMap
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.ending.hang_config import HangConfig
 from megatron.training.guard.guard_config import GuardConfig
 from megatron.training.settings.own_flags import OwnFlags
 from megatron.training.watch.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
@@ -158,6 +159,7 @@ class Config:
     profile: ProfileConfig
     device: DeviceConfig
     guard: GuardConfig
+    hangs: HangConfig
     own: OwnFlags = OwnFlags()  # of the script
 
     def data_parallel_size(self, world_size: int) -> int:

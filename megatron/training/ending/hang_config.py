@@ -1,0 +1,22 @@
+"""Settings of the watch for ranks that hang. Pure."""
+
+from dataclasses import dataclass
+
+from megatron.core.config import FlagConfig, NotNegative, Positive, knob
+
+
+@dataclass(frozen=True)
+class HangConfig(FlagConfig):
+    """Hangs."""
+
+    hang_timeout: NotNegative = knob(
+        10.0,
+        "a rank without progress for this many times the median step, and for --hang-timeout-floor seconds, hangs: the job "
+        "reports it and ends with code 4; 0: nobody watches",
+        metavar="TIMES",
+    )
+    hang_timeout_floor: Positive = knob(
+        180.0,
+        "seconds without progress until a rank may count as hung; in the start-up and in a save, until it is looked at",
+        metavar="SECONDS",
+    )

@@ -1,0 +1,91 @@
+"""A process as seen from outside, by /proc: whether it lives, is stopped, computes, and in which call of the kernel it waits.
+
+Linux; elsewhere a process only lives or does not. Pure.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_WORDS = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits for a disk or a device",
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+    "I": "is idle",
+    "?": "is not known",
+}
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """state: the letter of /proc/PID/stat, "X" if there is no such process, "?" without /proc."""
+
+    state: str
+    started: int = 0  # clock ticks after boot
+    bytes: int = 0  # read and written
+    waits_in: str = ""  # of its main thread: the kernel's function
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("X", "Z")
+
+    def __str__(self) -> str:
+        where = f" in {self.waits_in}" if self.waits_in and self.state in ("S", "D") else ""
+        return f"{_WORDS.get(self.state, 'is in an unknown state')} (state {self.state}{where})"
+
+
+def look_at(pid: int, started: int | None = None) -> ProcessState:
+    """The process of this number. started: another process that has the number since counts as ended."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        # The name in parentheses may hold anything, parentheses too.
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ProcessState("X" if Path("/proc/self/stat").exists() else _without_proc(pid))
+    state, began = fields[0], int(fields[19])
+    if started and began != started:
+        return ProcessState("X")
+    return ProcessState(state, began, _bytes(folder), _text(folder / "wchan").strip("0"))
+
+
+def _without_proc(pid: int) -> str:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "X"
+    except OSError:
+        pass
+    return "?"
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def _bytes(folder: Path) -> int:
+    words = _text(folder / "io").split()
+    return sum(int(n) for name, n in itertools.pairwise(words) if name in ("rchar:", "wchar:"))
+
+
+def kill(pid: int, started: int) -> bool:
+    """SIGKILL to the process, if it is surely the one that began at `started`, and of this user. Whether it was sent."""
+    if not started or pid == os.getpid() or look_at(pid, started).has_ended:
+        return False
+    with contextlib.suppress(OSError):
+        if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False

@@ -1,0 +1,180 @@
+"""Which rank hangs, concluded from where all ranks are. Pure.
+
+W waits for R      W is in call n of a group, and R, of the same group, has issued fewer; in a transfer, its peer
+hangs              a rank that is stopped, or that cannot be heard; if there is none: a rank that is waited for and waits for
+                   nobody; during the start-up, before any call: a rank in the earliest phase
+slow               such a rank in a phase whose length nobody knows (start-up, first steps, a save), as long as it computes,
+                   reads or writes now and then; it may do so until the back end gives up
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.core.job.lines import listed
+from megatron.core.whereabouts import PHASES, Calls, Place, ranks_of
+from megatron.training.ending.outside import ProcessState
+
+_FIRST_STEPS = 3  # of which nobody knows how long they take: they compile, and connect
+_HURRIED = ("training", "validating")
+_TRAINING = PHASES.index("training")
+_MOST_ROWS, _MOST_LINES = 24, 40
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank as its machine sees it.
+
+    stalled: seconds without progress. rested: seconds in which it neither computed, nor read, nor wrote.
+    """
+
+    place: Place
+    host: str
+    state: ProcessState
+    stalled: float
+    rested: float = 0.0
+    stack: str = ""
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def answers(self) -> bool:
+        return not (self.state.is_stopped or self.state.has_ended)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (on {self.host}, process {self.place.pid})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """hung: the ranks that hang, empty if the ranks wait for each other. slow: all of them may only be slow."""
+
+    hung: tuple[int, ...]
+    headline: str
+    slow: bool = False
+
+
+def is_hurried(place: Place) -> bool:
+    """Whether the rank's present work is of known length: a step like those before it."""
+    return place.phase in _HURRIED and place.steps > _FIRST_STEPS
+
+
+def judge(seen: Sequence[Seen], unheard: Iterable[int] = (), *, rest: float = 0.0, patience: float = 0.0) -> Verdict:
+    """The verdict on ranks of which some have made no progress for longer than allowed.
+
+    unheard: ranks that no machine reports. rest, patience: seconds that a rank may do nothing, and that others may wait for it,
+    in a phase of unknown length.
+    """
+    by_rank = {one.rank: one for one in seen}
+    gone = {one.rank for one in seen if not one.answers} | set(unheard)
+    awaited = {rank: _awaited_by(one, by_rank, gone) for rank, one in by_rank.items() if one.answers}
+    hung = sorted(gone) or _roots(awaited, by_rank)
+    slow = bool(hung) and all(rank not in gone and _may_be_slow(by_rank[rank], rest) for rank in hung)
+    slow = slow and all(one.stalled < patience for one in seen if one.place.waiting)
+    verb = "is slow" if slow else "has hung"
+    return Verdict(tuple(hung), _headline(hung, verb, awaited, by_rank), slow)
+
+
+def _may_be_slow(one: Seen, rest: float) -> bool:
+    return not is_hurried(one.place) and one.rested < rest
+
+
+def _awaited_by(one: Seen, by_rank: dict[int, Seen], gone: set[int]) -> tuple[int, ...]:
+    """The ranks for which this rank waits in its call."""
+    call = one.place.waiting or one.place.last  # an accelerator's host does not wait in its call
+    if call is None:
+        return ()
+    if call.peer is not None:
+        return (call.peer,) if call.peer in gone or _count(by_rank.get(call.peer), call, one.rank) < call.count else ()
+    others = [rank for rank in ranks_of(call.group) if rank != one.rank]
+    behind = tuple(rank for rank in others if _count(by_rank.get(rank), call) < call.count)
+    return behind or tuple(rank for rank in others if rank in gone and one.place.waiting)
+
+
+def _count(other: Seen | None, call: Calls, peer: int | None = None) -> int:
+    """How many calls of this kind the other rank has issued: of the group, or of the other direction of a transfer."""
+    if other is None:
+        return 0
+    for its in other.place.calls:
+        same = (its.axis, its.group, its.peer) == (call.axis, call.group, peer)
+        if same and (peer is None or its.op != call.op):
+            return its.count
+    return 0
+
+
+def _roots(awaited: dict[int, tuple[int, ...]], by_rank: dict[int, Seen]) -> list[int]:
+    """Ranks that are waited for and are in no call themselves; without any, those that are behind in another way."""
+    wanted = {rank for ranks in awaited.values() for rank in ranks}
+    if found := sorted(rank for rank in wanted if rank in by_rank and not awaited.get(rank)):
+        return found
+    first = min(PHASES.index(one.place.phase) for one in by_rank.values())
+    early = sorted(rank for rank, one in by_rank.items() if PHASES.index(one.place.phase) == first)
+    if first < _TRAINING and len(early) < len(by_rank):
+        return early
+    idle = sorted(rank for rank, one in by_rank.items() if one.place.waiting is None)
+    if 0 < len(idle) < len(by_rank) or len(by_rank) == 1:
+        return idle or list(by_rank)
+    return []
+
+
+# ---------------------------------------------------------------- in words
+
+
+def _headline(hung: Sequence[int], verb: str, awaited: dict[int, tuple[int, ...]], by_rank: dict[int, Seen]) -> str:
+    names = [by_rank[rank].name for rank in hung if rank in by_rank]
+    unheard = [rank for rank in hung if rank not in by_rank]
+    names += [f"{listed(unheard)} (of which no machine reports anything)"] if unheard else []
+    if not names:
+        return "the ranks wait for each other, each in a call that the others have not issued"
+    if len(hung) > 1:
+        verb = verb.replace("is ", "are ").replace("has ", "have ")
+    waiting = sorted(rank for rank, ranks in awaited.items() if set(ranks) & set(hung))
+    if waiting:
+        one = by_rank[waiting[0]]
+        call = one.place.waiting or one.place.last
+        others = f"; {listed(waiting[1:])} too" if waiting[1:] else ""
+        return (
+            f"{', '.join(names)} {verb}: rank {one.rank} waits in {call}, over {listed(ranks_of(call.group))}, "
+            f"and {listed(hung)} did not come{others}; {_when(one.place)}"
+        )
+    place = by_rank[hung[0]].place if hung[0] in by_rank else next(iter(by_rank.values())).place
+    return f"{', '.join(names)} {verb}, {_when(place)}"
+
+
+def _when(place: Place) -> str:
+    return f"{place.phase}, iteration {place.iteration}" if place.steps else f"while {place.phase}"
+
+
+def hang_report(verdict: Verdict, seen: Sequence[Seen]) -> str:
+    """The whole account: the headline, a row for each rank, and the stacks of those that gave one, equal ones once."""
+    rows = sorted(seen, key=lambda one: (one.rank not in verdict.hung, one.rank))
+    lines = [verdict.headline, *(_row(one) for one in rows[:_MOST_ROWS])]
+    if len(rows) > _MOST_ROWS:
+        lines.append(f"  ... and {len(rows) - _MOST_ROWS} ranks more")
+    stacks: dict[str, list[int]] = {}
+    for one in rows:
+        if one.stack:
+            stacks.setdefault(main_stack(one.stack), []).append(one.rank)
+    for stack, ranks in stacks.items():
+        lines += [f"{listed(ranks)}, most recent call first:", stack]
+    if silent := [one.rank for one in rows if not one.stack]:
+        lines.append(f"no stack of {listed(silent)}")
+    return "\n".join(lines)
+
+
+def _row(one: Seen) -> str:
+    place = one.place
+    call = "has issued no call"
+    if place.last is not None:
+        call = f"waits in {place.waiting}" if place.waiting else f"last call {place.last}"
+    return f"  {one.name}: {_when(place)}; {call}; no progress for {one.stalled:.1f} s; process {one.state}"
+
+
+def main_stack(text: str) -> str:
+    """The main thread's frames in what faulthandler wrote: the last block, which it writes last."""
+    blocks = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)
+    lines = [line for line in blocks[-1].splitlines() if line.startswith("  ")]
+    return "\n".join(lines[:_MOST_LINES])

@@ -1,0 +1,72 @@
+"""pretrain_gpt.py, of which one rank hangs: HANG="rank how place nth" says who, how and where.
+
+    how     stop (SIGSTOP), loop (in Python), lock (in C, with the interpreter's lock), sleep
+    place   a phase of `core/whereabouts.py` with _ for blanks, or op@phase: before its nth call of a collective in that phase;
+            op: a name, or "any"; op+phase: after it has issued the call, before it waits
+
+tests/gloo/test_hanging_ranks.py and tests/hang_campaign.py run it.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
+from megatron.core import whereabouts
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+
+RANK, HOW, PLACE, NTH = os.environ.get("HANG", "-1 stop none 1").split()
+
+
+def hang() -> None:
+    print(f"hanging in process {os.getpid()}", flush=True)
+    if HOW == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif HOW == "lock":
+        ctypes.PyDLL(None).sleep(1000)
+    while HOW == "loop":
+        pass
+    time.sleep(1000)
+
+
+class Hanging:
+    """Stands before the functions by which a rank writes where it is."""
+
+    def __init__(self):
+        self.issue, self.enter = whereabouts.Whereabouts.issue, whereabouts.Whereabouts.enter
+        self.calls, self.phase = 0, ""
+
+    def on_enter(self, here: whereabouts.Whereabouts, phase: str) -> None:
+        self.enter(here, phase)
+        self.phase = phase.replace(" ", "_")
+        self.count(self.phase == PLACE)
+
+    def on_issue(self, here: whereabouts.Whereabouts, op: str, *call: object) -> int:
+        self.count(any(f"{name}@{self.phase}" == PLACE for name in (op, "any")))
+        slot = self.issue(here, op, *call)
+        self.count(any(f"{name}+{self.phase}" == PLACE for name in (op, "any")))
+        return slot
+
+    def count(self, is_here: bool) -> None:
+        self.calls += is_here
+        if is_here and self.calls == int(NTH):
+            hang()
+
+
+if __name__ == "__main__":
+    if os.environ.get("RANK", "0") == RANK:
+        hanging = Hanging()
+        whereabouts.Whereabouts.issue = lambda *words: hanging.on_issue(*words)
+        whereabouts.Whereabouts.enter = lambda *words: hanging.on_enter(*words)
+    pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+    )
