@@ -9,7 +9,7 @@ from megatron.training.command_line import parse_args
 REFUSED = """
     --spec a_module a_function      --lazy-mpu-init 2                --check-for-spiky-loss
     --rerun-mode validate_results
-    --log-straggler                 --check-for-large-grads         --use-mp-args-from-checkpoint-args
+    --log-straggler                 --check-for-large-grads         --test-mode
     --log-energy                    --config-logger-dir logs        --distributed-timeout-seconds-after-init 60
     --fp16-lm-cross-entropy         --dist-ckpt-strictness log_all  --activation-func-clamp-value 7
 """

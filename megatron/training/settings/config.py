@@ -94,6 +94,12 @@ class CheckpointConfig(FlagConfig):
         flags=("--save-interval", "--persistent-save-interval"),
     )
     ckpt_step: Count | None = knob(None, "iteration of --load to resume from (default: the latest)")
+    use_checkpoint_args: bool = knob(
+        False, "take the checkpoint's settings of the model and the tokenizer for flags that are not given"
+    )
+    use_mp_args_from_checkpoint_args: bool = knob(
+        False, "take the checkpoint's parallel sizes for flags that are not given"
+    )
     exit_on_damaged_checkpoint: bool = knob(
         False, "fail if the checkpoint to resume from is damaged; by default the newest undamaged one is used"
     )

@@ -331,8 +331,6 @@ REFUSED_BY_REASON: dict[str, str] = {
     "data are read from local files; copy them, and give --data-path and --data-cache-path": """
         --s3-cache-path DIR --object-storage-cache-path DIR""",
     # ---- checkpoints
-    "settings are the command line's; give those that the checkpoint's manifest.json holds": """
-        --use-checkpoint-args --use-mp-args-from-checkpoint-args""",
     "what is missing from a checkpoint, or too much in it, is always an error; leave it out": """
         --dist-ckpt-strictness raise_all|NAME --no-strict-fsdp-dtensor-load""",
     "other formats are not built yet; leave it out": """

@@ -1,0 +1,116 @@
+"""--use-checkpoint-args: what the checkpoint's run computed becomes the default of this command line, as flags.
+
+    taken           the model's settings and its precision, the tokenizer, --seq-length, a script's flags of the model
+    not taken       what changes no number (memory, kernels), data, schedules, optimizer; the layout, but for
+                    --use-mp-args-from-checkpoint-args
+
+A flag on the command line, or in its file, takes precedence; where the two differ, a note says so.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.core.checkpoint.folder import find, read_manifest
+from megatron.core.checkpoint.format import MANIFEST, CheckpointError, parse_manifest
+from megatron.core.config import ConfigError, FlagParser, build, default_of, flag_of, knobs
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.resume.compared import NOT_COMPARED, PRECISION
+from megatron.training.resume.start import where_to_start
+from megatron.training.settings.config import CheckpointConfig, shown
+
+_OF_A_MACHINE = ("attention_backend", "cpu_half_products", "compile")
+_LAYOUT = tuple(field.name for field in knobs(ParallelConfig))
+_TOKENIZER = tuple(field.name for field in knobs(TokenizerConfig))
+_NOT_TAKEN = {*_OF_A_MACHINE, *(name for names in NOT_COMPARED.values() for name in names)} - {
+    "max_position_embeddings"
+}
+_MODEL = tuple(field.name for field in knobs(ModelConfig) if field.name not in _NOT_TAKEN)
+_DEFAULTS = {
+    field.name: default_of(field) for kind in (ModelConfig, TokenizerConfig, ParallelConfig) for field in knobs(kind)
+}
+
+
+class Taken(NamedTuple):
+    """What a checkpoint adds to a command line."""
+
+    words: list[str]
+    notes: list[str]
+    where: str = ""  # the checkpoint, for messages
+
+
+def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken:
+    """The checkpoint's settings as flags. given: the settings of the command line, by name; empty without one of the two flags.
+
+    Raises ConfigError where --load names no folder of checkpoints, or one whose settings cannot be read.
+    """
+    asked = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
+    if not asked or not (given.get("load") or given.get("pretrained_checkpoint")):
+        return Taken([], [])
+    config, flag = build(CheckpointConfig, dict(given)), flag_of(asked[0])
+    start = where_to_start(config)
+    if start is None:
+        return Taken([], [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
+    saved, iteration = _saved_settings(Path(start.root), start.iterations)
+    where = f"iteration {iteration} of {start.root}"
+    words, taken = [], []
+    notes = []
+    own = [(action.dest, saved.get("own_model", {}).get(action.dest)) for action in parser.own]
+    for name, value in [*_wanted(config, given, saved), *(own if config.use_checkpoint_args else [])]:
+        if name in given and given[name] != value:
+            notes.append(f"{flag}: {flag_of(name)} {shown(given[name])} is given, the checkpoint has {shown(value)}")
+        elif name not in given and value != _DEFAULTS.get(name) and (said := _words(name, value, parser)):
+            words += said
+            taken.append(f"{name} {shown(value)}")
+    return Taken(words, [f"{flag}: taken from {where}: {', '.join(taken) or 'nothing'}", *notes], where)
+
+
+def _saved_settings(root: Path, iterations: list[int]) -> tuple[dict[str, dict[str, Any]], int]:
+    """(the settings of the newest iteration with an undamaged manifest, by component; that iteration)."""
+    problem = None
+    for iteration in iterations:
+        try:
+            folder = find(root, iteration).folder
+            state = parse_manifest(read_manifest(folder), folder / MANIFEST).state
+        except CheckpointError as error:
+            problem = problem or error
+            continue
+        config = state.get("config")
+        if not isinstance(config, dict) or not all(isinstance(part, dict) for part in config.values()):
+            raise ConfigError(f"{folder} holds no settings of a run, which --use-checkpoint-args needs; leave it out")
+        return config, iteration
+    raise ConfigError(str(problem))
+
+
+def _wanted(
+    config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """(setting, the checkpoint's value) of all that the flags ask for."""
+    model, tokenizer = saved.get("transformer", {}), saved.get("tokenizer", {})
+    if config.use_mp_args_from_checkpoint_args:
+        yield from ((name, saved.get("parallel", {}).get(name, _DEFAULTS[name])) for name in _LAYOUT)
+    if not config.use_checkpoint_args:
+        return
+    keeps_precision = not config.allow_precision_change and not any(given.get(name) for name in PRECISION)
+    for name in (name for name in _MODEL if name in model and (keeps_precision or name not in PRECISION)):
+        yield name, model[name]
+    kind = tokenizer.get("tokenizer_type")
+    if given.get("tokenizer_type", kind) == kind and not config.allow_tokenizer_change:
+        yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer)
+    if "seq_length" in saved.get("data", {}):
+        yield "seq_length", saved["data"]["seq_length"]
+
+
+def _words(name: str, value: Any, parser: FlagParser) -> list[str]:
+    """A setting as on the command line; none where no flag says it, or it is unset."""
+    actions = [action for action in parser.actions_by_flag().values() if action.dest == name]
+    if isinstance(value, bool):
+        actions = [action for action in actions if action.nargs == 0 and action.const is value]
+    if not actions or value is None:
+        return []
+    flag = actions[0].option_strings[0]
+    if isinstance(value, bool):
+        return [flag]
+    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]

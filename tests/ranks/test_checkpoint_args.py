@@ -1,0 +1,110 @@
+"""--use-checkpoint-args: a command line without the model's flags trains the checkpoint's model."""
+
+import shlex
+
+import pytest
+from said import tells
+from whole_run import TINY, run
+
+from megatron.core.checkpoint import format as disk
+from megatron.core.config import ConfigError
+from megatron.training.command_line import make_parser, parse_args
+from megatron.training.resume.checkpoint_args import _MODEL, _TOKENIZER, _words
+
+MODEL = shlex.split(
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --swiglu --ffn-hidden-size 12 --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type rope --rotary-base 5e5 --group-query-attention --num-query-groups 1 "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0.25 --window-size 4,0 --bf16 "
+    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 31"
+)
+REST = shlex.split("--mock-data --micro-batch-size 1 --lr 0.1 --log-interval 1 --eval-iters 0 --device cpu")
+
+
+def test_a_run_goes_on_without_the_flags_of_its_model(tmp_path, capsys):
+    folder = f"--save {tmp_path} --load {tmp_path} --use-checkpoint-args"
+    run(f"--train-iters 2 --exit-interval 1 {folder}", tiny=[*MODEL, *REST])
+    assert "no checkpoint yet" in capsys.readouterr().out
+    run(f"--train-iters 2 {folder} --seed 7", tiny=REST)
+    out = capsys.readouterr().out
+    assert tells(out, "num_layers swiglu bf16 vocab_size seq_length 500000.0") and "going on from iteration 1" in out
+    with pytest.raises(SystemExit):
+        run(f"--train-iters 2 {folder} --num-layers 3", tiny=REST)
+    assert tells(capsys.readouterr().err, "num_layers 2 3")
+
+
+def parsed(root, *words):
+    return parse_args(["--load", str(root), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", *words])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a checkpoint of these settings, which has no tensors."""
+
+    def write(words, more=None):
+        config = parse_args([*words, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]).config.as_json()
+        for part, settings in (more or {}).items():
+            config[part] = config[part] | settings if isinstance(settings, dict) else settings
+        folder = tmp_path / "iter_0000001"
+        folder.mkdir(exist_ok=True)
+        (folder / disk.MANIFEST).write_text(disk.to_json(disk.Manifest(1, {"config": config}, {}, {})))
+        (tmp_path / disk.LATEST).write_text("1")
+        return tmp_path
+
+    return write
+
+
+def test_what_is_given_counts_and_is_said(saved):
+    root = saved([*MODEL, "--tensor-model-parallel-size", "2"])
+    config, _, notes = parsed(root, "--use-checkpoint-args", "--hidden-size", "16", "--allow-precision-change")
+    assert (config.transformer.num_layers, config.transformer.hidden_size, config.transformer.bf16) == (2, 16, False)
+    assert any(tells(note, "--hidden-size 16 8") for note in notes) and config.data.seq_length == 8
+    assert config.parallel.tensor_model_parallel_size == 1
+    config, _, notes = parsed(root, "--use-mp-args-from-checkpoint-args")
+    assert config.parallel.tensor_model_parallel_size == 2 and config.transformer.num_layers == 12
+    assert parsed(root, "--use-checkpoint-args", "--fp16").config.transformer.bf16 is False
+    other = parsed(
+        root, "--use-checkpoint-args", "--tokenizer-type", "GPT2BPETokenizer", *"--vocab-file v --merge-file m".split()
+    ).config
+    assert other.tokenizer.vocab_size is None
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ({"transformer": {"num_layers": "many"}}, "--num-layers many"),
+        ({"transformer": {"num_layers": -3}}, "--num-layers"),
+        ({"transformer": {"hidden_size": [1, {}]}}, "--hidden-size"),
+        ({"transformer": {"normalization": "--help"}}, "--normalization"),
+        ({"tokenizer": {"tokenizer_type": "Nobodys"}}, "--tokenizer-type Nobodys"),
+        ({"transformer": 7}, "--use-checkpoint-args"),
+        ({"own_model": {"save": "/elsewhere"}}, ""),
+    ],
+)
+def test_settings_that_no_run_has_saved_are_refused_or_do_nothing(saved, more, told):
+    root = saved(MODEL, more)
+    if told:
+        with pytest.raises(ConfigError) as error:
+            parsed(root, "--use-checkpoint-args")
+        assert tells(error.value, told), error.value
+    else:
+        assert parsed(root, "--use-checkpoint-args").config.checkpoint.save is None
+
+
+def test_every_setting_that_is_taken_can_be_said_by_flags():
+    """The model's and the tokenizer's settings of one command line are those of the flags made of them."""
+    parser = make_parser()
+    for words in (
+        MODEL,
+        TINY,
+        ["--no-rope-freq", "2", "--position-embedding-type", "rope", "--fp32-residual-connection", "--bf16"],
+    ):
+        config = parse_args([*words]).config.as_json()
+        values = {
+            name: config[part][name]
+            for part, names in (("transformer", _MODEL), ("tokenizer", _TOKENIZER))
+            for name in names
+        }
+        again = parse_args(
+            [word for name, value in values.items() for word in _words(name, value, parser)]
+        ).config.as_json()
+        assert values == {name: again["transformer" if name in _MODEL else "tokenizer"][name] for name in values}
