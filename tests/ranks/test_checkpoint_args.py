@@ -63,7 +63,11 @@ def test_what_is_given_counts_and_is_said(saved):
     assert config.parallel.tensor_model_parallel_size == 2 and config.transformer.num_layers == 12
     assert parsed(root, "--use-checkpoint-args", "--fp16").config.transformer.bf16 is False
     other = parsed(
-        root, "--use-checkpoint-args", "--tokenizer-type", "GPT2BPETokenizer", *"--vocab-file v --merge-file m".split()
+        root,
+        "--use-checkpoint-args",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        *["--vocab-file", "v", "--merge-file", "m"],
     ).config
     assert other.tokenizer.vocab_size is None
 

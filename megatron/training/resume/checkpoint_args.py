@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron.core.checkpoint.folder import find, read_manifest
 from megatron.core.checkpoint.format import MANIFEST, CheckpointError, parse_manifest
 from megatron.core.config import ConfigError, FlagParser, build, default_of, flag_of, knobs
+from megatron.core.interchange import settings_in
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
@@ -53,8 +54,11 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
     start = where_to_start(config)
     if start is None:
         return Taken([], [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
-    saved, iteration = _saved_settings(Path(start.root), start.iterations)
-    where = f"iteration {iteration} of {start.root}"
+    if start.iterations:
+        saved, iteration = _saved_settings(Path(start.root), start.iterations)
+        where = f"iteration {iteration} of {start.root}"
+    else:  # another project's folder
+        saved, where = {"transformer": settings_in(Path(start.root))}, start.root
     words, taken = [], []
     notes = []
     own = [(action.dest, saved.get("own_model", {}).get(action.dest)) for action in parser.own]
