@@ -17,13 +17,18 @@ def plain_scores(w: dict[str, Tensor], config: Any, tokens: Tensor) -> Tensor:
     """The scores of the words, [b, s, v]. w: the model's parameters by their names."""
     w = {name.removeprefix("language_model."): value for name, value in w.items()}
     table = w["embedding.word_embeddings.weight"]
-    x = table[tokens]
+    x = table[tokens] * config.embedding_multiplier
     if config.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position_embeddings.weight"][: tokens.shape[1]]
+    if config.norm_placement == "post":
+        x = _norm(x, w, "embedding.norm", config)
     for i in range(config.num_layers):
         x = _layer(x, w, i, config)
-    x = _norm(x, w, "decoder.final_layernorm", config)
-    return x @ w.get("output_layer.weight", table).t() + w.get("output_layer.bias", 0.0)
+    if config.norm_placement != "post":
+        x = _norm(x, w, "decoder.final_layernorm", config)
+    z = x @ w.get("output_layer.weight", table).t() + w.get("output_layer.bias", 0.0)
+    z = z * config.logit_multiplier
+    return z if (c := config.final_logit_softcapping) is None else c * torch.tanh(z / c)
 
 
 def _affine(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
@@ -38,9 +43,38 @@ def _norm(x: Tensor, w: dict[str, Tensor], name: str, config: Any) -> Tensor:
 
 
 def _layer(x: Tensor, w: dict[str, Tensor], i: int, config: Any) -> Tensor:
-    name = f"decoder.layers.{i}."
-    x = x + _attention(_norm(x, w, name + "input_layernorm", config), w, i, config)
-    return x + _mlp(_norm(x, w, name + "pre_mlp_layernorm", config), w, name + "mlp.", config)
+    name, r = f"decoder.layers.{i}.", config.residual_multiplier
+
+    def norm(which: str, x: Tensor) -> Tensor:
+        return _norm(x, w, f"{name}{which}_layernorm", config)
+
+    def attend(x: Tensor) -> Tensor:
+        return r * _attention(x, w, i, config)
+
+    def mlp(x: Tensor) -> Tensor:
+        return r * _mlp(x, w, name + "mlp.", config)
+
+    match config.norm_placement:
+        case "pre" if config.apply_residual_connection_post_layernorm:
+            y = norm("input", x)
+            x = y + attend(y)
+            y = norm("pre_mlp", x)
+            return y + mlp(y)
+        case "pre":
+            x = x + attend(norm("input", x))
+            return x + mlp(norm("pre_mlp", x))
+        case "branch":
+            x = x + norm("post_self_attn", attend(x) / r) * r
+            return x + norm("post_mlp", mlp(x) / r) * r
+        case "sandwich":
+            x = x + norm("post_self_attn", attend(norm("input", x)) / r) * r
+            return x + norm("post_mlp", mlp(norm("pre_mlp", x)) / r) * r
+        case "post":
+            x = norm("post_self_attn", x + attend(x))
+            return norm("post_mlp", x + mlp(x))
+        case "parallel":
+            return x + attend(norm("input", x)) + mlp(norm("pre_mlp", x))
+    return x + attend(norm("input", x)) + mlp(norm("input", x))
 
 
 def _mlp(x: Tensor, w: dict[str, Tensor], name: str, config: Any) -> Tensor:

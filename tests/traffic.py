@@ -185,13 +185,20 @@ def _parameters(setting: Setting, stage: int) -> list[int]:
     first, last, alone = stage == 0, stage == setting.last_stage, setting.ends_together
     sizes = [_table(setting)] * (first and (alone or not setting.tied))
     sizes += [setting.sequence * h] * (first and model.position_embedding_type == "learned_absolute")
+    sizes += _norm(model, h) * (first and model.norm_placement == "post")
     sizes += _layer(setting) * setting.layers(stage)
-    sizes += _norm(model, h) * last + [_table(setting)] * (last and not setting.tied)
+    sizes += _norm(model, h) * (last and model.norm_placement != "post") + [_table(setting)] * (
+        last and not setting.tied
+    )
     return sizes + [_table(setting) // h] * (last and model.add_output_bias)
 
 
 def _norm(model: Any, width: int) -> list[int]:
     return [width] * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
+
+
+def _norms(model: Any, *names: str) -> list[int]:
+    return [size for name in names if name in model.layer_norms for size in _norm(model, model.hidden_size)]
 
 
 def _layer(setting: Setting) -> list[int]:
@@ -201,17 +208,18 @@ def _layer(setting: Setting) -> list[int]:
     inner = model.ffn_size // t
     fc1 = 2 * inner if model.is_gated else inner
     return [
-        *_norm(model, h),
+        *_norms(model, "input_layernorm"),
         qkv * h,
         *[qkv] * model.has_qkv_bias,
         *(_norm(model, d) * 2 if model.qk_layernorm else []),
         heads * d * h,
         *[h] * model.has_proj_bias,
-        *_norm(model, h),
+        *_norms(model, "post_self_attn_layernorm", "pre_mlp_layernorm"),
         fc1 * h,
         *[fc1] * model.has_mlp_bias,
         inner * h,
         *[h] * model.has_mlp_bias,
+        *_norms(model, "post_mlp_layernorm"),
     ]
 
 
@@ -220,8 +228,10 @@ def _seen_in_part(setting: Setting, stage: int) -> int:
     model, h, layers = setting.model, setting.model.hidden_size, setting.layers(stage)
     count = 2 * sum(_norm(model, model.head_width)) * layers if model.qk_layernorm else 0
     if setting.layout.sp:
-        count += (2 * sum(_norm(model, h)) + h * (model.has_proj_bias + model.has_mlp_bias)) * layers
-        count += sum(_norm(model, h)) * (stage == setting.last_stage)
+        count += (
+            len(model.layer_norms) * sum(_norm(model, h)) + h * (model.has_proj_bias + model.has_mlp_bias)
+        ) * layers
+        count += sum(_norm(model, h)) * (stage == (0 if model.norm_placement == "post" else setting.last_stage))
         count += setting.sequence * h * (stage == 0 and model.position_embedding_type == "learned_absolute")
     return count
 

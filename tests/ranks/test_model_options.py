@@ -13,6 +13,7 @@ from tiny_run import LLAMA, SEQ, VOCAB, Layout, build_chunks
 from torch import Tensor
 
 from megatron.core.inference.load import lone_mesh
+from megatron.core.transformer.block_config import NORM_PLACEMENTS
 from megatron.core.transformer.model_config import ModelConfig
 
 BASE = replace(LLAMA, num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=12)
@@ -38,6 +39,14 @@ OPTIONS: dict[str, dict] = {
     "1 + w": {"apply_layernorm_1p": True, "qk_layernorm": True},
     "1 + w, with a bias": {"apply_layernorm_1p": True, "normalization": "LayerNorm"},
     "LayerNorm without a bias": {"normalization": "LayerNorm", "norm_bias": False, "qk_layernorm": True},
+    **{
+        f"norms {placement}": {"norm_placement": placement, "residual_multiplier": 0.4}
+        for placement in NORM_PLACEMENTS
+        if placement != "pre"
+    },
+    "residual from the norm": {"apply_residual_connection_post_layernorm": True},
+    "multipliers": {"embedding_multiplier": 3.0, "logit_multiplier": 0.3, "residual_multiplier": 0.22},
+    "capped scores": {"final_logit_softcapping": 1.5, "logit_multiplier": 2.0, "add_output_bias": True},
     "a bias of queries, keys and values": {"add_qkv_bias": True},
     "a bias of attention's output": {"add_attention_output_bias": True},
     "biases of the MLP": {"add_mlp_bias": True},

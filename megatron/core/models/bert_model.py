@@ -1,10 +1,9 @@
-"""BERT (arXiv:1810.04805) with pre-norm blocks, as Megatron trains it: masked words and sentence order."""
+"""BERT (arXiv:1810.04805): masked words and sentence order; with pre-norm blocks, as Megatron trains it, or --norm-placement post."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron.core.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
@@ -15,6 +14,7 @@ from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.regions import activation_of
 
 
 class Dense(nn.Module):
@@ -66,10 +66,10 @@ class BertHead(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext):
         super().__init__()
         self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, context)
-        self.norm = make_norm(config, context)
+        self.norm, self.activation = make_norm(config, context), activation_of(config.activation).eager
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(functional.gelu(self.dense(x), approximate="tanh"))
+        return self.norm(self.activation(self.dense(x)))
 
 
 class BertModel(LanguageModelStage):

@@ -1,5 +1,6 @@
 """The embedding: words and positions to the first hidden states."""
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.placement import Normal
@@ -7,6 +8,7 @@ from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, 
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.norm import make_norm
 
 
 class WholeEmbedding(nn.Module):
@@ -21,7 +23,8 @@ class WholeEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word table + position table + token type table in the dtype of the residual stream, then dropout.
+    """Word table + position table + token type table in the dtype of the residual stream, a norm with `--norm-placement post`,
+    then dropout.
 
     forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.
     words_only: no other tables, for the last stage of a model with tied weights, whose output layer uses the word
@@ -55,13 +58,17 @@ class Embedding(nn.Module):
         types = 0 if words_only else num_tokentypes
         self.position_embeddings = WholeEmbedding(rows, config, context) if rows else None
         self.tokentype_embeddings = WholeEmbedding(types, config, context) if types else None
+        has_norm = config.norm_placement == "post" and not words_only
+        self.norm = make_norm(config, context) if has_norm else None
+        self.multiplier = torch.tensor(config.embedding_multiplier, dtype=tp.dtype).item()  # as Gemma rounds it
         self.dropout = context.hidden_dropout(config.hidden_dropout, "embedding", 0)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
         x = self.word_embeddings(input_ids.t()).to(self.dtype)
+        x = x if self.multiplier == 1 else x * self.multiplier
         mine = my_sequence_part(input_ids.shape[1], self.tp)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(position_ids.t()[mine])
         if self.tokentype_embeddings is not None:
             x = x + self.tokentype_embeddings(tokentype_ids.t()[mine])
-        return self.dropout(x)
+        return self.dropout(x if self.norm is None else self.norm(x))

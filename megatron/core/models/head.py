@@ -11,7 +11,7 @@ from megatron.core.weight_grads import WeightGradStore
 
 
 class LanguageModelHead(nn.Module):
-    """x -> x W^T (+ b) for this rank's rows of W: its own weight, or, if tied, the word table passed to forward.
+    """x -> x W^T (+ b), times a multiplier and capped where asked, for this rank's rows of W: its own weight, or, if tied, the word table passed to forward.
 
     shares_table: this stage's embedding holds the same tensor.
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
@@ -23,6 +23,7 @@ class LanguageModelHead(nn.Module):
         # A shared table's gradient has two sources on this stage; deferred, they would be added in another order.
         self.tp = replace(tp, weight_grads=WeightGradStore()) if shares_table else tp
         self.weight = self.bias = None
+        self.multiplier, self.cap = config.logit_multiplier, config.final_logit_softcapping
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
         if config.untie_embeddings_and_output_weights:
             self.weight = tp.parameter(
@@ -35,4 +36,7 @@ class LanguageModelHead(nn.Module):
     def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
         weight = tied_weight if self.weight is None else self.weight
         scores = self.tp.column_linear(x, weight)
-        return scores if self.bias is None else scores.add_(self.bias)
+        scores = scores if self.bias is None else scores.add_(self.bias)
+        scale = self.multiplier / (self.cap or 1.0)
+        scores = scores if scale == 1 else scores.mul_(scale)
+        return scores if self.cap is None else scores.tanh_() * self.cap

@@ -40,6 +40,9 @@ def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT; a BERT has masked words instead: leave it out")
+    model = config.transformer
+    if model.logit_multiplier != 1 or model.final_logit_softcapping is not None:
+        problems.append("--logit-multiplier and --final-logit-softcapping are not built for a BERT; leave them out")
     if config.transformer.add_output_bias:
         problems.append("--add-output-bias: the scores of a BERT have a bias in any case; leave it out")
     if config.transformer.window_size is not None:

@@ -1,4 +1,4 @@
-"""The functions between the products of a layer: activation, norms, biases."""
+"""The functions between the products of a layer: activation, norms and their places, biases, multipliers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,17 @@ from typing import Literal
 
 from megatron.core.config import Positive, knob
 from megatron.core.transformer.position_config import PositionConfig
+
+_BEFORE, _AFTER = ("input_layernorm", "pre_mlp_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")
+# The norms of a layer, by --norm-placement.
+NORM_PLACEMENTS = {
+    "pre": _BEFORE,
+    "branch": _AFTER,
+    "sandwich": (*_BEFORE, *_AFTER),
+    "post": _AFTER,
+    "parallel": _BEFORE,
+    "parallel-one-norm": _BEFORE[:1],
+}
 
 
 @dataclass(frozen=True)
@@ -22,9 +33,22 @@ class BlockConfig(PositionConfig):
     glu_linear_offset: float = knob(0.0, "gated MLP: added to Wu x")
     apply_layernorm_1p: bool = knob(False, "norms multiply by 1 + weight, with weights that start at 0")
     norm_bias: bool = knob(True, "LayerNorm without a bias")
+    norm_placement: str = knob(
+        "pre",
+        "pre: x + A(N x), then x + M(N x); branch: x + N(A x); sandwich: x + N(A(N x)); post: N(x + A x), as BERT; parallel: "
+        "x + A(N1 x) + M(N2 x); parallel-one-norm: x + A y + M y with y = N x",
+        names=NORM_PLACEMENTS,
+    )
+    apply_residual_connection_post_layernorm: bool = knob(
+        False, "--norm-placement pre: the blocks' results are added to the norm's result, instead of its input"
+    )
     add_attention_output_bias: bool = knob(False, "bias in attention's output layer, even with --disable-bias-linear")
     add_mlp_bias: bool = knob(False, "biases in the MLP, even with --disable-bias-linear")
     add_output_bias: bool = knob(False, "bias of the scores, one for each word")
+    embedding_multiplier: Positive = knob(1.0, "times the words' embeddings, rounded to their dtype")
+    residual_multiplier: Positive = knob(1.0, "times the result of each block before it is added")
+    logit_multiplier: Positive = knob(1.0, "times the scores of the words")
+    final_logit_softcapping: Positive | None = knob(None, "soft cap c of the words' scores: c tanh(score / c)")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -38,6 +62,11 @@ class BlockConfig(PositionConfig):
             yield f"{flag} is about a gated MLP; give --gated or --swiglu too, or leave it out"
         if not self.norm_bias and self.normalization != "LayerNorm":
             yield f"--no-norm-bias: {self.normalization} has no bias; give --normalization LayerNorm, or leave it out"
+        if self.apply_residual_connection_post_layernorm and self.norm_placement != "pre":
+            yield (
+                "--apply-residual-connection-post-layernorm is about --norm-placement pre, and that is "
+                f"{self.norm_placement}; leave one of them out"
+            )
 
     @property
     def is_gated(self) -> bool:
@@ -47,6 +76,11 @@ class BlockConfig(PositionConfig):
     def activation_region(self) -> str:
         """The name of the MLP's function in REGIONS, but for its bounds and its offset."""
         return "gated_silu" if self.swiglu else f"gated_{self.activation}" if self.gated else self.activation
+
+    @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """The names of a layer's norms."""
+        return NORM_PLACEMENTS[self.norm_placement]
 
     @property
     def norm_region(self) -> str:

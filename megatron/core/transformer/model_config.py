@@ -126,6 +126,13 @@ class PrecisionConfig(FlagConfig):
 class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, BlockConfig):
     """Model."""  # a dataclass lists the fields of its last base first, and so do help and manifests
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        placement, keeps = self.norm_placement, not self.apply_residual_connection_post_layernorm
+        if self.recomputes("layernorm") and not (placement in ("pre", "sandwich", "parallel") and keeps):
+            why = f"--norm-placement {placement}" if keeps else "--apply-residual-connection-post-layernorm"
+            yield f"--recompute-modules layernorm frees no norm's result with {why}; leave one of them out"
+
 
 def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> list[str]:
     """The reasons why this tensor-parallel size does not divide the layers."""

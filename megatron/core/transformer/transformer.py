@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
 class ParallelTransformer(nn.Module):
-    """The layers numbered `layers` (from 0, over the whole model) and, with `post_process`, the final norm.
+    """The layers numbered `layers` (from 0, over the whole model) and, with `post_process`, the final norm if there is one.
 
     Layers are named by their number in the whole model, so a parameter has one name in every layout.
     `make_layer(config, i, context)` builds layer i; a fork passes its own.
@@ -50,7 +50,7 @@ class ParallelTransformer(nn.Module):
         self.ropes = config.ropes
         self.sequence_ranks = tp.axis.size if tp.sequence_parallel else 1
         self.layers = nn.ModuleDict({str(layer): make_layer(config, layer, context) for layer in layers})
-        self.final_layernorm = make_norm(config, context) if post_process else None
+        self.final_layernorm = make_norm(config, context) if post_process and config.norm_placement != "post" else None
 
     def forward(self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
         config, length = self.settings, x.shape[0] * self.sequence_ranks

@@ -103,6 +103,12 @@ def _why_in_parts(config: ModelConfig, tp: TensorParallel) -> str | None:
         return f"the collectives of {tp.axis.size} tensor-parallel ranks lie inside a layer"
     if given_up := [name for name in ("mlp", "layernorm") if config.recomputes(name)]:
         return f"--recompute-modules {' '.join(given_up)} recomputes what lies inside a program"
+    if (
+        config.norm_placement != "pre"
+        or config.apply_residual_connection_post_layernorm
+        or config.residual_multiplier != 1
+    ):
+        return "a program is for --norm-placement pre and plain sums"
     if config.activation_func_clamp_value is not None or config.glu_linear_offset:
         return "the gates of the MLP are bounded or shifted (--activation-func-clamp-value, --glu-linear-offset)"
     if "widened" in (tp.products.forward, tp.products.backward):
