@@ -1,4 +1,7 @@
-"""BERT (arXiv:1810.04805): masked words and sentence order; with pre-norm blocks, as Megatron trains it, or --norm-placement post."""
+"""BERT (arXiv:1810.04805): masked words and sentence order.
+
+With pre-norm blocks, as Megatron trains it, or --norm-placement post.
+"""
 
 from typing import Any
 

@@ -11,7 +11,8 @@ from megatron.core.weight_grads import WeightGradStore
 
 
 class LanguageModelHead(nn.Module):
-    """x -> x W^T (+ b), times a multiplier and capped where asked, for this rank's rows of W: its own weight, or, if tied, the word table passed to forward.
+    """x -> x W^T (+ b) for this rank's rows of W: its own weight, or, if tied, the word table passed to forward. Scores are then
+    multiplied and capped where the config says so.
 
     shares_table: this stage's embedding holds the same tensor.
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
