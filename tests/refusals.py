@@ -33,6 +33,18 @@ REFUSALS = {
         MOCK + "--recompute-activations --checkpoint-activations",
         "--checkpoint-activations --recompute-granularity --recompute-activations",
     ),
+    "samples without a number": (
+        1,
+        MOCK + "--iterations-to-skip 3 --dataloader-type external",
+        "--iterations-to-skip --dataloader-type external",
+    ),
+    "iteration 0": (1, MOCK + "--iterations-to-skip 0 3", "--iterations-to-skip 0 1"),
+    "no check to act on": (
+        1,
+        MOCK + "--nan-action skip --no-check-for-nan-in-loss-and-grad",
+        "--nan-action --no-check-for-nan-in-loss-and-grad",
+    ),
+    "no spike to act on": (1, MOCK + "--spike-action stop", "--spike-action stop --check-for-spiky-loss"),
     "settings file missing": (1, MOCK + "--yaml-cfg {tmp}/no.yaml", "--yaml-cfg {tmp}/no.yaml YAML"),
     # ---- one component
     "out of range": (1, MOCK + "--seed -1", "--seed -1 0 2^32"),

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from megatron.core.optimizer.loss_scale import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.pipeline_parallel.loss import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.pipeline import Pipeline, SharedTotals
+from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.watch.timers import Timers
 
 
@@ -21,16 +25,81 @@ class StepResult:
     losses: dict[str, float]
     grad_norm: float
     loss_scale: float = 1.0  # of the next step
-    skipped: bool = False  # the scaled gradient overflowed, so no parameter changed
+    skipped: bool = False  # no parameter changed
+    overflowed: bool = False  # the scaled gradient did, which a smaller loss scale repairs
     loss_is_finite: bool = True  # in every microbatch of every rank
 
     @property
     def is_nan(self) -> bool:
         """Whether something is NaN or infinite that a smaller loss scale would not repair."""
-        return not self.loss_is_finite or not (self.skipped or math.isfinite(self.grad_norm))
+        return not self.loss_is_finite or not (self.overflowed or math.isfinite(self.grad_norm))
+
+
+class StepFigures(NamedTuple):
+    """The numbers of a computed step before its update: equal on all ranks, but for `mine`."""
+
+    shared: SharedTotals
+    norm: float
+    factor: float  # of the gradients in the update
+    mine: LossTotals  # of this rank, if it runs the last stage
 
 
 _NO_TIMERS = Timers()
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The forwards and backwards of one step.
+
+    With `KeptBatches` for iterators it can be computed again, from the same weights, batches and dropout masks. num_microbatches:
+    per rank. empty(level): see `train_step`.
+    """
+
+    pipeline: Pipeline
+    optimizer: FlatOptimizer
+    data_iterators: Mapping[int, object]
+    first_sample: int
+    num_microbatches: int
+    timers: Timers = _NO_TIMERS
+    empty: Callable[[int], None] = lambda level: None
+
+    def compute(self, forward_step: ForwardStep | None = None) -> StepFigures:
+        """Compute the losses and the summed gradients; nothing is updated. Every rank must call. forward_step: default: the
+        pipeline's."""
+        pipeline, m = self.pipeline, self.num_microbatches
+        scaler = self.optimizer.scaler
+        chunks = list(pipeline.chunks.values())
+        for iterator in self.data_iterators.values():
+            if isinstance(iterator, KeptBatches):
+                iterator.rewind()
+        for chunk in chunks:
+            if not chunk.training:  # after a validation; the call visits every module
+                chunk.train()
+            chunk.zero_grad_buffer(m)
+        step_tokens = pipeline.batch.nominal_tokens * m * pipeline.mesh.tokens.size
+        loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
+        run = partial(pipeline.run, num_microbatches=m, loss_scale=loss_scale, forward_step=forward_step)
+        with self.timers("forward-backward"):
+            totals = run(self.data_iterators, self.first_sample)
+        self.empty(1)
+        shared = pipeline.share_totals(totals)
+        with self.timers("all-grads-sync"):
+            for chunk in chunks:
+                chunk.finish_grad_reduce()
+        with self.timers("optimizer-clip-main-grad"):
+            norm, factor = self.optimizer.clip_factor((shared.tokens or 1.0) * loss_scale)
+        return StepFigures(shared, norm, factor, totals)
+
+
+# (the step, its numbers, the message of numbers that are not finite or "") -> whether to leave out the update. May raise.
+Judge = Callable[[StepWork, StepFigures, str], bool]
+
+
+def stop_at_a_problem(work: StepWork, figures: StepFigures, problem: str) -> bool:
+    """The judge of a step without other guards."""
+    if problem:
+        raise NotFiniteError(problem)
+    return False
 
 
 def train_step(
@@ -46,6 +115,7 @@ def train_step(
     check_finite: bool = True,
     timers: Timers = _NO_TIMERS,
     empty: Callable[[int], None] = lambda level: None,
+    judge: Judge = stop_at_a_problem,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or infinite.
@@ -60,57 +130,44 @@ def train_step(
     changes only the backward.
 
     num_microbatches: per rank in this step, default: the pipeline's. weight_decay: default: the optimizer's.
-    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update. before_update() is
-    called once the gradients are complete, unless the step is skipped.
+    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update. judge: decides about
+    wrong numbers. before_update() is called once the gradients are complete, unless the step is skipped.
 
     Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over mp.
     """
-    chunks = list(pipeline.chunks.values())
-    for chunk in chunks:
-        if not chunk.training:  # after a validation; the call visits every module
-            chunk.train()
-        chunk.zero_grad_buffer(num_microbatches or pipeline.batch.num_microbatches)
-    scaler, batch = optimizer.scaler, pipeline.batch
-    num_microbatches = num_microbatches or batch.num_microbatches
-    step_tokens = batch.nominal_tokens * num_microbatches * pipeline.mesh.tokens.size
-    loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
-    with timers("forward-backward"):
-        totals = pipeline.run(data_iterators, first_sample, num_microbatches=num_microbatches, loss_scale=loss_scale)
-    empty(1)
-    shared = pipeline.share_totals(totals)
-    with timers("all-grads-sync"):
-        for chunk in chunks:
-            chunk.finish_grad_reduce()
-    with timers("optimizer-clip-main-grad"):
-        norm, factor = optimizer.clip_factor((shared.tokens or 1.0) * loss_scale)
+    m, scaler = num_microbatches or pipeline.batch.num_microbatches, optimizer.scaler
+    work = StepWork(pipeline, optimizer, data_iterators, first_sample, m, timers, empty)
+    figures = work.compute()
+    shared, norm = figures.shared, figures.norm
+    left_out = judge(work, figures, problem_of(shared, norm, scaler) if check_finite else "")
     loss_is_finite, overflow = math.isfinite(shared.loss), not math.isfinite(norm)
-    if check_finite:
-        _check_finite(shared, norm, scaler)
     if scaler is not None and (loss_is_finite or not overflow):
         scaler.update(overflow)
-    skipped = overflow and scaler is not None
+    overflowed = overflow and scaler is not None
+    skipped = overflowed or left_out
     if not skipped:
         before_update()
         with timers("optimizer"):
-            optimizer.step(lr, decoupled_lr, weight_decay=weight_decay, factor=factor)
+            optimizer.step(lr, decoupled_lr, weight_decay=weight_decay, factor=figures.factor)
         with timers("params-all-gather"):
-            for chunk in chunks:
+            for chunk in pipeline.chunks.values():
                 chunk.gather_params()
     empty(2)
-    return StepResult(shared.report, norm, 1.0 if scaler is None else scaler.scale, skipped, loss_is_finite)
+    scale = 1.0 if scaler is None else scaler.scale
+    return StepResult(shared.report, norm, scale, skipped, overflowed, loss_is_finite)
 
 
-def _check_finite(shared: SharedTotals, norm: float, scaler: GradScaler | None) -> None:
-    """Raise NotFiniteError for a NaN or infinite loss, and for an overflowing gradient unless the loss scale can still fall."""
+def problem_of(shared: SharedTotals, norm: float, scaler: GradScaler | None) -> str:
+    """The message of a NaN or infinite loss, or of an overflowing gradient if the loss scale cannot fall; "" otherwise."""
     bad_loss = why = ""
     if not math.isfinite(shared.loss):
         blame = "" if scaler is None else ", which no loss scale can cause"
         bad_loss = f"the sum of the step's losses is {shared.loss}{blame}, and "
     elif math.isfinite(norm) or (scaler is not None and scaler.can_fall):
-        return
+        return ""
     elif isinstance(scaler, DynamicGradScaler):
         why = f"The step before overflowed too, and the loss scale is at its minimum (--min-loss-scale {scaler.minimum}). "
-    raise NotFiniteError(
+    return (
         f"{bad_loss}the gradient's norm is {norm} (losses on this rank: {shared.report}); nothing was updated in this step. {why}"
         "Lower --lr or check the data; --no-check-for-nan-in-loss-and-grad continues regardless"
     )

@@ -101,7 +101,7 @@ class Trainer:
                 done.consumed_train_samples, length.train_samples
             )
             self._set_schedules()
-        self.guard = Guard(runtime, self.model, self.optimizer)
+        self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
         self.log = self._build_log(log_state)
         self.datasets = self._build_datasets(datasets_provider)
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
@@ -213,11 +213,14 @@ class Trainer:
                 "longer run also decays the learning rate later"
             )
             return None
-        data = self._iterators("train", state.consumed_train_samples)
+        data = self._training_data()
         self.guard.begin()
         with self.exits.listening():
             while state.iteration < self.train_iters and reason is None:
-                self._step(data)
+                if state.iteration + 1 in self.config.guard.iterations_to_skip:
+                    data = self._leave_out()
+                else:
+                    self._step(data)
                 self._validate_if_due()
                 last = state.iteration == self.train_iters
                 reason = self.exits.reason(state.iteration, last=last)
@@ -226,12 +229,28 @@ class Trainer:
             chunk.finish_param_gather()
         return reason
 
+    def _training_data(self) -> dict[int, Iterator | None]:
+        return self.guard.keeping(self._iterators("train", self.state.consumed_train_samples))
+
+    def _leave_out(self) -> dict[int, Iterator | None]:
+        """Pass over the samples of an iteration, unread; returns the iterators that begin after them."""
+        state, batch_size = self.state, self.batch_sizes.at(self.state.consumed_train_samples)
+        first, scaler = state.consumed_train_samples, self.optimizer.scaler
+        state.iteration += 1
+        state.consumed_train_samples += batch_size
+        print_rank_0(
+            f"iteration {state.iteration} is left out, as --iterations-to-skip asks: samples {first} to {first + batch_size - 1}"
+        )
+        self._report(StepResult({}, 0.0, 1.0 if scaler is None else scaler.scale, skipped=True), batch_size)
+        return self._training_data()
+
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
         state = self.state
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
         lr, decoupled_lr = self._rates()
         whereabouts.begin_step(state.iteration + 1)
         began = time.monotonic()
+        self.guard.before_step()
         with self._naming_the_step(), self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
             result = train_step(
                 self.pipeline,
@@ -245,6 +264,7 @@ class Trainer:
                 check_finite=self.config.training.check_for_nan_in_loss_and_grad,
                 timers=self.runtime.timers,
                 empty=self._empty_unused,
+                judge=self.guard.judge,
                 before_update=self.guard.before_update,
             )
             if not result.skipped:

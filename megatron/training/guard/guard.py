@@ -1,10 +1,17 @@
 """`Guard`: the checks of a run, called by the loop before and after each update, and before a save."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.training.guard.check import Check
+from megatron.training.guard.judge import StepJudge
+from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.guard.replicas import ReplicaCheck
 from megatron.training.guard.state_hashes import StateCheck
+from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime
 
 # A check runs if its setting is given.
@@ -17,9 +24,31 @@ CHECKS: dict[str, type[Check]] = {
 class Guard:
     """The checks that the settings ask for. `Check` says when each method is called; every rank must call."""
 
-    def __init__(self, runtime: Runtime, *parts: Any):
-        config = runtime.config.guard
-        self.checks = [kind(runtime, *parts) for name, kind in CHECKS.items() if getattr(config, name)]
+    def __init__(
+        self,
+        runtime: Runtime,
+        pipeline: Pipeline,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: FlatOptimizer,
+        state: TrainState,
+    ):
+        self.config = config = runtime.config.guard
+        self.checks = [kind(runtime, chunks, optimizer) for name, kind in CHECKS.items() if getattr(config, name)]
+        self.judge = StepJudge(runtime, state)
+        pipeline.forward_step = self.judge.watching_losses(pipeline.forward_step)
+        self._kept: list[KeptBatches] = []
+
+    def keeping(self, data: dict[int, Iterator | None]) -> dict[int, Any]:
+        """The iterators of training by stage; a step's batches are kept while it may be computed again."""
+        if self.config.rerun_mode == "disabled":
+            return data
+        kept = {stage: None if batches is None else KeptBatches(batches) for stage, batches in data.items()}
+        self._kept = [batches for batches in kept.values() if batches is not None]
+        return kept
+
+    def before_step(self) -> None:
+        for batches in self._kept:
+            batches.begin()
 
     def begin(self) -> None:
         for check in self.checks:

@@ -43,7 +43,9 @@ _NEEDED: dict[str, tuple[type, ...]] = {
 }
 _COUNTS = ("scheduled_train_samples", "samples_per_iter", "requested_train_samples")  # of the train state
 _OPTIONAL: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("train/schedules", "train/schedules/*", "log/sums", "grad_scaler"), (dict,)),
+    **dict.fromkeys(
+        ("train/schedules", "train/schedules/*", "train/guard", "train/guard/*", "log/sums", "grad_scaler"), (dict,)
+    ),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
     "train/checkpoints": (list,),
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),

@@ -48,7 +48,9 @@ NOT_COMPARED = {
     "how this run starts and stops": ("skip_train", "exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
     "compared as a schedule": (*("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),),
     "compared as the rows of the position table": ("max_position_embeddings",),
-    "what is looked at beside the run": ("check_weight_hash_across_dp_replicas_interval", "check_state_hash_interval"),
+    "what is looked at beside the run": (
+        *("check_weight_hash_across_dp_replicas_interval", "check_state_hash_interval", "rerun_mode"),
+    ),
     "how samples are read, not which": ("data_cache_path", "mmap_bin_files", "num_workers"),
 }
 PRECISION = ("bf16", "fp16", "fp64", "fp32_residual_connection")

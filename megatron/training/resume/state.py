@@ -20,6 +20,7 @@ class TrainState:
     schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The iterations below --save that this run, over all restarts, has saved or resumed from, and has not deleted.
     checkpoints: list[int] = field(default_factory=list, compare=False)
+    guard: dict[str, dict[str, Any]] = field(default_factory=dict)  # what losses and gradients are compared with
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,4 +36,5 @@ class TrainState:
             int(saved.get("requested_train_samples", 0)),
             dict(saved.get("schedules", {})),
             list(saved.get("checkpoints", [])),
+            dict(saved.get("guard", {})),
         )

@@ -145,7 +145,6 @@ _TABLE = """
     "aux_loss": moe_router_load_balancing_type
     "classify": vision_pretraining_type
     "delayed": fp8_recipe
-    "disabled": rerun_mode
     "fifo": rl_sequence_packing_algo
     "fp32": exp_avg_dtype exp_avg_sq_dtype main_params_dtype
     "full": cuda_graph_scope
@@ -217,7 +216,7 @@ _TABLE = """
     90: inprocess_hard_timeout
     96: dino_local_img_size
     ["p2p"]: cp_comm_type
-    []: high_priority_stream_groups iterations_to_skip retriever_report_topk_accuracies
+    []: high_priority_stream_groups retriever_report_topk_accuracies
 """
 
 

@@ -277,14 +277,10 @@ REFUSED_BY_REASON: dict[str, str] = {
     # ---- training
     "would make Muon's update depend on the tensor-parallel size; leave it out: every matrix is orthogonalized whole": """
         --muon-tp-mode duplicated|distributed|NAME""",
-    "is not built yet; leave it out: every iteration is trained": "--iterations-to-skip N...",
     "the loss is taken in float32, whatever the model's precision; leave it out": "--fp16-lm-cross-entropy",
     "how a device sums products is PyTorch's choice; leave it out": "--disable-bf16-reduced-precision-matmul",
     # ---- what guards a run
-    "is not built yet; leave it out: of losses and gradients only those that are not finite are found": """
-        --check-for-spiky-loss --check-for-large-grads""",
-    "is not built yet; leave it out: no step is computed twice to compare": """
-        --rerun-mode disabled|NAME --result-rejected-tracker-filename FILE""",
+    "is not built yet; leave it out: a wrong number is told in the log": "--result-rejected-tracker-filename FILE",
     "is not measured; leave it out: --timing-log-level 2 --timing-log-option all shows which rank is slow": """
         --log-straggler""",
     "is not measured; leave it out": "--log-energy",

@@ -25,7 +25,7 @@ def check(config: Config, world_size: int) -> None:
         _unit_problems,
         _schedule_problems,
     )
-    rules += (_checkpoint_problems, _watch_problems)
+    rules += (_checkpoint_problems, _guard_problems, _watch_problems)
     if problems := [problem for rule in rules for problem in rule(config, world_size)]:
         raise ConfigError(problems)
 
@@ -55,6 +55,19 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         yield (
             f"--offload-params offloads parameter shards, and ZeRO stage {stage} has none; give --zero-stage 3, or leave it out"
         )
+
+
+def _guard_problems(config: Config, _: int) -> Iterator[str]:
+    guard, training = config.guard, config.training
+    if guard.iterations_to_skip and config.data.dataloader_type == "external":
+        yield (
+            "--iterations-to-skip passes over samples by their number, and --dataloader-type external has none; leave one of "
+            "them out"
+        )
+    if guard.nan_action != "stop" and not training.check_for_nan_in_loss_and_grad:
+        yield "--nan-action skip needs the check that --no-check-for-nan-in-loss-and-grad switches off; leave one of them out"
+    if guard.spike_action != "report" and not (guard.check_for_spiky_loss or guard.check_for_large_grads):
+        yield f"--spike-action {guard.spike_action} needs --check-for-spiky-loss or --check-for-large-grads"
 
 
 def _watch_problems(config: Config, world_size: int) -> Iterator[str]:
