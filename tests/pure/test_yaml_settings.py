@@ -104,9 +104,7 @@ def test_shorthands_and_flags_without_effect_stand_in_a_file_too(read):
 
 
 def test_what_a_file_gives_and_a_run_would_not_is_warned_of_or_refused_as_on_the_line(read):
-    *_, notes = read(
-        "transformer_impl: transformer_engine\nckpt_format: torch\nmoe_router_topk: 2\nlog_energy: false"
-    )
+    *_, notes = read("transformer_impl: transformer_engine\nckpt_format: torch\nmoe_router_topk: 2\nlog_energy: false")
     given = ("--transformer-impl transformer_engine", "--ckpt-format torch")
     assert [note.split(": ")[:2] for note in notes] == [["WARNING", flag] for flag in given]
     with pytest.raises(ConfigError) as error:
