@@ -26,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases, main_product
+from option_cases import OPTION_DIMENSIONS, option_cases, worst_difference_of
 from parity_cases import TOLERANCE, worst_difference
 
 
@@ -172,6 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, from the i-th on; each with its own file")
     compiled = "run the layouts compiled, and one process eagerly; with a file of results of its own"
     parser.add_argument("--compile", choices=("off", "regions", "layers"), default="off", help=compiled)
+    with_options = (
+        "the options of published families, each bundle in every pair of layouts; with a file of results of its own"
+    )
+    parser.add_argument("--options", action="store_true", help=with_options)
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -180,17 +185,22 @@ def main(arguments: list[str] | None = None) -> int:
         if not 1 <= i <= n:
             parser.error(f"--shard is {given.shard}; it must be i/n with 1 <= i <= n")
         cases, count = ordered_cases(given.max_ranks), count_cases(given.max_ranks)
+        if given.options:
+            cases = list(option_cases())
+            count = len(cases)
         if given.only:
             cases = [case for case in cases if given.only in str(case)]
             count = len(cases)
         cases = islice(cases, i - 1, None, n)
-        run_one = partial(run_case, compare=partial(worst_difference, compile=given.compile))
+        compare = partial(worst_difference_of if given.options else worst_difference, compile=given.compile)
+        run_one = partial(run_case, compare=compare, dimensions=OPTION_DIMENSIONS if given.options else DIMENSIONS)
         sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60, run_one)
     results = list(read_results(*given.results).values())
     if given.report is not None:
         given.report.write_text(report(results))
     failed = sum(not result["ok"] for result in results)
-    print(f"{len(results):,} of {count_cases():,} cases have been run, {failed} differ")
+    total = len(list(option_cases())) if given.options else count_cases()
+    print(f"{len(results):,} of {total:,} cases have been run, {failed} differ")
     return 1 if failed else 0
 
 

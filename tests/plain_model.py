@@ -111,16 +111,35 @@ def _attention(x: Tensor, w: dict[str, Tensor], i: int, config: Any) -> Tensor:
         group, place = divmod(head, n // groups)
         q, k, v = fused[:, :, group, place], fused[:, :, group, -2], fused[:, :, group, -1]
         if config.qk_layernorm:
-            q, k = _norm(q, w, name + "q_layernorm", config), _norm(k, w, name + "k_layernorm", config)
+            q, k = (
+                _head_norm(q, w, name + "q", fused[:, :, :, :-2], head, config),
+                _head_norm(k, w, name + "k", fused[:, :, :, -2:-1], group, config),
+            )
         if config.position_embedding_type == "rope":
             q, k = _rotated(q, i, config), _rotated(k, i, config)
         rows = []
         for position in range(s):
             seen = slice(max(0, position - _keys_before(i, config)), position + 1)
-            exps = (torch.einsum("bd,bkd->bk", q[:, position], k[:, seen]) / d**0.5).exp()
-            rows.append(torch.einsum("bk,bkd->bd", exps / exps.sum(-1, keepdim=True), v[:, seen]))
+            z = torch.einsum("bd,bkd->bk", q[:, position], k[:, seen]) * (config.softmax_scale or d**-0.5)
+            z = z / (i + 1) if config.scale_attn_by_inverse_layer_idx else z
+            z = z if (c := config.attn_logit_softcapping) is None else c * torch.tanh(z / c)
+            sink = {"vanilla": 0.0, "off-by-one": 1.0}.get(config.softmax_type)
+            sink = w[name + "core_attention.softmax_offset"][head].exp() if sink is None else sink
+            rows.append(torch.einsum("bk,bkd->bd", z.exp() / (z.exp().sum(-1, keepdim=True) + sink), v[:, seen]))
         results.append(torch.stack(rows, 1))
     return _affine(torch.cat(results, -1), w, name + "linear_proj")
+
+
+def _head_norm(x: Tensor, w: dict[str, Tensor], name: str, of_all: Tensor, head: int, config: Any) -> Tensor:
+    """A head x [b, s, d]; of_all: the heads that are normalized together."""
+    if config.qk_norm_over == "head":
+        return _norm(x, w, name + "_layernorm", config)
+    d = x.shape[-1]
+    mine = {key: value[head * d : head * d + d] for key, value in w.items() if key.startswith(name + "_layernorm")}
+    if config.qk_norm_over == "each-head":
+        return _norm(x, mine, name + "_layernorm", config)
+    factor = mine[f"{name}_layernorm.weight"] + config.apply_layernorm_1p
+    return x / (of_all.flatten(2).square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * factor
 
 
 def _every(pattern: str | None, i: int, marked: int) -> bool:

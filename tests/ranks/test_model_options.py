@@ -47,6 +47,15 @@ OPTIONS: dict[str, dict] = {
     "residual from the norm": {"apply_residual_connection_post_layernorm": True},
     "multipliers": {"embedding_multiplier": 3.0, "logit_multiplier": 0.3, "residual_multiplier": 0.22},
     "capped scores": {"final_logit_softcapping": 1.5, "logit_multiplier": 2.0, "add_output_bias": True},
+    "a scale": {"softmax_scale": 0.2, "scale_attn_by_inverse_layer_idx": True},
+    "capped attention": {"attn_logit_softcapping": 0.5},
+    "capped attention in a window": {"attn_logit_softcapping": 0.5, "window_size": "2,0", "softmax_scale": 0.9},
+    "one more in the denominator": {"softmax_type": "off-by-one"},
+    "sinks": {"softmax_type": "learnable", "attn_logit_softcapping": 0.8},
+    "sinks, unfused": {"softmax_type": "learnable", "attn_logit_softcapping": 0.8, "attention_backend": "unfused"},
+    "norms of each head": {"qk_layernorm": True, "qk_norm_over": "each-head", "normalization": "LayerNorm"},
+    "norms of each head, 1 + w": {"qk_layernorm": True, "qk_norm_over": "each-head", "apply_layernorm_1p": True},
+    "norms over the width": {"qk_layernorm": True, "qk_norm_over": "width"},
     "a bias of queries, keys and values": {"add_qkv_bias": True},
     "a bias of attention's output": {"add_attention_output_bias": True},
     "biases of the MLP": {"add_mlp_bias": True},
@@ -129,7 +138,9 @@ def test_scores_and_gradients_are_those_of_the_formulas(option: str):
                 less = replace(config, **{name: getattr(BASE, name)})
             except ValueError:  # another option needs it
                 continue
-            if shapes_of(less) == shapes_of(config):  # or else it is seen by the parameters
+            if name != "attention_backend" and shapes_of(less) == shapes_of(
+                config
+            ):  # or else it is seen by the parameters
                 without = plain_scores(weights_of(config), less, TOKENS)
                 assert (without - expected).abs().max() > 1e-4, f"{name} is not seen"
     finally:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.core.compiler import compiles
 from megatron.core.lazy import lazy_names
-from megatron.core.placement import Normal, Rows
+from megatron.core.placement import Normal, Placement, Rows
 from megatron.core.random import AttentionDropout
 from megatron.core.tensor_parallel.linear_layers import (
     ColumnParallelLinear,
@@ -16,11 +16,11 @@ from megatron.core.tensor_parallel.linear_layers import (
     size_per_rank,
 )
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.kernels import AttentionCase, kernel_for
+from megatron.core.transformer.head_norms import make_query_key_norms, normed_heads
+from megatron.core.transformer.kernels import AttentionCase, Scoring, kernel_for
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Mask, windowed
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
-from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.rotary import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
@@ -34,6 +34,12 @@ class CoreAttention(nn.Module):
         first_head = context.tp.axis.rank * config.num_attention_heads // context.tp.axis.size
         self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
         self.backend, self.way = config.attention_backend, context.tp.products.attention
+        self.factor, self.cap = config.query_factor(layer), config.attn_logit_softcapping
+        self.sinks, self.softmax_offset = config.softmax_type != "vanilla", None
+        if config.softmax_type == "learnable":
+            n, tp = config.num_attention_heads, context.tp
+            placement = Placement((n,), Normal(config.init_method_std), shard={tp.axis.name: 0})
+            self.softmax_offset = tp.parameter((size_per_rank("--num-attention-heads", n, tp.axis),), placement)
         self.compiled = compiles(config, context.tp.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
@@ -41,9 +47,21 @@ class CoreAttention(nn.Module):
         heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
         if self.way == "widened":  # to round once, at the end
             heads = [x.float() for x in heads]
-        case = AttentionCase(*heads[:2], mask, self.dropout.probability if self.training else 0.0, self.compiled)
-        out = kernel_for(self.backend, case).compute(*heads, mask, self.dropout)
+        if self.factor != 1:
+            heads[0] = heads[0] * self.factor
+        scoring = self.scoring(heads[0])
+        probability = self.dropout.probability if self.training else 0.0
+        case = AttentionCase(*heads[:2], mask, probability, self.compiled, scoring)
+        more = () if scoring is None else (scoring,)  # which a script's own kernel need not take
+        out = kernel_for(self.backend, case).compute(*heads, mask, self.dropout, *more)
         return out.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, n * d]
+
+    def scoring(self, q: Tensor) -> Scoring | None:
+        """What differs from a plain softmax of the scores of q [b, n/t, s, d]."""
+        if self.cap is None and not self.sinks:
+            return None
+        ones = q.new_zeros(q.shape[1]) if self.sinks and self.softmax_offset is None else None
+        return Scoring(self.cap, ones if self.softmax_offset is None else self.softmax_offset)
 
 
 class ParallelAttention(nn.Module):
@@ -60,8 +78,8 @@ class ParallelAttention(nn.Module):
         rank 0: q0 k0 v0 | rank 1: q1 k0 v0 | rank 2: q2 k1 v1 | rank 3: q3 k1 v1          2 groups on 4 ranks
 
     Shared heads need no communication of activations. A rank's gradient of a shared head comes from its own queries;
-    the parts are summed over the neighbours once a step. With `qk_layernorm` each query and key head is normalized
-    over its width.
+    the parts are summed over the neighbours once a step. With `qk_layernorm` queries and keys are normalized, each head
+    over its width or all over theirs.
 
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], or those of each of
     `config.ropes`, cache) -> the shape of x.
@@ -90,10 +108,8 @@ class ParallelAttention(nn.Module):
             rows=shared_group_rows(n, groups, d, tp) if shared else (),
             interleaved=(n // groups * d, d, d),
         )
-        self.q_layernorm = self.k_layernorm = None
-        if config.qk_layernorm:
-            # Whole on every rank, with a partial gradient: each rank normalizes its own heads only.
-            self.q_layernorm, self.k_layernorm = (make_norm(config, context, width=d, partial=True) for _ in range(2))
+        self.q_layernorm, self.k_layernorm = make_query_key_norms(config, context)
+        self.norms_over = tp.axis if config.qk_norm_over == "width" else None
         self.compiled = compiles(config, tp.device)
         self.core_attention = make_core(config, layer, context)
         self.keys, self.layer = context.keys, layer
@@ -137,7 +153,8 @@ class ParallelAttention(nn.Module):
             return Heads(*self.rotated_heads.compiled(fused, *of_angles, self.heads_per_group))
         heads = Heads(*(part.flatten(2, 3) for part in fused.split([self.heads_per_group, 1, 1], dim=3)))
         if self.q_layernorm is not None:
-            heads = heads._replace(q=self.q_layernorm(heads.q), k=self.k_layernorm(heads.k))
+            q, k = normed_heads((self.q_layernorm, self.k_layernorm), heads.q, heads.k, self.norms_over)
+            heads = heads._replace(q=q, k=k)
         if angles is not None:
             q, k = (apply_rotary(x, angles, self.amplitude, self.rotation) for x in heads[:2])
             heads = heads._replace(q=q, k=k)

@@ -20,17 +20,24 @@ from megatron.core.random import AttentionDropout
 from megatron.core.transformer.band import attention_in_band
 from megatron.core.transformer.eager_tiles import eager_tiled_attention
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
+from megatron.core.transformer.scoring import Scoring
 from megatron.core.transformer.tiled_attention import tiled_attention
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout, scoring: Scoring | None = None
+) -> Tensor:
     """The reference. q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. The softmax is in float32 or wider."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     q = q / math.sqrt(q.shape[-1])  # before the product, which would overflow float16
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
     hidden = hidden_keys(mask, *scores.shape[-2:], q.device)
-    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    if scoring is None:
+        probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    else:
+        capped = scoring.capped(scores).masked_fill(hidden, float("-inf"))
+        probabilities = scoring.softmax(capped, None if scoring.sinks is None else scoring.sinks[:, None, None])
     return dropout(probabilities).to(q.dtype) @ v
 
 
@@ -86,19 +93,26 @@ class AttentionCase(NamedTuple):
     mask: Mask
     dropout: float  # 0 in evaluation
     compiled: bool = False  # regions run compiled
+    scoring: Scoring | None = None  # None: a plain softmax
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """compute(q, k, v, mask, dropout), with the shapes of `plain_attention`.
+    """compute(q, k, v, mask, dropout), with the shapes of `plain_attention`; scoring too, if it `takes_scoring`.
 
     refuses(case): the reason why the kernel cannot compute this case, None if it can. instead: the name of a kernel for
     refused cases, which computes the same function; without it, a refusal ends the run.
     """
 
-    compute: Callable[[Tensor, Tensor, Tensor, Mask, AttentionDropout], Tensor]
+    compute: Callable[..., Tensor]
     refuses: Callable[[AttentionCase], str | None] = lambda case: None
     instead: str | None = None
+    takes_scoring: bool = False
+
+    def why_not(self, case: AttentionCase) -> str | None:
+        if case.scoring is not None and not self.takes_scoring:
+            return "has a plain softmax, without a soft cap or sinks"
+        return self.refuses(case)
 
 
 def _not_for_tiles(case: AttentionCase) -> str | None:
@@ -119,9 +133,9 @@ def _not_for_fused(case: AttentionCase) -> str | None:
     return "takes half again as long as compiled tiles" if on_cpu and _not_for_tiles(case) is None else None
 
 
-_PLAIN = Kernel(plain_attention)
+_PLAIN = Kernel(plain_attention, takes_scoring=True)
 _TILED = Kernel(tiled_attention, _not_for_tiles, instead="tiled-eager")
-_EAGER_TILES = Kernel(eager_tiled_attention, _not_for_eager_tiles, instead="unfused")
+_EAGER_TILES = Kernel(eager_tiled_attention, _not_for_eager_tiles, instead="unfused", takes_scoring=True)
 _FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled")
 _OURS = {
     "auto": _FUSED,
@@ -138,7 +152,7 @@ KERNELS: Table[Kernel] = Table("KERNELS", Kernel, _OURS)
 def kernel_for(name: str, case: AttentionCase) -> Kernel:
     """The kernel that computes the case under this value of --attention-backend. Raises ConfigError if none can."""
     kernel, asked = KERNELS[name], [name]
-    while (why := kernel.refuses(case)) is not None:
+    while (why := kernel.why_not(case)) is not None:
         if kernel.instead in asked or kernel.instead not in KERNELS:  # None, a circle, or no entry
             others = ", ".join(other for other in KERNELS if other not in asked)
             raise ConfigError(f"--attention-backend {name} {why}, and this run needs it; give another of {others}")

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob
-from megatron.core.transformer.block_config import BlockConfig
+from megatron.core.transformer.attention_config import AttentionConfig
 from megatron.core.transformer.shape_config import ShapeConfig
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")
@@ -123,7 +123,7 @@ class PrecisionConfig(FlagConfig):
 
 
 @dataclass(frozen=True)
-class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, BlockConfig):
+class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, AttentionConfig):
     """Model."""  # a dataclass lists the fields of its last base first, and so do help and manifests
 
     def problems(self) -> Iterator[str]:

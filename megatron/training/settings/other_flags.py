@@ -266,8 +266,6 @@ REFUSED_BY_REASON: dict[str, str] = {
     "layers that differ from one another are not built yet; leave it out": """
         --heterogeneous-layers-config-path FILE --heterogeneous-layers-config-encoded-json TEXT""",
     "prediction of several tokens is not built yet; leave it out": "--mtp-num-layers 0|N",
-    "is not built yet; leave it out: attention has a plain softmax": """
-        --softmax-type vanilla|NAME""",
     "is not built yet; leave it out, or use --position-embedding-type rope, with --rope-scaling for YaRN and others": """
         --rope-type rope|NAME""",
     "is not built yet; use --qk-layernorm": "--qk-l2-norm",
