@@ -34,7 +34,7 @@ PURE = """
     core.parallel_config core.stage_map core.open_table core.storage.atomic core.storage.files core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
     core.optimizer.lr_schedule core.optimizer.loss_scale core.optimizer.settings core.optimizer.muon_config
-    core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.pipeline_parallel.schedule
+    core.optimizer.param_groups core.checkpoint.folder core.checkpoint.format core.checkpoint.writing core.checkpoint.writer core.pipeline_parallel.schedule
     core.pipeline_parallel.table core.pipeline_parallel.zero_bubble_v core.pipeline_parallel.lower
     core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot
     core.datasets.index_map training.guard.guard_config training.watch.contention training.watch.flops training.watch.heartbeat

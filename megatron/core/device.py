@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -235,6 +235,22 @@ def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
         return there
 
     return Pending(result)
+
+
+def lock_pages(x: torch.Tensor, device: torch.device | str) -> Callable[[], None]:
+    """Locks the pages of the host tensor `x` where it lies, so that copies from `device` are asynchronous; returns what unlocks
+    them. Nothing to do for the host's own tensors, and for devices whose libraries do not offer it."""
+    if torch.device(device).type != "cuda":
+        return lambda: None
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(x.data_ptr(), x.nbytes, 0))
+    return lambda: cudart.cudaHostUnregister(x.data_ptr())
+
+
+def finish_copies(device: torch.device | str) -> None:
+    """Waits until copies from `device` to the host have arrived."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def has_fused_adam(device: torch.device) -> bool:

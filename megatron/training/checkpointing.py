@@ -53,18 +53,31 @@ def save(
     runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, state: TrainState, log_state: dict[str, Any]
 ) -> None:
     """Write a checkpoint of this step. Every rank must call. log_state: only the logging rank's is saved."""
+    root, device = runtime.config.checkpoint.save, runtime.device.torch_device
+    saving = to_save(runtime, chunks, optimizer, state, log_state)
+    warn = lambda problem: print_rank_0(f"WARNING: {problem}")  # noqa: E731
+    write_checkpoint(Path(root), state.iteration, *saving, runtime.mesh["world"], device, warn=warn)
+    print_rank_0(f"saved checkpoint at iteration {state.iteration} to {root}")
+
+
+def tensors_to_save(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> dict[str, LocalTensor]:
+    """This rank's part of each tensor of a checkpoint."""
+    state = optimizer_tensors(optimizer, runtime.mesh) if runtime.config.checkpoint.save_optim else {}
+    return model_tensors(chunks, runtime.mesh) | state
+
+
+def to_save(
+    runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, state: TrainState, log_state: dict[str, Any]
+) -> tuple[dict[str, LocalTensor], dict[str, Any]]:
+    """(tensors, state) of a checkpoint of this step. Every rank must call."""
     mesh, device = runtime.mesh, runtime.device.torch_device
-    root = runtime.config.checkpoint.save
     for chunk in chunks:
         chunk.finish_param_gather()
     world = mesh["world"]
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
-    write_checkpoint(
-        Path(root),
-        state.iteration,
-        model_tensors(chunks, mesh)
-        | (optimizer_tensors(optimizer, mesh) if runtime.config.checkpoint.save_optim else {}),
+    return (
+        tensors_to_save(runtime, chunks, optimizer),
         {
             "train": state.as_json(),
             "log": json.loads(log_text),
@@ -79,13 +92,14 @@ def save(
             "config": runtime.config.as_json(),
             **_products_of(runtime),
         },
-        world,
-        device,
-        warn=lambda problem: print_rank_0(f"WARNING: {problem}"),
     )
-    print_rank_0(f"saved checkpoint at iteration {state.iteration} to {root}")
-    state.checkpoints = sorted({*state.checkpoints, state.iteration})
-    if world.is_first:
+
+
+def note_saved(runtime: Runtime, state: TrainState, iteration: int) -> None:
+    """Write down that this run has saved `iteration`, and delete those of its checkpoints that --keep-checkpoints does not keep.
+    Every rank calls."""
+    state.checkpoints = sorted({*state.checkpoints, iteration})
+    if runtime.mesh["world"].is_first:
         _delete_older(runtime.config.checkpoint, state)
 
 

@@ -35,6 +35,7 @@ from megatron.training.memory.dry_run import Job
 from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.resume.save_folder import prepare_folder, warn_of_other_checkpoints
+from megatron.training.resume.saves import Saves
 from megatron.training.resume.start import where_to_go_on
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
@@ -107,6 +108,7 @@ class Trainer:
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
         whereabouts.enter("getting ready")
+        self.saves = Saves(runtime, self.model, self.optimizer, self._note_saved)
 
     def _check_folders(self) -> None:
         """Refuse an unusable --save or --load before the model is built, which may take minutes."""
@@ -190,6 +192,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, then validate and test. An exit flag ends the run earlier, without either."""
+        try:
+            self._run()
+        finally:
+            self.saves.close()
+
+    def _run(self) -> None:
         self._announce()
         if self.config.training.skip_train:
             print_rank_0("--skip-train: no training")
@@ -225,6 +233,7 @@ class Trainer:
                 last = state.iteration == self.train_iters
                 reason = self.exits.reason(state.iteration, last=last)
                 self._save_if_due(last=last or reason is not None)
+        self.saves.finish()
         for chunk in self.model:
             chunk.finish_param_gather()
         return reason
@@ -370,14 +379,18 @@ class Trainer:
             self.non_loss.process(data, self.state.iteration, None)
 
     def _save_if_due(self, *, last: bool) -> None:
+        self.saves.poll()
         config = self.config.checkpoint
         due = config.save_interval is not None and self.state.iteration % config.save_interval == 0
         if config.save is None or not (due or last):
             return
         with self.log.paused(), whereabouts.during("saving", then="training"):
             self.guard.before_save()
-            checkpointing.save(self.runtime, self.model, self.optimizer, self.state, self.log.state())
-            self.watch.note_progress(f"Saved checkpoint\tIteration: {self.state.iteration}")
+            self.saves.save(self.state, self.log.state())
+
+    def _note_saved(self, iteration: int) -> None:
+        checkpointing.note_saved(self.runtime, self.state, iteration)
+        self.watch.note_progress(f"Saved checkpoint\tIteration: {iteration}")
 
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
         """Batches by stage; None except on the first rank of each tensor-parallel group, which alone reads data.

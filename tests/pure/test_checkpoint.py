@@ -13,7 +13,7 @@ from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ran
 from megatron.core import checkpoint as package
 from megatron.core import comm
 from megatron.core.boxes import slices, whole
-from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint, writing
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import save as saving
 from megatron.core.config import ConfigError
@@ -290,7 +290,7 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
 @pytest.mark.parametrize("suffix", [".bin", ".json"])
 @pytest.mark.parametrize("left, said", [(None, ""), (b"ab", "2")])
 def test_a_part_that_rank_0_does_not_see_is_noticed(tmp_path, monkeypatch, left, said, suffix):
-    write = saving._write_part
+    write = writing._write_part
 
     def write_and_lose(partial, iteration, rank, tensors):
         result = write(partial, iteration, rank, tensors)
@@ -300,7 +300,7 @@ def test_a_part_that_rank_0_does_not_see_is_noticed(tmp_path, monkeypatch, left,
             (partial / f"rank_00001{suffix}").write_bytes(left)
         return result
 
-    monkeypatch.setattr(saving, "_write_part", write_and_lose)
+    monkeypatch.setattr(writing, "_write_part", write_and_lose)
     with refused(f"rank_00001{suffix} {said}"):
         good(save_layout(tmp_path, {"dp": 2, "tp": 1}))
 
@@ -310,14 +310,14 @@ def test_a_part_that_rank_0_does_not_see_is_noticed(tmp_path, monkeypatch, left,
 
 def test_a_failing_rank_stops_all_with_its_message(tmp_path, monkeypatch):
     good(save_layout(tmp_path, {"dp": 2, "tp": 2}, 1))
-    write = saving._write_pieces
+    write = writing._write_pieces
 
     def fail(path, tensors):
         if path.name == "rank_00002.bin":
             raise OSError(28, "No space left on device")
         return write(path, tensors)
 
-    monkeypatch.setattr(saving, "_write_pieces", fail)
+    monkeypatch.setattr(writing, "_write_pieces", fail)
     results = save_layout(tmp_path, {"dp": 2, "tp": 2}, 2)
     assert [type(result) for result in results] == [comm.PeerError, comm.PeerError, CheckpointError, comm.PeerError]
     for result in results:

@@ -93,6 +93,10 @@ class CheckpointConfig(FlagConfig):
         "iterations between checkpoints; the last iteration is always saved",
         flags=("--save-interval", "--persistent-save-interval"),
     )
+    async_save: bool = knob(
+        False,
+        "save beside training, which waits only for a copy of the state to host memory (of as many bytes as a rank writes)",
+    )
     ckpt_step: Count | None = knob(None, "iteration of --load to resume from (default: the latest)")
     use_checkpoint_args: bool = knob(
         False, "take the checkpoint's settings of the model and the tokenizer for flags that are not given"

@@ -131,7 +131,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --ckpt-convert-update-legacy-dist-opt-format""",
     "masters that are not loaded are made from the weights as they were saved, with all their digits": """
         --load-main-params-from-ckpt""",
-    "training waits until a checkpoint is complete": "--async-save --use-persistent-ckpt-worker",
+    "the process that --async-save starts lives as long as the run": "--use-persistent-ckpt-worker",
     "only checkpoints on local disks read it, and they are not built yet": """
         --non-persistent-global-ckpt-dir DIR --non-persistent-local-ckpt-dir DIR
         --non-persistent-local-ckpt-algo NAME --replication-jump N --replication-factor N""",

@@ -40,6 +40,8 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
     for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"):
         if getattr(checkpoint, name) and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
             yield f"{flag_of(name)} needs --load, the folder whose settings are taken"
+    if checkpoint.async_save and checkpoint.save is None:
+        yield "--async-save needs --save, the folder to write to"
     if checkpoint.load is None and checkpoint.ckpt_step is not None:
         yield "--ckpt-step needs --load, the folder that holds the iteration"
     if checkpoint.load is None and checkpoint.finetune and checkpoint.pretrained_checkpoint is None:

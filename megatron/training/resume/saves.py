@@ -1,0 +1,82 @@
+"""The checkpoints that a run writes: while training waits or, with --async-save, beside it."""
+
+import time
+from collections.abc import Callable
+
+from megatron.core import comm
+from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
+from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.training import checkpointing
+from megatron.training.resume.state import TrainState
+from megatron.training.runtime import Runtime, print_rank_0
+
+
+class Saves:
+    """Every rank has one, and makes the same calls, but for `poll` and `close`.
+
+    saved: told of each iteration that is on disk and the latest.
+    """
+
+    def __init__(
+        self, runtime: Runtime, chunks: checkpointing.Chunks, optimizer: FlatOptimizer, saved: Callable[[int], object]
+    ):
+        self._runtime, self._saved = runtime, saved
+        self._chunks, self._optimizer = chunks, optimizer
+        self._background: BackgroundSaves | None = None
+        config = runtime.config.checkpoint
+        if config.save is None or not config.async_save:
+            return
+        world, device = runtime.mesh["world"], runtime.device.torch_device
+        self._background = BackgroundSaves(world, device)
+        runtime.held.callback(self.close)
+        with comm.together(world, device):  # now, not after hours, and no save waits for it
+            self._background.reserve(checkpointing.tensors_to_save(runtime, chunks, optimizer))
+
+    def save(self, state: TrainState, log_state: dict) -> None:
+        """Save the state after this step. Raises CheckpointError if this save fails or, with --async-save, the one before."""
+        root, iteration = self._runtime.config.checkpoint.save, state.iteration
+        if self._background is None:
+            checkpointing.save(self._runtime, self._chunks, self._optimizer, state, log_state)
+            self._saved(iteration)
+            return
+        began, before = time.monotonic(), self._background.in_flight
+        self.finish()
+        if (waited := time.monotonic() - began) > 0.001 and before is not None:
+            advice = "a save takes longer than the steps between two: raise --save-interval"
+            print_rank_0(f"WARNING: waited {waited:.3f} s for the save of iteration {before}; {advice}")
+        saving = checkpointing.to_save(self._runtime, self._chunks, self._optimizer, state, log_state)
+        stall = self._background.start(root, iteration, *saving)
+        print_rank_0(
+            f"saving checkpoint of iteration {iteration} beside training, which waited {stall:.3f} s for the copy"
+        )
+
+    def poll(self) -> None:
+        """Report a save that has ended beside training; raises its error if it failed. Costs a question to the system."""
+        if self._background is not None:
+            self._report(self._background.poll())
+
+    def finish(self) -> None:
+        """Wait for the save in flight, and raise its error if it failed."""
+        if self._background is not None:
+            self._report(self._background.finish())
+
+    def close(self) -> None:
+        """Wait for the save in flight, at the end of a run that may have failed. A save that fails too is only told of."""
+        if self._background is None:
+            return
+        try:
+            self._report(self._background.land())
+        except (CheckpointError, comm.PeerError) as error:
+            print_rank_0(f"WARNING: {error}")
+        self._background.close()
+        self._background = None
+
+    def _report(self, saved: SavedInBackground | None) -> None:
+        if saved is None:
+            return
+        for problem in saved.warnings:
+            print_rank_0(f"WARNING: {problem}")
+        where = f"saved checkpoint at iteration {saved.iteration} to {saved.root}"
+        print_rank_0(f"{where}, beside training: on disk after {saved.durable:.1f} s")
+        self._saved(saved.iteration)

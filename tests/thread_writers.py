@@ -1,0 +1,46 @@
+"""The processes that write checkpoints, as threads of this one: a double of the file layer then sees their calls.
+
+with thread_writers(): BackgroundSaves(world)        the writer of rank 3 is a thread of the name that rank 3 has, as
+                                                     `local_ranks.rank_of_thread` tells
+"""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+from local_ranks import rank_of_thread
+
+from megatron.core.checkpoint import writer
+from megatron.core.checkpoint.star import Messages
+
+
+class _Thread(threading.Thread):
+    """`serve` at the other end of a socket, with the part of Popen's interface that is used."""
+
+    def __init__(self, its: socket.socket):
+        super().__init__(name=f"rank {rank_of_thread()}", daemon=True)
+        self._line = socket.socket(fileno=os.dup(its.fileno()))
+        self.start()
+
+    def run(self) -> None:
+        messages = Messages(self._line)
+        try:
+            writer.serve(messages)
+        except BaseException:  # the rank has hung up, or a double has killed the writer
+            messages.close()
+
+    def wait(self) -> int:
+        self.join(20)
+        return -9
+
+
+@contextlib.contextmanager
+def thread_writers() -> Iterator[None]:
+    before = writer.start_process
+    writer.start_process = _Thread
+    try:
+        yield
+    finally:
+        writer.start_process = before
