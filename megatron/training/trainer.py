@@ -108,7 +108,7 @@ class Trainer:
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
         whereabouts.enter("getting ready")
-        self.saves = Saves(runtime, self.model, self.optimizer, self._note_saved)
+        self.saves = Saves(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
 
     def _check_folders(self) -> None:
         """Refuse an unusable --save or --load before the model is built, which may take minutes."""
@@ -192,12 +192,6 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, then validate and test. An exit flag ends the run earlier, without either."""
-        try:
-            self._run()
-        finally:
-            self.saves.close()
-
-    def _run(self) -> None:
         self._announce()
         if self.config.training.skip_train:
             print_rank_0("--skip-train: no training")
@@ -223,7 +217,7 @@ class Trainer:
             return None
         data = self._training_data()
         self.guard.begin()
-        with self.exits.listening():
+        with self.exits.listening(), self.saves:
             while state.iteration < self.train_iters and reason is None:
                 if state.iteration + 1 in self.config.guard.iterations_to_skip:
                     data = self._leave_out()
@@ -233,7 +227,6 @@ class Trainer:
                 last = state.iteration == self.train_iters
                 reason = self.exits.reason(state.iteration, last=last)
                 self._save_if_due(last=last or reason is not None)
-        self.saves.finish()
         for chunk in self.model:
             chunk.finish_param_gather()
         return reason
@@ -386,11 +379,7 @@ class Trainer:
             return
         with self.log.paused(), whereabouts.during("saving", then="training"):
             self.guard.before_save()
-            self.saves.save(self.state, self.log.state())
-
-    def _note_saved(self, iteration: int) -> None:
-        checkpointing.note_saved(self.runtime, self.state, iteration)
-        self.watch.note_progress(f"Saved checkpoint\tIteration: {iteration}")
+            self.saves.save(self.log.state())
 
     def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
         """Batches by stage; None except on the first rank of each tensor-parallel group, which alone reads data.

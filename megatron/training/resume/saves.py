@@ -13,15 +13,21 @@ from megatron.training.runtime import Runtime, print_rank_0
 
 
 class Saves:
-    """Every rank has one, and makes the same calls, but for `poll` and `close`.
+    """Every rank has one, and makes the same calls, but for `poll` and `close`. As a context it waits for the save in flight.
 
-    saved: told of each iteration that is on disk and the latest.
+    state: of the run, at the step that is saved. note: told of each save that is on disk.
     """
 
     def __init__(
-        self, runtime: Runtime, chunks: checkpointing.Chunks, optimizer: FlatOptimizer, saved: Callable[[int], object]
+        self,
+        runtime: Runtime,
+        chunks: checkpointing.Chunks,
+        optimizer: FlatOptimizer,
+        state: TrainState,
+        note: Callable[[str], object],
     ):
-        self._runtime, self._saved = runtime, saved
+        self._runtime, self._state = runtime, state
+        self._note = note
         self._chunks, self._optimizer = chunks, optimizer
         self._background: BackgroundSaves | None = None
         config = runtime.config.checkpoint
@@ -33,11 +39,11 @@ class Saves:
         with comm.together(world, device):  # now, not after hours, and no save waits for it
             self._background.reserve(checkpointing.tensors_to_save(runtime, chunks, optimizer))
 
-    def save(self, state: TrainState, log_state: dict) -> None:
+    def save(self, log_state: dict) -> None:
         """Save the state after this step. Raises CheckpointError if this save fails or, with --async-save, the one before."""
-        root, iteration = self._runtime.config.checkpoint.save, state.iteration
+        root, iteration = self._runtime.config.checkpoint.save, self._state.iteration
         if self._background is None:
-            checkpointing.save(self._runtime, self._chunks, self._optimizer, state, log_state)
+            checkpointing.save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
             self._saved(iteration)
             return
         began, before = time.monotonic(), self._background.in_flight
@@ -45,11 +51,23 @@ class Saves:
         if (waited := time.monotonic() - began) > 0.001 and before is not None:
             advice = "a save takes longer than the steps between two: raise --save-interval"
             print_rank_0(f"WARNING: waited {waited:.3f} s for the save of iteration {before}; {advice}")
-        saving = checkpointing.to_save(self._runtime, self._chunks, self._optimizer, state, log_state)
+        saving = checkpointing.to_save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
         stall = self._background.start(root, iteration, *saving)
         print_rank_0(
             f"saving checkpoint of iteration {iteration} beside training, which waited {stall:.3f} s for the copy"
         )
+
+    def __enter__(self) -> "Saves":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
+
+    def _saved(self, iteration: int) -> None:
+        checkpointing.note_saved(self._runtime, self._state, iteration)
+        self._note(f"Saved checkpoint\tIteration: {iteration}")
 
     def poll(self) -> None:
         """Report a save that has ended beside training; raises its error if it failed. Costs a question to the system."""
