@@ -331,7 +331,7 @@ BUDGETS = {
     "megatron/training/ending": 715,
     "megatron/training/guard": 516,
     "megatron/training/memory": 1_162,
-    "megatron/training/resume": 674,
+    "megatron/training/resume": 689,
     "megatron/training/settings": 1_215,
     "megatron/training/watch": 955,
     "tools": 1_791,
