@@ -48,6 +48,8 @@ class Ledger:
     def __init__(self, keep: int = 256):
         self.recent: deque[Call] = deque(maxlen=keep)
         self.profiled = False
+        # Called with (call, its input, is_result=False), and once it is done with (call, its result, is_result=True).
+        self.listener: Callable[..., None] | None = None
         self._open: list[list[Call]] = []
 
     def note(self, call: Call) -> None:
@@ -234,6 +236,8 @@ def _issue(
     slot = whereabouts.issue(op, axis.name, axis.ranks, call.bytes, peer)
     span = record_function if axis.ledger.profiled else _not_shown
     result = x if result is None else result
+    if axis.ledger.listener is not None:
+        axis.ledger.listener(call, x, is_result=False)
     with span(f"{op} {axis.name} ({call.bytes} bytes)"):
         work = start()
     whereabouts.come_back()
@@ -243,6 +247,8 @@ def _issue(
         with span(f"wait for {op} {axis.name}"):
             work.wait()
         whereabouts.come_back()
+        if axis.ledger.listener is not None:
+            axis.ledger.listener(call, result, is_result=True)
         return result
 
     return Pending(finish, result, x)

@@ -91,15 +91,23 @@ class StepWork:
         return StepFigures(shared, norm, factor, totals)
 
 
-# (the step, its numbers, the message of numbers that are not finite or "") -> whether to leave out the update. May raise.
-Judge = Callable[[StepWork, StepFigures, str], bool]
+class StepGuard:
+    """Looks at a step while it is taken; this one stops at numbers that are not finite. Every rank must call."""
+
+    def before_step(self, work: StepWork) -> None:
+        """Nothing of the step is computed yet."""
+
+    def judge(self, work: StepWork, figures: StepFigures, problem: str) -> bool:
+        """Whether to leave out the update; may raise. problem: the message of numbers that are not finite, or ""."""
+        if problem:
+            raise NotFiniteError(problem)
+        return False
+
+    def before_update(self) -> None:
+        """The gradients are complete, and no parameter has changed."""
 
 
-def stop_at_a_problem(work: StepWork, figures: StepFigures, problem: str) -> bool:
-    """The judge of a step without other guards."""
-    if problem:
-        raise NotFiniteError(problem)
-    return False
+_NO_GUARD = StepGuard()
 
 
 def train_step(
@@ -115,8 +123,7 @@ def train_step(
     check_finite: bool = True,
     timers: Timers = _NO_TIMERS,
     empty: Callable[[int], None] = lambda level: None,
-    judge: Judge = stop_at_a_problem,
-    before_update: Callable[[], None] = lambda: None,
+    guard: StepGuard = _NO_GUARD,
 ) -> StepResult:
     """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or infinite.
 
@@ -130,23 +137,24 @@ def train_step(
     changes only the backward.
 
     num_microbatches: per rank in this step, default: the pipeline's. weight_decay: default: the optimizer's.
-    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update. judge: decides about
-    wrong numbers. before_update() is called once the gradients are complete, unless the step is skipped.
+    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update. guard: decides about
+    wrong numbers.
 
     Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over mp.
     """
     m, scaler = num_microbatches or pipeline.batch.num_microbatches, optimizer.scaler
     work = StepWork(pipeline, optimizer, data_iterators, first_sample, m, timers, empty)
+    guard.before_step(work)
     figures = work.compute()
     shared, norm = figures.shared, figures.norm
-    left_out = judge(work, figures, problem_of(shared, norm, scaler) if check_finite else "")
+    left_out = guard.judge(work, figures, problem_of(shared, norm, scaler) if check_finite else "")
     loss_is_finite, overflow = math.isfinite(shared.loss), not math.isfinite(norm)
     if scaler is not None and (loss_is_finite or not overflow):
         scaler.update(overflow)
     overflowed = overflow and scaler is not None
     skipped = overflowed or left_out
     if not skipped:
-        before_update()
+        guard.before_update()
         with timers("optimizer"):
             optimizer.step(lr, decoupled_lr, weight_decay=weight_decay, factor=figures.factor)
         with timers("params-all-gather"):

@@ -252,7 +252,6 @@ class Trainer:
         lr, decoupled_lr = self._rates()
         whereabouts.begin_step(state.iteration + 1)
         began = time.monotonic()
-        self.guard.before_step()
         with self._naming_the_step(), self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
             result = train_step(
                 self.pipeline,
@@ -266,8 +265,7 @@ class Trainer:
                 check_finite=self.config.training.check_for_nan_in_loss_and_grad,
                 timers=self.runtime.timers,
                 empty=self._empty_unused,
-                judge=self.guard.judge,
-                before_update=self.guard.before_update,
+                guard=self.guard,
             )
             if not result.skipped:
                 self.guard.after_update(state.iteration + 1)

@@ -7,10 +7,10 @@ from megatron.core.config import ConfigError
 from megatron.training.command_line import parse_args
 
 REFUSED = """
-    --spec a_module a_function      --lazy-mpu-init 2               --error-injection-rate 2
+    --spec a_module a_function      --lazy-mpu-init 2 
     --result-rejected-tracker-filename FILE                         --test-mode
     --log-energy                    --config-logger-dir logs        --distributed-timeout-seconds-after-init 60
-    --fp16-lm-cross-entropy         --dist-ckpt-strictness log_all  --activation-func-clamp-value 7
+    --fp16-lm-cross-entropy         --dist-ckpt-strictness log_all
 """
 
 
@@ -31,7 +31,7 @@ def test_what_would_guard_or_change_a_run_and_is_not_there_is_refused():
         ("--transformer-impl transformer_engine", ["--transformer-impl transformer_engine"]),
         ("--transformer-impl local", []),
         ("--ckpt-format torch_dist", ["--ckpt-format torch_dist"]),
-        ("--data-impl mmap --no-load-rng --use-flash-attn --error-injection-rate 0 --spec local", []),
+        ("--data-impl mmap --no-load-rng --use-flash-attn --rerun-mode disabled --spec local", []),
         (
             "--use-dist-ckpt --data-impl lazy --ckpt-format torch",
             ["--use-dist-ckpt --ckpt-format torch", "--data-impl lazy"],

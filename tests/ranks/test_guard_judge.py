@@ -6,6 +6,7 @@ Whole runs from their flags, with ranks as threads, of a GPT in which one tensor
 import json
 import math
 import re
+import typing
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -67,7 +68,7 @@ def stopped(error: type, flags: str, layout: Layout = ALONE, **how) -> list[str]
     """The message on each rank."""
 
     def work(mesh: Mesh) -> str:
-        with pytest.raises(error) as caught:
+        with pytest.raises(typing.get_args(error) or error) as caught:
             run(f"{flags} {' '.join(layout.flags)}", mesh=mesh, **how)
         return str(caught.value)
 

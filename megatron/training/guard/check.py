@@ -16,6 +16,7 @@ class Check:
     """What a check may do in a step, by default nothing. Every rank calls the same methods at the same places.
 
     begin()                     before the first step of this run
+    before_step(iteration, work)    nothing of the step is computed yet
     before_update()             gradients are complete, no parameter has changed
     after_update(iteration)     of this number; not called for a step without an update
     before_save()
@@ -27,6 +28,8 @@ class Check:
         self.chunks, self.optimizer = chunks, optimizer
 
     def begin(self) -> None: ...
+
+    def before_step(self, iteration: int, work: Any) -> None: ...
 
     def before_update(self) -> None: ...
 

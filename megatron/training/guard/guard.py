@@ -9,19 +9,22 @@ from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.training.guard.check import Check
 from megatron.training.guard.judge import StepJudge
 from megatron.training.guard.kept_batches import KeptBatches
+from megatron.training.guard.replay import ReplayCheck
 from megatron.training.guard.replicas import ReplicaCheck
 from megatron.training.guard.state_hashes import StateCheck
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime
+from megatron.training.train_step import StepFigures, StepGuard, StepWork
 
 # A check runs if its setting is given.
 CHECKS: dict[str, type[Check]] = {
     "check_state_hash_interval": StateCheck,  # first: its hashes are of the state as the update left it
     "check_weight_hash_across_dp_replicas_interval": ReplicaCheck,
+    "replay_every": ReplayCheck,
 }
 
 
-class Guard:
+class Guard(StepGuard):
     """The checks that the settings ask for. `Check` says when each method is called; every rank must call."""
 
     def __init__(
@@ -34,8 +37,8 @@ class Guard:
     ):
         self.config = config = runtime.config.guard
         self.checks = [kind(runtime, chunks, optimizer) for name, kind in CHECKS.items() if getattr(config, name)]
-        self.judge = StepJudge(runtime, state)
-        pipeline.forward_step = self.judge.watching_losses(pipeline.forward_step)
+        self.state, self._judge = state, StepJudge(runtime, state)
+        pipeline.forward_step = self._judge.watching_losses(pipeline.forward_step)
         self._kept: list[KeptBatches] = []
 
     def keeping(self, data: dict[int, Iterator | None]) -> dict[int, Any]:
@@ -46,9 +49,14 @@ class Guard:
         self._kept = [batches for batches in kept.values() if batches is not None]
         return kept
 
-    def before_step(self) -> None:
+    def before_step(self, work: StepWork) -> None:
         for batches in self._kept:
             batches.begin()
+        for check in self.checks:
+            check.before_step(self.state.iteration + 1, work)
+
+    def judge(self, work: StepWork, figures: StepFigures, problem: str) -> bool:
+        return self._judge(work, figures, problem)
 
     def begin(self) -> None:
         for check in self.checks:

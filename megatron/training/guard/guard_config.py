@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import Count, FlagConfig, knob
+from megatron.core.config import Count, FlagConfig, WholeNumber, knob
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,22 @@ class GuardConfig(FlagConfig):
     spike_action: Literal["report", "skip", "stop"] = knob(
         "report", "a spiky loss or a large gradient is reported, or its step's update is skipped, or it stops the run"
     )
-    rerun_mode: Literal["disabled", "validate_results"] = knob(
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = knob(
         "validate_results",
-        "compute a step with wrong numbers again, to tell a device that fails from data, weights and program",
+        "validate_results computes a step with wrong numbers again, to tell a device that fails from data, weights and program; "
+        "report_stats only counts how often a microbatch computed twice has other bits",
+    )
+    rerun_interval: Count | None = knob(
+        None,
+        "iterations between microbatches computed twice and compared to the bit; default: none, 1 with --rerun-mode report_stats",
+        metavar="STEPS",
+    )
+    error_injection_rate: WholeNumber = knob(
+        0, "inject a wrong result into one of so many microbatches computed twice, to test that it is found; 0: never"
+    )
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = knob(
+        "transient_error",
+        "what --error-injection-rate injects: nothing, an error of one run, or another error in each run",
     )
     iterations_to_skip: list[int] = knob(
         [], "iterations whose samples are passed over without being trained on", metavar="N"
@@ -43,6 +56,15 @@ class GuardConfig(FlagConfig):
         metavar="STEPS",
     )
 
+    @property
+    def replay_every(self) -> int | None:
+        """Iterations between microbatches computed twice."""
+        return self.rerun_interval or (1 if self.rerun_mode == "report_stats" else None)
+
     def problems(self) -> Iterator[str]:
         if wrong := [number for number in self.iterations_to_skip if number < 1]:
             yield f"--iterations-to-skip {' '.join(map(str, wrong))}: iterations are counted from 1, as the log does"
+        if self.rerun_interval is not None and self.rerun_mode == "disabled":
+            yield "--rerun-interval computes microbatches twice, and --rerun-mode disabled none; leave one of them out"
+        if self.error_injection_rate and self.replay_every is None:
+            yield "--error-injection-rate needs microbatches that are computed twice: give --rerun-interval N"

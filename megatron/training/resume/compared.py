@@ -50,6 +50,7 @@ NOT_COMPARED = {
     "compared as the rows of the position table": ("max_position_embeddings",),
     "what is looked at beside the run": (
         *("check_weight_hash_across_dp_replicas_interval", "check_state_hash_interval", "rerun_mode"),
+        *("rerun_interval", "error_injection_rate", "error_injection_type"),
     ),
     "how samples are read, not which": ("data_cache_path", "mmap_bin_files", "num_workers"),
 }

@@ -165,11 +165,10 @@ _TABLE = """
     "softmax": moe_router_score_function
     "tiny": swin_backbone_type
     "torch_dist": ckpt_format
-    "transient_error": error_injection_type
     "vit": vision_backbone_type
     -1: inference_batch_times_seqlen_threshold rl_default_top_k
     0: biencoder_projection_dim encoder_pipeline_model_parallel_size encoder_tensor_model_parallel_size
-        error_injection_rate fp8_margin inference_dynamic_batching_unified_memory_level
+        fp8_margin inference_dynamic_batching_unified_memory_level
         inference_logging_step_interval manual_gc_interval rl_default_top_p
         rl_inference_model_unified_memory_level wgrad_deferral_limit
     0.0: grpo_entropy_term_weight hybrid_attention_ratio hybrid_mlp_ratio moe_aux_loss_coeff

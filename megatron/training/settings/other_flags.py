@@ -184,7 +184,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "only an option that is refused reads it": """
         --relative-attention-num-buckets N --relative-attention-max-distance N
         --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
-        --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME --error-injection-type NAME
+        --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME
         --adlr-autoresume-interval N --one-logger-async --disable-straggler-on-startup --straggler-ctrlr-port N
         --straggler-minmax-count N --inprocess-max-iterations N --inprocess-monitor-thread-interval X
         --inprocess-monitor-process-interval X --inprocess-progress-watchdog-interval X
@@ -302,7 +302,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
     "data-parallel layouts agree": "--deterministic-mode",
     "is not built yet; leave it out": """
-        --error-injection-rate 0|N --enable-ft-package --calc-ft-timeouts --inprocess-restart --adlr-autoresume
+        --enable-ft-package --calc-ft-timeouts --inprocess-restart --adlr-autoresume
         --test-mode --sft --perform-rl-step --lazy-mpu-init X --replication""",
     # ---- parallelism
     "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards": """
