@@ -309,7 +309,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_620,
+    "megatron/core": 2_625,
     "megatron/core/checkpoint": 1_295,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
@@ -329,9 +329,9 @@ BUDGETS = {
     "megatron/training": 1_936,
     "megatron/training/classic": 185,
     "megatron/training/ending": 715,
-    "megatron/training/guard": 516,
+    "megatron/training/guard": 691,
     "megatron/training/memory": 1_162,
-    "megatron/training/resume": 689,
+    "megatron/training/resume": 690,
     "megatron/training/settings": 1_215,
     "megatron/training/watch": 955,
     "tools": 1_791,

@@ -23,7 +23,8 @@ LAYOUTS = {
     "zb-h1": (Layout(pp=2), "--pipeline-schedule zb-h1 --zero-stage 2"),
     "dropout and offload": (Layout(dp=2), "--optimizer-cpu-offload --hidden-dropout 0.3 --recompute-activations"),
 }
-MARKS = {"dp": [], **dict.fromkeys(("tp", "stage 3", "pipeline"), [pytest.mark.full])}
+FULL = [pytest.mark.full]
+MARKS = {"dp": [], "tp": FULL, "stage 3": FULL, "pipeline": FULL}
 CASES = [pytest.param(name, marks=MARKS.get(name, [pytest.mark.sweep])) for name in LAYOUTS]
 
 
