@@ -21,7 +21,7 @@ TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --make-vocab-size-divisible-by 8 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 31 --micro-batch-size 1 --lr 0.1 --lr-decay-iters 50 --log-interval 1 --eval-iters 0 --device cpu "
 )
-_LINE = re.compile(r"iteration +(\d+)/.*?\| (consumed samples.*?) elapsed.*?(\| learning rate.*)")
+_LINE = re.compile(r"iteration +(\d+)/.*?\| (consumed samples.*?) elapsed.*?(\| learning rate.*\|)")
 _SAVED = re.compile(r"saved checkpoint at iteration (\d+)")
 
 
@@ -59,15 +59,20 @@ def announced(said: str) -> int:
 
 
 def ended(root: Path) -> dict[str, object]:
-    """All that the newest checkpoint holds, but for what a run was told about folders, stops and saves; and what else is there."""
-    last = root / f"iter_{int((root / LATEST).read_text()):07d}"
+    """The names in the folder, and all that the newest checkpoint holds, but for what a run was told about folders, stops and saves."""
+    last = root / f"iter_{int((root / LATEST).read_text().split()[0]):07d}"
     manifest = json.loads((last / "manifest.json").read_text())
-    for where, names in {
-        "training": ["exit_interval"],
-        "checkpoint": list(manifest["state"]["config"]["checkpoint"]),
-    }.items():
-        for name in names:
-            del manifest["state"]["config"][where][name]
-    del manifest["sha256"]
-    there = sorted(path.name for path in root.iterdir())
-    return {"manifest": manifest, "names": there} | {name: (last / name).read_bytes() for name in manifest["files"]}
+    config = manifest["state"]["config"]
+    del manifest["sha256"], config["checkpoint"], config["training"]["exit_interval"]
+    manifest["state"]["train"].pop("checkpoints", None)  # which it has saved; a removal that failed leaves more
+    names = sorted(path.name for path in root.iterdir())
+    return {"manifest": manifest, "names": names} | {name: (last / name).read_bytes() for name in manifest["files"]}
+
+
+def differs_in(got: dict[str, object], expected: dict[str, object], *, may_keep_more: bool = False) -> str:
+    """What of `ended` is not as expected; empty if nothing. may_keep_more: older checkpoints, whose removal did not come to its end."""
+    wrong = [name for name in expected if name != "names" and got.get(name) != expected[name]]
+    more = [name for name in got["names"] if name not in expected["names"]]
+    if may_keep_more and all(re.fullmatch("iter_[0-9]{7}", name) for name in more):
+        more = []
+    return " ".join([*wrong, *more, *(f"no {name}" for name in expected["names"] if name not in got["names"])])
