@@ -9,6 +9,7 @@ is shared: the server starts no thread and computes nothing.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -162,6 +163,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for _name in _PRELOADED:
         __import__(_name)
+    gc.collect()
+    gc.freeze()  # a script's own collections need not walk through all this again, nor copy the pages that it lies on
     _request = _serve()
     if _request is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,6 +8,8 @@ from pathlib import Path
 from shlex import split
 from types import ModuleType, SimpleNamespace
 
+import torch
+
 from megatron.core.current_mesh import current
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
@@ -15,6 +17,7 @@ from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.random import DropoutKeys
+from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tokenizers import TOKENIZERS, build_tokenizer
 from megatron.core.transformer.kernels import KERNELS
 from megatron.core.weight_grads import WeightGradStore
@@ -80,7 +83,10 @@ def trainer_of(
     current().sequence_parallel = config.parallel.sequence_parallel_on
     keys = DropoutKeys(config.training.seed)
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
-    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore())
+    tier = make_tier(config.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
+    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), tier=tier)
+    if tier is not None:
+        runtime.held.callback(tier.close)
     set_runtime(runtime, this_thread_only=True)
     _WhereAsked.this_thread.predicts = predicts
     try:

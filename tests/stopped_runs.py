@@ -25,11 +25,11 @@ _LINE = re.compile(r"iteration +(\d+)/.*?\| (consumed samples.*?) elapsed.*?(\| 
 _SAVED = re.compile(r"saved checkpoint at iteration (\d+)")
 
 
-def job(flags: str, **sizes: int) -> str:
+def job(flags: str, *, tiny: str = TINY, **sizes: int) -> str:
     """Run to the end; what was printed. RuntimeError from the error of the first rank that failed, with `said`."""
 
     def work(mesh: Mesh) -> None:
-        with trainer_of(pretrain_gpt, mesh, TINY + flags, predicts=False) as trainer:
+        with trainer_of(pretrain_gpt, mesh, tiny + flags, predicts=False) as trainer:
             trainer.run()
 
     out = io.StringIO()
