@@ -157,7 +157,7 @@ def _kill(case: Case, job: Job, seconds: float) -> dict:
         while max((marks.count("saving") for marks in ranks.marks().values()), default=0) < case.save:
             if not job.running() or time.monotonic() - began > PATIENCE:
                 break
-            time.sleep(0.002)
+            time.sleep(0.005)
         time.sleep(case.instant)
     else:
         time.sleep(case.instant * seconds)

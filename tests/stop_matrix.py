@@ -40,7 +40,7 @@ DIMENSIONS = {
     "precision": {
         "float32": "",
         "bfloat16": "--bf16",
-        "float16": "--fp16 --initial-loss-scale 67108864 --hysteresis 1 --loss-scale-window 3",
+        "float16": "--fp16 --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 3",
     },
     "stage": {"0": "", "1": "--zero-stage 1", "2": "--zero-stage 2", "3": "--zero-stage 3"},
     "overlap": {
@@ -59,7 +59,7 @@ DIMENSIONS = {
         "1f1b": _PP,
         "interleaved": f"{_PP} --num-virtual-stages-per-pipeline-rank 2",
         "zb-h1": f"{_PP} --pipeline-schedule zb-h1",
-        "zb-v": f"{_PP} --pipeline-schedule zb-v",
+        "zb-v": f"{_PP} --pipeline-schedule zb-v --untie-embeddings-and-output-weights",
     },
     "dropout": {"none": "--hidden-dropout 0 --attention-dropout 0", "0.1": ""},
     "batch": {
