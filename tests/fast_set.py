@@ -33,6 +33,8 @@ ONE_IN = {
     "ranks/test_layer_specs.py::test_modules_of_the_user_train_as_in_one_process": 4,
     "ranks/test_layers.py::test_column_parallel_equals_linear": 3,
     "ranks/test_layers.py::test_row_parallel_equals_linear": 3,
+    "ranks/test_families.py::test_scores_are_those_of_transformers": 4,
+    "ranks/test_model_options.py::test_scores_and_gradients_are_those_of_the_formulas": 4,
     "ranks/test_megatron_loop.py::test_megatrons_loop_gives_one_processs_weights": 2,
     "ranks/test_optimizer.py::test_a_bad_gradient_stops_every_rank_before_anything_is_updated": 3,
     "ranks/test_optimizer.py::test_the_norm_counts_each_parameter_once": 4,
@@ -57,6 +59,7 @@ ONE_IN = {
 
 # Of these tests' cases the test command has one in so many: each walks a product, of which the rest takes minutes.
 COMMAND_ONE_IN = {
+    "ranks/test_families.py::test_every_option_of_a_family_is_seen": 3,
     "pure/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 2,
     "ranks/test_base_product.py::test_every_layout_equals_one_process": 2,
     "ranks/test_memory_measured.py::test_recorded_peaks_are_the_predicted": 2,
