@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt_model import GPTModel
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batches import get_batch_on_this_tp_rank
+from megatron.training.batches import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -50,7 +50,8 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tens
     if not is_end and not get_runtime().config.data.reset_attention_mask:
         return model(None, None), None
     with get_timers()("batch-generator", log_level=2):
-        tokens, labels, loss_mask, documents, position_ids = get_batch_on_this_tp_rank(data_iterator).values()
+        batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator))
+        tokens, labels, loss_mask, documents, position_ids = batch.values()
     return model(tokens, position_ids, documents, labels=labels), partial(loss_func, loss_mask)
 
 

@@ -25,6 +25,7 @@ ONE_IN = {
     "ranks/test_bert.py::test_every_layout_equals_one_process": 2,
     "ranks/test_cache.py::test_cached_scores_equal_the_plain_forward": 5,
     "ranks/test_changed_settings.py::test_a_checkpoint_of_another_model_tokenizer_or_precision_is_refused": 3,
+    "ranks/test_context_parallel.py::test_a_shared_sequence_gives_the_numbers_of_one_process": 5,
     "ranks/test_documents.py::test_packed_documents_under_a_layout_equal_one_process": 2,
     "ranks/test_forward_backward_func.py::test_a_loop_may_finalize_gradients_as_often_as_it_likes": 3,
     "ranks/test_forward_backward_func.py::test_it_gives_the_losses_and_gradients_of_the_train_step": 5,

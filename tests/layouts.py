@@ -17,6 +17,8 @@ class Layout:
     sp: bool = False
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    cp_types: tuple[str, ...] = ("p2p",)
     m: int = 1  # microbatches of one rank and step
     v: int = 1  # model chunks of each pipeline rank
     schedule: str = "1f1b"
@@ -29,14 +31,18 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}"]
-        parts += [f"v{self.v}"] * (self.v > 1) + [self.schedule] * (self.schedule != "1f1b")
+        parts += (
+            ["cp" + str(self.cp) + "-" + "-".join(self.cp_types)] * (self.cp > 1)
+            + [f"v{self.v}"] * (self.v > 1)
+            + [self.schedule] * (self.schedule != "1f1b")
+        )
         parts += [self.recompute.replace(" ", "")] * (self.recompute != "none") + ["delayed"] * self.delayed
         parts += ["whole"] * (not self.scatter) + ["overlap"] * self.data_parallel.overlap_grad_reduce
         return "-".join([*parts, *["fixed"] * self.data_parallel.fixed_order_grad_reduce])
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def stages(self) -> StageMap:
@@ -53,7 +59,7 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Of the axes, as `run_ranks` takes them."""
         replicas = self.data_parallel.num_distributed_optimizer_instances
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "replicas": replicas}
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "replicas": replicas}
 
     def applied_to(self, config: ModelConfig) -> ModelConfig:
         """The model with this layout's recomputation."""

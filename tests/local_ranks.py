@@ -189,6 +189,10 @@ class ThreadGroup:
         complete = lambda: x.detach().copy_(self.meeting.receive(source, self.rank))  # noqa: E731
         return self._later(f"recv from {source}", x, complete, delayed=True)
 
+    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> _Later:
+        sent, received = self.send(x, to), self.recv(out, source)
+        return self._note(_Later(f"shift to {to}", lambda: (received.wait(), sent.wait())))
+
     def unfinished(self) -> list[str]:
         """Calls that nobody has waited for."""
         return [later.what for later in self.begun if later.complete is not None]

@@ -27,7 +27,13 @@ REFUSALS = {
     "renamed": (1, MOCK + "--batch-size 4", "--batch-size --micro-batch-size"),
     "not built": (1, MOCK + "--use-megatron-fsdp", "--use-megatron-fsdp --zero-stage 3"),
     "experts": (1, MOCK + "--num-experts 8", "--num-experts"),
-    "context parallel": (2, MOCK + "--context-parallel-size 2", "--context-parallel-size 2 1"),
+    "expert parallel": (2, MOCK + "--expert-model-parallel-size 2", "--expert-model-parallel-size 2 1"),
+    "chunks of a sequence": (
+        2,
+        MOCK + "--context-parallel-size 2 --seq-length 30",
+        "--seq-length 30 4 --context-parallel-size 2",
+    ),
+    "context-parallel communication": (1, MOCK + "--cp-comm-type ring", "--cp-comm-type ring p2p all_gather a2a"),
     "contradiction": (
         1,
         MOCK + "--recompute-activations --checkpoint-activations",

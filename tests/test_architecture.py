@@ -21,8 +21,8 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config_fields config whereabouts answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table",
-    "comm mesh current_mesh dropout_masks job model_parallel parallel_state placement random tensor_hash main_grad weight_grads products tiers utils compiler",
+    "config_fields config whereabouts answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table sequence_rows",
+    "comm mesh current_mesh dropout_masks held_rows job model_parallel parallel_state placement random tensor_hash main_grad weight_grads products tiers utils compiler",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
     "models held_tensors interchange",
@@ -30,7 +30,7 @@ ROWS = [
 ]
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
-    core.grid core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
+    core.grid core.sequence_rows core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
     core.parallel_config core.stage_map core.open_table core.storage.atomic core.storage.files core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
     core.optimizer.lr_schedule core.optimizer.loss_scale core.optimizer.settings core.optimizer.muon_config
@@ -223,6 +223,7 @@ def test_training_knows_no_model():
     known = {
         "megatron.core.models.rules",
         "megatron.core.transformer.context",
+        "megatron.core.transformer.context_parallel.problems",
         "megatron.core.transformer.masks",  # what a batch hides from its queries
         "megatron.core.transformer.model_config",
     }
@@ -309,7 +310,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_625,
+    "megatron/core": 2_700,
     "megatron/core/checkpoint": 1_295,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
@@ -317,7 +318,7 @@ BUDGETS = {
     "megatron/core/inference": 350,
     "megatron/core/interchange": 712,
     "megatron/core/job": 664,
-    "megatron/core/models": 321,
+    "megatron/core/models": 323,
     "megatron/core/optimizer": 1_311,
     "megatron/core/pipeline_parallel": 1_212,
     "megatron/core/storage": 231,
@@ -325,6 +326,7 @@ BUDGETS = {
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
     "megatron/core/transformer": 2_066,
+    "megatron/core/transformer/context_parallel": 416,
     "megatron/deepspeed": 486,
     "megatron/training": 1_936,
     "megatron/training/classic": 185,

@@ -17,6 +17,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
+from megatron.core.held_rows import of_my_rows
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
@@ -108,7 +109,11 @@ def microbatches(
 ) -> Iterator[dict[str, Tensor]]:
     for i in range(batch.num_microbatches):
         rows = [sample(number, texts) for number in batch.samples_of(first_sample, i, mesh["dp"])]
-        yield {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        whole = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        yield {
+            key: x if key == "documents" else of_my_rows(x, mesh["cp"], dim=2 if x.dim() == 4 else 1)
+            for key, x in whole.items()
+        }
 
 
 def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -149,7 +154,7 @@ def build_chunks(
     keys, store, chunks = DropoutKeys(SEED), WeightGradStore(), {}
     config, stages = layout.applied_to(config), layout.stages
     poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
-    options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False}
+    options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False, "cp_types": layout.cp_types}
     models = {
         stage: subject.make(
             config,
@@ -190,7 +195,7 @@ def build_pipeline(
 ) -> Pipeline:
     """What runs this rank's stages, from the parts that `build_chunks` gives."""
     chunks, keys, store = parts
-    length = SEQ // layout.tp if layout.sp else SEQ
+    length = SEQ // layout.cp // (layout.tp if layout.sp else 1)
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
     return Pipeline(
         chunks,
@@ -351,7 +356,7 @@ def my_pieces(
     for name, p, owned in module.owned_by_rank:
         shape, placement = tuple(p.shape), p.placement
         if name not in held:
-            if mesh["dp"].is_first:
+            if mesh["dp_cp"].is_first:
                 result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
             continue
         slot, shard, buffer = held[name]

@@ -94,6 +94,7 @@ class Group(Protocol):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
     def broadcast(self, x: Tensor, source: int) -> Pending[Any]: ...
+    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Pending[Any]: ...
     def send(self, x: Tensor, to: int) -> Pending[Any]: ...
     def recv(self, x: Tensor, source: int) -> Pending[Any]: ...
 
@@ -175,6 +176,15 @@ class TorchGroup:
 
     def broadcast(self, x: Tensor, source: int) -> Pending[Any]:
         return self._start(dist.broadcast, x, group_src=source, async_op=True)
+
+    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Pending[Any]:
+        """One batch: NCCL runs a communicator's transfers in order, and in a ring bare sends would wait for each other."""
+        group = self.process_group
+        sends = dist.P2POp(dist.isend, x, group=group, group_peer=to)
+        receives = dist.P2POp(dist.irecv, out, group=group, group_peer=source)
+        with as_peer_error():
+            works = dist.batch_isend_irecv([sends, receives])
+        return Pending(lambda: [_wait_for(work) for work in works])
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
         return self._start(dist.isend, x, group_dst=to)
@@ -341,6 +351,15 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return x
 
 
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Equal part i of dimension 0 goes to the rank at position i; the result has the parts in rank order."""
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    return _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out).wait()
+
+
 def my_part(size: int, axis: Axis) -> slice:
     """This rank's equal shard of a dimension of `size`, as a slice."""
     if size % axis.size:
@@ -356,6 +375,16 @@ def start_send(x: Tensor, axis: Axis, to: int) -> Pending[Tensor]:
     """Start to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order sent."""
     x = x.contiguous()
     return _issue("send", axis, x, lambda: axis.group.send(x, to), peer=axis.ranks[to])
+
+
+def start_shift(x: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Start to send `x` to the next rank of the axis, the last to the first; the result is that of the rank before."""
+    if axis.size == 1:
+        return done(x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    to, source = ((axis.rank + by) % axis.size for by in (1, -1))
+    return _issue("send", axis, x, lambda: axis.group.shift(out, x, to, source), out)
 
 
 def start_recv(x: Tensor, axis: Axis, source: int) -> Pending[Tensor]:

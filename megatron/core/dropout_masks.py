@@ -85,9 +85,9 @@ def numbered_keys(keys: Tensor, first: int, count: int) -> Tensor:
     return mixed(_numbered(first, count, keys.device), keys[..., None, None, :])
 
 
-def column_words(width: int, place: Tensor) -> Tensor:
-    """[width]"""
-    return mixed(torch.arange(width, dtype=torch.int32, device=place.device), place)
+def column_words(width: int, place: Tensor, first: int = 0) -> Tensor:
+    """[width], of the columns numbered from `first`."""
+    return mixed(torch.arange(first, first + width, dtype=torch.int32, device=place.device), place)
 
 
 def threshold_of(probability: float) -> int:

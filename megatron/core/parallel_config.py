@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config import ConfigError, Count, FlagConfig, flag_of, knob
+from megatron.core.config import ConfigError, Count, FlagConfig, knob
 from megatron.core.grid import ORDER, AxisSizes
 
 
@@ -14,7 +14,13 @@ class ParallelConfig(FlagConfig):
     tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks: shards of each layer")
     pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks: shards of the layer sequence")
     sequence_parallel: bool = knob(False, "shard norms and dropout along the sequence over tensor-parallel ranks")
-    context_parallel_size: int = knob(1, "context-parallel ranks: shards of each sequence")
+    context_parallel_size: Count = knob(1, "context-parallel ranks: shards of each sequence")
+    cp_comm_type: list[str] = knob(
+        ["p2p"],
+        "how context-parallel ranks see each other's tokens: p2p (keys and values travel round a ring), all_gather (of keys and "
+        "values), a2a (heads are exchanged for tokens); one for all layers, or one for each",
+        metavar="TYPE",
+    )
     expert_model_parallel_size: int = knob(1, "expert-parallel ranks: shards of the experts")
     num_layers_per_virtual_pipeline_stage: Count | None = knob(
         None, "layers per model chunk (schedules interleaved, zb-interleaved; zb-v has 2 chunks per rank)"
@@ -44,9 +50,9 @@ class ParallelConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        for name in ("context_parallel_size", "expert_model_parallel_size"):  # `AxisSizes` has them, no layer does yet
-            if (size := getattr(self, name)) != 1:
-                yield f"{flag_of(name)} is {size}, but {name.partition('_')[0]} parallelism is not built yet; use 1"
+        if self.expert_model_parallel_size != 1:  # `AxisSizes` has it, no layer does yet
+            given = f"--expert-model-parallel-size is {self.expert_model_parallel_size}"
+            yield f"{given}, but expert parallelism is not built yet; use 1"
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             yield "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
 

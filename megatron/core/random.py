@@ -17,8 +17,9 @@ from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.device import to_device
 from megatron.core.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
-from megatron.core.grid import ALONE, Axis
+from megatron.core.grid import Axis
 from megatron.core.placement import Constant, Normal, pieces
+from megatron.core.sequence_rows import SequenceRows
 
 TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 us
 
@@ -174,21 +175,22 @@ class KeyedDropout(nn.Module):
 class HiddenDropout(KeyedDropout):
     """Dropout of hidden states [s, b, h], the same in every layout.
 
-    Under sequence parallelism a rank draws the rows of its part of the sequence.
+    A rank draws the rows that it holds of each sample.
     """
 
-    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, sequence_axis: Axis | None):
+    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, rows: SequenceRows):
         super().__init__(probability, keys, site, layer)
-        self.sequence_axis = sequence_axis or ALONE
+        self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
         return dropped(x, self.words_for(x), self.probability) if self.is_active else x
 
     def words_for(self, x: Tensor) -> MaskWords:
         """Of the mask of x [s, b, h]."""
-        tokens, device = x.shape[0], x.device
-        lines = numbered_keys(self.keys_of_rows(x.shape[1], device), self.sequence_axis.rank * tokens, tokens)
-        return MaskWords(lines.transpose(0, 1), column_words(x.shape[2], self.place_on(device)))
+        samples = self.keys_of_rows(x.shape[1], x.device)
+        parts = [numbered_keys(samples, start, stop - start) for start, stop in self.rows.ranges(x.shape[0])]
+        lines = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return MaskWords(lines.transpose(0, 1), column_words(x.shape[2], self.place_on(x.device)))
 
 
 class AttentionDropout(KeyedDropout):
@@ -205,5 +207,11 @@ class AttentionDropout(KeyedDropout):
 
     def words_for(self, shape: tuple[int, ...], device: torch.device) -> MaskWords:
         """Of the masks of scores of `shape` [b, heads, s, s]."""
+        return self.words_of_part(shape[:2], (0, shape[2]), (0, shape[3]), device)
+
+    def words_of_part(
+        self, shape: tuple[int, ...], rows: tuple[int, int], keys: tuple[int, int], device: torch.device
+    ) -> MaskWords:
+        """Of a part of the masks. shape: [b, heads]. rows, keys: the first one's number in the sample, and how many."""
         of_heads = numbered_keys(self.keys_of_rows(shape[0], device), self.first_head, shape[1])
-        return MaskWords(numbered_keys(of_heads, 0, shape[2]), column_words(shape[3], self.place_on(device)))
+        return MaskWords(numbered_keys(of_heads, *rows), column_words(keys[1], self.place_on(device), keys[0]))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm, parallel_state
+from megatron.core.held_rows import of_my_rows
 from megatron.core.signatures import takes
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.transformer.masks import Documents
@@ -33,8 +34,14 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
 
 @takes(cp_group=None)
 def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """This context-parallel rank's part of the sequence. Context parallelism is not built yet: the whole batch."""
-    return batch
+    """This context-parallel rank's rows of each sample: of tensors [b, s], and of the queries of a mask [b, 1, s, s].
+
+    `Documents` stay whole, since a query sees keys of other ranks. Labels must have been shifted before."""
+    cp = parallel_state.get_mesh()["cp"]
+    return {
+        name: of_my_rows(x, cp, dim=2 if name == "attention_mask" else 1) if isinstance(x, Tensor) else x
+        for name, x in batch.items()
+    }
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:

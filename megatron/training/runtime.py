@@ -86,6 +86,7 @@ class Runtime:
             self.config.transformer.params_dtype,
             self.dropout_keys,
             tier=self.tier if self.tier is not None and self.tier.name == "file" else None,
+            cp_types=tuple(self.config.parallel.cp_comm_type),
             sequence_parallel=self.config.parallel.sequence_parallel_on,
             device=self.device.torch_device,
             weight_grads=self.weight_grads,

@@ -12,14 +12,16 @@ MOCK = [*GPT2, *STEPS, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vo
 REFUSALS = {
     "world size": (3, ["--tensor-model-parallel-size", "2"], ["world size 3 is not a multiple of 2"]),
     "global batch size": (2, ["--global-batch-size", "6"], ["--global-batch-size (6) must be a multiple of 4"]),
-    "not built yet": (2, ["--context-parallel-size", "2"], ["--context-parallel-size is 2", "not built yet"]),
+    "not built yet": (2, ["--expert-model-parallel-size", "2"], ["--expert-model-parallel-size is 2", "not built yet"]),
     "several at once": (
         2,
-        split("--num-layer 3 --context-parallel-size 2 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"),
+        split(
+            "--num-layer 3 --expert-model-parallel-size 2 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"
+        ),
         [
             "cannot start, 6 problem(s)",
             "unknown flag --num-layer; did you mean --num-layers?",
-            "--context-parallel-size is 2",
+            "--expert-model-parallel-size is 2",
             "--num-experts",
             "--weight-decay is -1",
             "--seed is -5",

@@ -280,7 +280,6 @@ def test_what_is_not_built_says_so_when_it_is_called(name):
 
 
 ARGUMENTS_AND_SAID = [
-    ({"context_parallel_size": 2}, "--context-parallel-size 2"),
     ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2"),
     ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
     ({"use_sharp": True}, "use_sharp=True"),

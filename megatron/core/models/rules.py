@@ -47,6 +47,8 @@ def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
         problems.append("--add-output-bias: the scores of a BERT have a bias in any case; leave it out")
     if config.transformer.window_size is not None:
         problems.append("--window-size looks back alone, and a word of a BERT sees both sides; leave it out")
+    if config.parallel.context_parallel_size > 1:
+        problems.append("--context-parallel-size above 1 is not built yet for a BERT; use 1")
     return problems
 
 

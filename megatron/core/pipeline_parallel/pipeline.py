@@ -32,7 +32,7 @@ class BatchShape:
 
     micro_batch_size: int
     num_microbatches: int  # per rank in a step of validation; the default for a step of training
-    tokens_per_sample: int = 1  # if none is masked
+    tokens_per_sample: int = 1  # on one rank, if none is masked
 
     @property
     def nominal_tokens(self) -> int:

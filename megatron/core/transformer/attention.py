@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.linear_layers import (
     size_per_rank,
 )
 from megatron.core.transformer.context import LayerContext, MakePart
+from megatron.core.transformer.context_parallel.method import SharedAttention
 from megatron.core.transformer.head_norms import make_query_key_norms, normed_heads
 from megatron.core.transformer.kernels import AttentionCase, Scoring, kernel_for
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -31,7 +32,11 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
-        first_head = context.tp.axis.rank * config.num_attention_heads // context.tp.axis.size
+        self.cp, self.method = context.cp.axis, context.cp.method_of(layer)
+        place, shares = context.tp.axis.rank, context.tp.axis.size
+        if self.method is not None and self.method.divides_heads:
+            place, shares = place * self.cp.size + self.cp.rank, shares * self.cp.size
+        first_head = place * config.num_attention_heads // shares
         self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
         self.backend, self.way = config.attention_backend, context.tp.products.attention
         self.factor, self.cap = config.query_factor(layer), config.attn_logit_softcapping
@@ -44,24 +49,35 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         dtype = q.dtype
-        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
-        if self.way == "widened":  # to round once, at the end
-            heads = [x.float() for x in heads]
+        heads = [x.float() for x in (q, k, v)] if self.way == "widened" else [q, k, v]  # to round once, at the end
         if self.factor != 1:
             heads[0] = heads[0] * self.factor
+        if self.method is None:
+            out = self.of_whole_samples(*heads, mask)
+        else:
+            plain = self.cap is None and not self.sinks
+            shared = SharedAttention(*heads, mask, self.dropout, self.backend, self.of_whole_samples, plain)
+            out = self.method.attend(shared, self.cp)
+        return out.flatten(2).to(dtype)  # [s, b, n * d]
+
+    def of_whole_samples(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """q [s, b, n, d]; k, v [s, b, groups, d] -> as q, by a kernel of KERNELS."""
+        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
         scoring = self.scoring(heads[0])
         probability = self.dropout.probability if self.training else 0.0
         case = AttentionCase(*heads[:2], mask, probability, self.compiled, scoring)
         more = () if scoring is None else (scoring,)  # which a script's own kernel need not take
-        out = kernel_for(self.backend, case).compute(*heads, mask, self.dropout, *more)
-        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, n * d]
+        return kernel_for(self.backend, case).compute(*heads, mask, self.dropout, *more).permute(2, 0, 1, 3)
 
     def scoring(self, q: Tensor) -> Scoring | None:
-        """What differs from a plain softmax of the scores of q [b, n/t, s, d]."""
+        """What differs from a plain softmax of the scores of q [b, n, s, d], n of this rank's heads."""
         if self.cap is None and not self.sinks:
             return None
         ones = q.new_zeros(q.shape[1]) if self.sinks and self.softmax_offset is None else None
-        return Scoring(self.cap, ones if self.softmax_offset is None else self.softmax_offset)
+        if self.softmax_offset is None:
+            return Scoring(self.cap, ones)
+        first = self.cp.rank * q.shape[1] if q.shape[1] < len(self.softmax_offset) else 0
+        return Scoring(self.cap, self.softmax_offset[first : first + q.shape[1]])
 
 
 class ParallelAttention(nn.Module):
@@ -111,7 +127,7 @@ class ParallelAttention(nn.Module):
         self.q_layernorm, self.k_layernorm = make_query_key_norms(config, context)
         self.norms_over = tp.axis if config.qk_norm_over == "width" else None
         self.compiled = compiles(config, tp.device)
-        self.core_attention = make_core(config, layer, context)
+        self.core_attention, self.cp_size = make_core(config, layer, context), context.cp.axis.size
         self.keys, self.layer = context.keys, layer
         self.keys_before = config.keys_before(layer)  # None: no window
         self.rope = config.rope_of(layer)  # which of the model's; None: this layer does not rotate
@@ -141,7 +157,7 @@ class ParallelAttention(nn.Module):
         heads = self.heads_of(fused, angles)
         k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
-        return attend(heads.q, k, v, windowed(mask, self.keys_before, len(k)))
+        return attend(heads.q, k, v, windowed(mask, self.keys_before, len(k) * self.cp_size))
 
     def heads_of(self, fused: Tensor, angles: Tensor | None = None) -> "Heads":
         """The heads of a fused product, normalized and rotated."""

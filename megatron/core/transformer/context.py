@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.grid import Axis
+from megatron.core.grid import ALONE, Axis
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys, HiddenDropout
+from megatron.core.sequence_rows import SequenceRows
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.tier import Tier
+from megatron.core.transformer.context_parallel.method import ContextParallel
 from megatron.core.transformer.model_config import ModelConfig
 
 
@@ -26,6 +28,7 @@ class LayerContext:
     keys: DropoutKeys
     ends: Axis | None = None  # the first and the last stage, which share a tied word table
     tier: Tier | None = None  # storage of offloaded activations; None: host memory
+    cp: ContextParallel = ContextParallel()  # the ranks that share each sample
 
     @classmethod
     def on(
@@ -35,20 +38,26 @@ class LayerContext:
         keys: DropoutKeys | None = None,
         *,
         tier: Tier | None = None,
+        cp_types: tuple[str, ...] = ("p2p",),
         **of_tensors: Any,
     ) -> "LayerContext":
-        """The context of this rank's chunks. of_tensors: further fields of `TensorParallel`, by name."""
+        """The context of this rank's chunks. cp_types: of `ContextParallel`. of_tensors: further fields of
+        `TensorParallel`, by name."""
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **of_tensors)
-        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier)
+        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, ContextParallel(mesh["cp"], cp_types))
+
+    @property
+    def rows(self) -> SequenceRows:
+        """The rows of each sample that this rank holds between layers."""
+        return SequenceRows(self.cp.axis, self.tp.sequence_axis or ALONE)
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
         """Dropout of hidden states. site: a unique name for each place in a layer."""
-        return HiddenDropout(probability, self.keys, site, layer, self.tp.sequence_axis)
+        return HiddenDropout(probability, self.keys, site, layer, self.rows)
 
     def hidden_states(self, config: ModelConfig, micro_batch_size: int, seq_length: int) -> TensorSpec:
-        """The residual stream of a microbatch between two layers: [s, b, h], or [s/t, b, h] under sequence parallelism."""
-        length = seq_length // (self.tp.axis.size if self.tp.sequence_parallel else 1)
-        return TensorSpec((length, micro_batch_size, config.hidden_size), config.residual_dtype)
+        """The residual stream of a microbatch between two layers: [s, b, h], or of this rank's rows."""
+        return TensorSpec((self.rows.held_of(seq_length), micro_batch_size, config.hidden_size), config.residual_dtype)
 
 
 MakePart = Callable[[ModelConfig, int, LayerContext], nn.Module]  # int: the layer's number in the whole model

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.held_rows import positions_of
 from megatron.core.tiers.activations import StageActivations
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -48,23 +49,24 @@ class ParallelTransformer(nn.Module):
             tier=context.tier,
         )
         self.ropes = config.ropes
-        self.sequence_ranks = tp.axis.size if tp.sequence_parallel else 1
+        self.rows = context.rows
         self.layers = nn.ModuleDict({str(layer): make_layer(config, layer, context) for layer in layers})
         self.final_layernorm = make_norm(config, context) if post_process and config.norm_placement != "post" else None
 
     def forward(self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
-        config, length = self.settings, x.shape[0] * self.sequence_ranks
+        config, rows = self.settings, self.rows.within_layers
+        length = x.shape[0] * self.rows.sp.size
         angles = None
         if cache is not None:
-            if self.sequence_ranks > 1:
+            if self.rows.length_of(1) > 1:
                 raise ValueError(
-                    "a cache needs the whole sequence on every rank; build the model without sequence parallelism"
+                    "a cache needs the whole sequence on every rank; build the model without sequence and context parallelism"
                 )
             mask = cache.mask(length)
         if self.ropes:
-            positions = torch.arange(length, device=x.device)[:, None] if cache is None else cache.positions(length).t()
+            positions = positions_of(rows, length, x.device)[:, None] if cache is None else cache.positions(length).t()
             # One scaling for the whole text: keys in a cache are not rotated again.
-            tokens = length if cache is None else cache.capacity
+            tokens = rows.length_of(length) if cache is None else cache.capacity
             angles = angles_of(self.ropes, positions, config.rotary_width, tokens, like=x)
         for group in self._groups():
             x = self._run_group(group, x, mask, angles, cache)

@@ -214,7 +214,6 @@ _TABLE = """
     8: inference_max_batch_size mamba_num_groups
     90: inprocess_hard_timeout
     96: dino_local_img_size
-    ["p2p"]: cp_comm_type
     []: high_priority_stream_groups retriever_report_topk_accuracies
 """
 

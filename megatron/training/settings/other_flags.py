@@ -105,8 +105,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --pipeline-model-parallel-comm-backend NAME --high-priority-stream-groups NAME...
         --nccl-communicator-config-path FILE --use-nccl-ub --nccl-ub --disable-symmetric-registration --use-sharp
         --sharp-enabled-group NAME --disable-gloo-process-groups --enable-gloo-process-groups""",
-    "context parallelism is not built yet, and without it these say nothing": """
-        --cp-comm-type NAME... --hierarchical-context-parallel-sizes N...""",
+    "only --cp-comm-type a2a+p2p reads it, and that is not built yet": "--hierarchical-context-parallel-sizes N...",
     "memory stays as it is": "--no-clone-scatter-output-in-embedding",
     "Python collects its garbage as it always does": "--manual-gc --manual-gc-interval N --no-manual-gc-eval",
     "every rank keeps in step with its device as it is": "--train-sync-interval N",

@@ -9,6 +9,7 @@ from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.watch.watch_config import watch_problems
@@ -118,6 +119,7 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     model, tensor = config.transformer, config.parallel.tensor_model_parallel_size
     length, is_divided = config.data.seq_length, config.parallel.sequence_parallel_on
     yield from tensor_parallel_problems(model, tensor)
+    yield from context_parallel_problems(config.parallel, model, length or 0)
     if is_divided and (length or 0) % tensor:
         yield (
             f"--sequence-parallel needs a --seq-length ({length}) that is a multiple of --tensor-model-parallel-size ({tensor}); "

@@ -1,0 +1,212 @@
+"""Attention of some rows to some keys, with the logarithm of each row's sum of exponentials, and its backward.
+
+Results of several blocks merge into that of all their keys (arXiv:2205.14135, arXiv:2310.01889): with L = log(sum exp) of a
+block's scores and O its result,
+
+    L = log(exp L1 + exp L2)        O = O1 exp(L1 - L) + O2 exp(L2 - L)
+
+A block's backward takes the L of all keys, and for each row the inner product of its result and its gradient: then each pair of a
+row and a key contributes once, and nothing needs merging.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.dropout_masks import MaskWords, clear_dropped, ones_where_kept
+from megatron.core.random import AttentionDropout
+from megatron.core.transformer.context_parallel.blocks import ChunkNumbers, ScoreTile, blocks_between, tiles_between
+from megatron.core.transformer.masks import Documents, Mask, Window
+from megatron.core.transformer.tiles import wide_empty
+
+_QUERIES, _KEYS = 128, 1024  # of a tile
+
+
+class Merged:
+    """The result of attention to the keys so far: out [b, n, rows, d], and L [b, n, rows], both in float32 or wider."""
+
+    def __init__(self, q: Tensor):
+        self.out = wide_empty(q.shape, q).zero_()
+        self.log_sums = wide_empty(q.shape[:3], q).fill_(-math.inf)
+
+    def add(self, rows: slice, out: Tensor, log_sums: Tensor) -> None:
+        """Merge the result of the rows' attention to further keys. A row that sees none of them has L = -inf."""
+        before = self.log_sums[:, :, rows]
+        together = torch.logaddexp(before, log_sums)
+        base = together.masked_fill(together == -math.inf, 0)  # a row that has seen nothing yet: weights of 0, not NaN
+        here = self.out[:, :, rows]
+        here.mul_((before - base).exp().unsqueeze(-1)).add_(out * (log_sums - base).exp().unsqueeze(-1))
+        self.log_sums[:, :, rows] = together
+
+
+class Upstream(NamedTuple):
+    """What the backward of a block takes from the forward of all blocks, and from the gradient. All of my rows."""
+
+    grad: Tensor  # [b, n, rows, d]
+    out: Tensor  # as grad, in its dtype
+    log_sums: Tensor  # [b, n, rows]
+
+
+class Grads(NamedTuple):
+    """Gradients summed over blocks, in float32 or wider."""
+
+    q: Tensor  # [b, n, rows, d]
+    k: Tensor  # [b, groups, keys, d]
+    v: Tensor  # as k
+
+
+# ---------------------------------------------------------------- torch's flash kernels
+
+
+@dataclass(frozen=True)
+class FlashBlocks:
+    """Causal attention without dropout by torch's flash kernels, which hold no scores. size: rows of a chunk."""
+
+    mine: ChunkNumbers
+    size: int
+    name = "flash"
+
+    def add(self, merged: Merged, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+        for rows, keys, causal in blocks_between(self.mine, theirs, self.size):
+            merged.add(rows, *_flash(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)[:2])
+
+    def add_grads(self, grads: Grads, up: Upstream, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+        for rows, keys, causal in blocks_between(self.mine, theirs, self.size):
+            here = Upstream(*(x[:, :, rows] for x in up))
+            found = _flash_backward(here, q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            for total, part, x in zip(grads, (rows, keys, keys), found):
+                total[:, :, part] += x
+
+
+def flash_refuses(q: Tensor) -> str | None:
+    """Why torch's flash kernels cannot take these heads; None: they can."""
+    if q.device.type in ("cpu", "meta"):
+        return None
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"has no {q.dtype} on {q.device.type}"
+    return "has no heads wider than 256" if q.shape[-1] > 256 else None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+    """(out, L, ...)"""
+    if q.device.type in ("cpu", "meta"):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, *_repeated(q, k, v), 0.0, causal)
+
+
+def _flash_backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type in ("cpu", "meta"):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            up.grad, q, k, v, up.out, up.log_sums, 0.0, causal
+        )
+    wide_k, wide_v = _repeated(q, k, v)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+    of_q, *of_pair = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        up.grad, q, wide_k, wide_v, up.out, up.log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]
+    )
+    return of_q, *(_summed(x, k.shape[1]) for x in of_pair)
+
+
+def _repeated(q: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Key or value heads [b, groups, ..], once for each query head."""
+    return tuple(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in heads)
+
+
+def _summed(x: Tensor, groups: int) -> Tensor:
+    """Gradients of repeated heads [b, n, ..] -> [b, groups, ..]"""
+    return x.unflatten(1, (groups, -1)).sum(2)
+
+
+# ---------------------------------------------------------------- tiles, for any mask and for dropout
+
+
+@dataclass(frozen=True)
+class TiledBlocks:
+    """Attention under any mask, with dropout or without, tile by tile. mask: as the kernels take it, for all of the sample; a
+    tensor's rows are mine [.., rows, s]."""
+
+    mine: ChunkNumbers
+    size: int
+    mask: Mask
+    dropout: AttentionDropout
+    name = "tiled"
+
+    def add(self, merged: Merged, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+        k, v = _repeated(q, k, v)
+        for tile in self._tiles(theirs):
+            scores = self._scores(q, k, tile)
+            log_sums = scores.logsumexp(dim=-1)
+            base = log_sums.masked_fill(log_sums == -math.inf, 0)  # rows that see none of these keys
+            probabilities = scores.sub_(base.unsqueeze(-1)).exp_()
+            self._drop(self._kept(q, tile), probabilities)
+            merged.add(tile.rows, probabilities.to(q.dtype) @ v[:, :, tile.keys], log_sums)
+
+    def add_grads(self, grads: Grads, up: Upstream, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+        groups = k.shape[1]
+        k, v = _repeated(q, k, v)
+        inner = (up.grad.to(up.log_sums.dtype) * up.out).sum(dim=-1, keepdim=True)
+        for tile in self._tiles(theirs):
+            rows, keys = tile[:2]
+            scores, grad = self._scores(q, k, tile), up.grad[:, :, rows]
+            probabilities = scores.sub_(up.log_sums[:, :, rows].unsqueeze(-1)).exp_()
+            kept = self._kept(q, tile)
+            by_probabilities = (grad @ v[:, :, keys].transpose(-1, -2)).to(scores.dtype)
+            self._drop(kept, by_probabilities)
+            by_scores = (probabilities * (by_probabilities - inner[:, :, rows]) / math.sqrt(q.shape[-1])).to(q.dtype)
+            self._drop(kept, probabilities)
+            grads.q[:, :, rows] += by_scores @ k[:, :, keys]
+            grads.k[:, :, keys] += _summed(by_scores.transpose(-1, -2) @ q[:, :, rows], groups)
+            grads.v[:, :, keys] += _summed(probabilities.to(q.dtype).transpose(-1, -2) @ grad, groups)
+
+    def _tiles(self, theirs: ChunkNumbers) -> Iterator[ScoreTile]:
+        before = self.mask.before if isinstance(self.mask, Window) else None
+        is_causal = not isinstance(self.mask, Tensor)
+        where = {"queries": _QUERIES, "keys": _KEYS, "before": before, "is_causal": is_causal}
+        return tiles_between(self.mine, theirs, self.size, **where)
+
+    def _scores(self, q: Tensor, k: Tensor, tile: ScoreTile) -> Tensor:
+        """The tile's scores [b, n, rows, keys], -inf where a key is hidden, in float32 or wider."""
+        q = q[:, :, tile.rows] / math.sqrt(q.shape[-1])  # before the product, which would overflow float16
+        scores = q @ k[:, :, tile.keys].transpose(-1, -2)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return wide.masked_fill_(_hidden(self.mask, tile, wide), -math.inf)
+
+    def _kept(self, q: Tensor, tile: ScoreTile) -> Tensor | None:
+        """1 where a probability of the tile is kept, 0 where dropout takes it; None: all are kept."""
+        if not self.dropout.is_active:
+            return None
+        first, count = tile.first_row, tile.rows.stop - tile.rows.start
+        words = self.dropout.words_of_part(q.shape[:2], (first, count), (tile.first_key, _length(tile.keys)), q.device)
+        return ones_where_kept(MaskWords(*words), self.dropout.probability)
+
+    def _drop(self, kept: Tensor | None, x: Tensor) -> None:
+        if kept is not None:
+            clear_dropped(x, kept)
+            x *= 1 / (1 - self.dropout.probability)
+
+
+def _hidden(mask: Mask, tile: ScoreTile, scores: Tensor) -> Tensor:
+    """The tile's part of `hidden_keys`, which broadcasts to its scores."""
+    device, keys = scores.device, slice(tile.first_key, tile.first_key + _length(tile.keys))
+    if isinstance(mask, Tensor):
+        return mask[..., tile.rows, keys]
+    rows = slice(tile.first_row, tile.first_row + _length(tile.rows))
+    before, within = (mask.before, mask.within) if isinstance(mask, Window) else (None, mask)
+    distance = torch.arange(rows.start, rows.stop, device=device)[:, None] - torch.arange(
+        keys.start, keys.stop, device=device
+    )
+    hidden = distance < 0 if before is None else (distance < 0) | (distance > before)
+    if isinstance(within, Tensor):
+        return hidden | within[..., tile.rows, keys]
+    if isinstance(within, Documents):
+        other = within.numbers[:, rows, None] != within.numbers[:, None, keys]
+        return (hidden | other)[:, None]
+    return hidden
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start

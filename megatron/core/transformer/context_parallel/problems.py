@@ -1,0 +1,39 @@
+"""Rules of context parallelism. All problems are found before a process group exists."""
+
+from collections.abc import Iterator
+
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.transformer.context_parallel.method import METHODS
+from megatron.core.transformer.model_config import ModelConfig
+
+
+def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_length: int) -> Iterator[str]:
+    """One line for each violated rule."""
+    ranks, types = parallel.context_parallel_size, parallel.cp_comm_type
+    if unknown := sorted({*types} - {*METHODS}):
+        yield f"--cp-comm-type {' '.join(unknown)} is none of {', '.join(METHODS)}; change it"
+        return
+    if len(types) not in (1, model.num_layers):
+        yield (
+            f"--cp-comm-type has {len(types)} entries and --num-layers is {model.num_layers}; give one for all layers, or one "
+            "for each"
+        )
+    if ranks == 1:
+        return
+    if seq_length % (2 * ranks):
+        yield (
+            f"--seq-length ({seq_length}) must be a multiple of {2 * ranks}, 2 chunks for each of the --context-parallel-size "
+            f"({ranks}) ranks; change one"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel_on and seq_length // ranks % tensor:
+        yield (
+            f"--sequence-parallel divides {seq_length // ranks} tokens of a context-parallel rank by "
+            f"--tensor-model-parallel-size ({tensor}); change --seq-length ({seq_length}) or one of the sizes"
+        )
+    heads = model.num_attention_heads // tensor
+    if any(METHODS[name].divides_heads for name in types) and heads % ranks:
+        yield (
+            f"--cp-comm-type a2a deals {heads} attention heads of a tensor-parallel rank out to --context-parallel-size "
+            f"({ranks}) ranks; change a size, or use p2p or all_gather"
+        )
