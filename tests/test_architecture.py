@@ -310,7 +310,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_700,
+    "megatron/core": 2_714,
     "megatron/core/checkpoint": 1_295,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
@@ -325,8 +325,8 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 2_066,
-    "megatron/core/transformer/context_parallel": 416,
+    "megatron/core/transformer": 2_088,
+    "megatron/core/transformer/context_parallel": 421,
     "megatron/deepspeed": 486,
     "megatron/training": 1_936,
     "megatron/training/classic": 185,
