@@ -36,6 +36,7 @@ from megatron.training.checkpointing import saved_products
 from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs
 from megatron.training.command_line import parse_args as parse_words
 from megatron.training.ending import hangs
+from megatron.training.ending.exits import listen_for_requests
 from megatron.training.memory.offload import notes_of
 from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
@@ -88,6 +89,7 @@ def initialize_megatron(
     # A rank with invalid settings only agrees on them, by a device of the kind that the others probably have.
     device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
     if settings:
+        listen_for_requests(settings.config.training)
         hangs.set_limits(settings.config.hangs, asked.distributed_timeout_minutes)
     parallel_state.start_distributed(asked.distributed_backend or device.backend, asked.distributed_timeout_minutes)
     if device.identity and (taken := parallel_state.shared_device_problem(device.identity)):

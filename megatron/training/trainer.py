@@ -193,17 +193,21 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, then validate and test. An exit flag ends the run earlier, without either."""
         self._announce()
-        if self.config.training.skip_train:
-            print_rank_0("--skip-train: no training")
-        elif reason := self._train():
-            print_rank_0(f"exiting at iteration {self.state.iteration}, {reason}")
-            return
-        for split in ("valid", "test"):
-            self._validate(split, at_end=True)
+        with self.exits.listening():
+            if self.config.training.skip_train:
+                print_rank_0("--skip-train: no training")
+            elif reason := self._train():
+                print_rank_0(f"exiting at iteration {self.state.iteration}, {reason}")
+                return
+            for split in ("valid", "test"):
+                if reason := self.exits.asked():
+                    print_rank_0(f"exiting before the {split} loss, {reason}")
+                    return
+                self._validate(split, at_end=True)
 
     def _train(self) -> str | None:
         """Train and save; the reason if the run stops early or on a signal, else None."""
-        state, reason = self.state, None
+        state = self.state
         if state.iteration >= self.train_iters:
             length = "--train-iters" if self.config.training.train_iters else "--train-samples"
             done = f"iteration {state.iteration} of {self.train_iters} is done"
@@ -217,7 +221,8 @@ class Trainer:
             return None
         data = self._training_data()
         self.guard.begin()
-        with self.exits.listening(), self.saves:
+        reason = self.exits.asked()  # while the run started
+        with self.saves:
             while state.iteration < self.train_iters and reason is None:
                 if state.iteration + 1 in self.config.guard.iterations_to_skip:
                     data = self._leave_out()

@@ -28,6 +28,7 @@ from megatron.training.build import DatasetsProvider, build_train_valid_test_dat
 from megatron.training.chunks import ModelProvider
 from megatron.training.command_line import ExtraArgs
 from megatron.training.ending import failures, hangs, interrupt
+from megatron.training.ending.exits import stop_listening
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
 from megatron.training.resume.start import where_to_go_on
@@ -72,7 +73,8 @@ def pretrain(
     """Train a model from the command line's settings. Every process of the job calls it.
 
     Arguments stand in Megatron's order; the order of Megatron 2.5, without model_type, works too.
-    Invalid settings end all processes with code 2. A later error ends them with code 1 and the message of the failing rank.
+    Invalid settings end all processes with code 2. A later error ends them with code 1, or 3 if numbers are wrong, and with the
+    message of the failing rank.
     A job of one process raises that error, unless the message alone says what to change (for example for a NaN loss).
 
     train_valid_test_dataset_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data set has
@@ -114,7 +116,10 @@ def run_script(script: Script) -> None:
 
     rank, ranks = parallel_state.launched_rank(), parallel_state.launched_world_size()
     with interrupt.Interrupt(rank) as ctrl_c, hangs.watching(rank, ranks):
-        _run(initialize, make_trainer, ctrl_c)
+        try:
+            _run(initialize, make_trainer, ctrl_c)
+        finally:
+            stop_listening()
 
 
 def _run(
@@ -144,7 +149,7 @@ def _run(
             if told is None:
                 raise
             print(told, file=sys.stderr, flush=True)
-            sys.exit(1 if farewell is None else interrupt.CODE)
+            sys.exit(failures.code_of(error) if farewell is None else interrupt.CODE)
         code = failures.report(error, farewell)
     finally:
         if listener is not None:

@@ -1,10 +1,10 @@
-"""pretrain_gpt.py, of which one rank hangs: HANG="rank how place nth" says who, how and where.
+"""pretrain_gpt.py, of which one rank hangs, or is signalled: HANG="rank how place nth" says who, how and where.
 
-    how     stop (SIGSTOP), loop (in Python), lock (in C, with the interpreter's lock), sleep
+    how     stop (SIGSTOP), loop (in Python), lock (in C, with the interpreter's lock), sleep; or a signal, by its name
     place   a phase of `core/whereabouts.py` with _ for blanks, or op@phase: before its nth call of a collective in that phase;
             op: a name, or "any"; op+phase: after it has issued the call, before it waits
 
-tests/gloo/test_hanging_ranks.py and tests/hang_campaign.py run it.
+tests/gloo/test_hanging_ranks.py, tests/gloo/test_signals.py and tests/hang_campaign.py run it.
 """
 
 import ctypes
@@ -25,6 +25,9 @@ RANK, HOW, PLACE, NTH = os.environ.get("HANG", "-1 stop none 1").split()
 
 
 def hang() -> None:
+    if HOW.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[HOW])
+        return
     print(f"hanging in process {os.getpid()}", flush=True)
     if HOW == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -35,7 +35,9 @@ from megatron.training.train_step import NotFiniteError
 _CLAIMS, _FAILED = "megatron/failure/claims", "megatron/failure/rank"  # keys of the job's store
 _SAID, _LEFT = "megatron/failure/said", "megatron/failure/left"
 _LONGEST_SAID = 20_000  # characters
+WRONG_NUMBERS = 3  # exit code
 _FAILS, _INTERRUPTED = "failed", "was interrupted"
+_IS_WRONG = "has wrong numbers"
 _SECONDS = 3.0  # within which a rank's failure is found in the store
 _LISTENS_EVERY = 2.0  # seconds
 
@@ -50,20 +52,20 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     """Print this rank's part of the report of `error`; returns the exit code. Each failing rank of a multi-process job calls it,
     then `leave`. farewell: of an interrupted rank, printed instead of the error if the rank is the first."""
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
-    code = 1 if farewell is None else interrupt.CODE
+    code = code_of(error) if farewell is None else interrupt.CODE
     at_first_hand = farewell is not None or not isinstance(error, PeerError)
     told = farewell or f"rank {rank} failed:{account_of(error)}"
     if at_first_hand and _claims(store):
         _tell(told)
         with contextlib.suppress(Exception):
-            how = _FAILS if farewell is None else _INTERRUPTED
+            how = _INTERRUPTED if farewell else _IS_WRONG if code == WRONG_NUMBERS else _FAILS
             store.set(_SAID, told[:_LONGEST_SAID])
             store.set(_FAILED, f"rank {rank} {how}")
     elif farewell is not None:
         pass  # another rank has reported the interrupt
     elif failed := _rank_that_failed(store):
         _tell(f"rank {rank}: stopping, because {failed}", follows=True, more=lambda: _what_it_said(store))
-        code = interrupt.CODE if failed.endswith(_INTERRUPTED) else code
+        code = max(code, _code_after(failed))
     elif at_first_hand:
         _tell(f"rank {rank} failed as well:{account_of(error)}")
     else:
@@ -71,6 +73,18 @@ def report(error: BaseException, farewell: str | None = None) -> int:
         _tell(f"rank {rank}: stopping, because {why}", follows=True)
     _let_go(error)
     return code
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of a run that ends with this error."""
+    return WRONG_NUMBERS if isinstance(error, NotFiniteError | WrongNumbersError) else 1
+
+
+def _code_after(failed: str) -> int:
+    """The exit code of a rank that stops because another, in these words, failed."""
+    if failed.endswith(_INTERRUPTED):
+        return interrupt.CODE
+    return WRONG_NUMBERS if failed.endswith(_IS_WRONG) else 1
 
 
 def account_of(error: BaseException) -> str:
@@ -134,7 +148,7 @@ class Listener:
             is_other = failed is not None and not failed.startswith(f"rank {self._rank} ")
             if is_other and not self._stopped.wait(self._every):
                 _tell(f"rank {self._rank}: stopping, because {failed}", follows=True)
-                self._end(interrupt.CODE if failed.endswith(_INTERRUPTED) else 1)
+                self._end(_code_after(failed))
                 return
 
 

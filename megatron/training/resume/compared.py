@@ -45,7 +45,13 @@ NOT_COMPARED = {
         *("distribute_saved_activations", "contiguous_checkpointing", "poison_released_buffers"),
         *("cpu_offloading_num_layers", "min_offloaded_tensor_size"),
     ),
-    "how this run starts and stops": ("skip_train", "exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
+    "how this run starts and stops": (
+        "skip_train",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "exit_signal_handler",
+        "exit_signal",
+    ),
     "compared as a schedule": (*("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),),
     "compared as the rows of the position table": ("max_position_embeddings",),
     "what is looked at beside the run": (

@@ -32,6 +32,7 @@ from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.ending.hang_config import HangConfig
+from megatron.training.ending.signal_names import read_signal
 from megatron.training.guard.guard_config import GuardConfig
 from megatron.training.settings.own_flags import OwnFlags
 from megatron.training.watch.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
@@ -68,7 +69,13 @@ class TrainingConfig(FlagConfig):
     skip_train: bool = knob(False, "only validate and test the loaded weights")
     exit_interval: Count | None = knob(None, "save and exit after an iteration divisible by this")
     exit_duration_in_mins: NotNegative | None = knob(None, "save and exit after this many minutes")
-    exit_signal_handler: bool = knob(False, "on SIGTERM finish the iteration on all ranks, save, and exit with code 0")
+    exit_signal_handler: bool = knob(
+        False,
+        "on --exit-signal, and on SIGUSR1, a scheduler's warning, finish the iteration on all ranks, save, and exit with code 0",
+    )
+    exit_signal: str = knob(
+        "SIGTERM", "signal of --exit-signal-handler, by name or number", metavar="NAME", read=read_signal
+    )
     seed: Annotated[int, "[0, 2^32)"] = knob(1234, "seed of initial weights, data order and dropout")
     check_for_nan_in_loss_and_grad: bool = knob(True, "continue when a loss or gradient norm is NaN or infinite")
 

@@ -61,6 +61,7 @@ def parse_table(table: Mapping[str, str]) -> dict[str, OtherFlag]:
 
 NO_EFFECT_BY_REASON: dict[str, str] = {
     # ---- the model and its numbers
+    "samples are read ahead by threads of the run itself, which hear no signal": "--exit-signal-handler-for-dataloader",
     "there is one implementation": "--use-mcore-models --use-legacy-models --enable-experimental",
     "--compile regions fuses this work, for all kinds at once": """
         --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion""",
