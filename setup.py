@@ -43,6 +43,7 @@ PROGRAMS = [
     "tools/plot_schedule",
     "tools/prepare_cache",
     "tools/preprocess_data",
+    "tools/replay_step",
     "tools/stdlib_corpus",
     "tools/train_tokenizer",
 ]

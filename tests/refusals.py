@@ -44,6 +44,7 @@ REFUSALS = {
         MOCK + "--iterations-to-skip 3 --dataloader-type external",
         "--iterations-to-skip --dataloader-type external",
     ),
+    "dumps among checkpoints": (1, MOCK + "--save {tmp}/s --bad-step-dir {tmp}/s", "--bad-step-dir --save"),
     "iteration 0": (1, MOCK + "--iterations-to-skip 0 3", "--iterations-to-skip 0 1"),
     "no check to act on": (
         1,

@@ -219,7 +219,7 @@ class Trainer:
                 "longer run also decays the learning rate later"
             )
             return None
-        data = self._training_data()
+        data = self.training_data()
         self.guard.begin()
         reason = self.exits.asked()  # while the run started
         with self.saves:
@@ -236,7 +236,8 @@ class Trainer:
             chunk.finish_param_gather()
         return reason
 
-    def _training_data(self) -> dict[int, Iterator | None]:
+    def training_data(self) -> dict[int, Iterator | None]:
+        """The batches of training by stage, from the next sample on."""
         return self.guard.keeping(self._iterators("train", self.state.consumed_train_samples))
 
     def _leave_out(self) -> dict[int, Iterator | None]:
@@ -249,7 +250,7 @@ class Trainer:
             f"iteration {state.iteration} is left out, as --iterations-to-skip asks: samples {first} to {first + batch_size - 1}"
         )
         self._report(StepResult({}, 0.0, 1.0 if scaler is None else scaler.scale, skipped=True), batch_size)
-        return self._training_data()
+        return self.training_data()
 
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
         state = self.state

@@ -65,6 +65,9 @@ COMMANDS = {
     "docs/memory.md": {
         "python tools/estimate_memory.py ...": "tests/pure/test_memory.py::test_gpt3_on_a_thousand_ranks_is_estimated_in_one_process"
     },
+    "docs/reliability.md": {
+        "python tools/replay_step.py ...": "tests/ranks/test_guard_dump.py::test_a_dumped_step_comes_again_to_the_bit"
+    },
     "docs/configure.md": {"python -m megatron.configure ...": CONFIGURES, "bash runs/tiny.sh ...": CONFIGURES},
     "docs/walkthrough.md": {
         "RANK=5 WORLD_SIZE=16 ...": WALKS,

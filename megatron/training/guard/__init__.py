@@ -5,6 +5,8 @@
     replicas           copies of the weights, compared over ranks
     state_hashes       bits of weights, masters and moments that change at rest
     judge              numbers that are not finite or far too large: stop, skip or report; with large_values
+    replay             a microbatch computed twice, bit by bit
+    dump               a bad step on disk, for tools/replay_step.py
     first_bad          names the first tensor of a step that is not finite; with kept_batches, to compute a step again
 
 docs/reliability.md says what each check sees, and what none sees.

@@ -33,6 +33,12 @@ class GuardConfig(FlagConfig):
         "iterations between microbatches computed twice and compared to the bit; default: none, 1 with --rerun-mode report_stats",
         metavar="STEPS",
     )
+    bad_step_dir: str | None = knob(
+        None,
+        "folder for the weights, batches and settings of a step with wrong numbers; tools/replay_step.py computes it again "
+        "anywhere",
+        metavar="DIR",
+    )
     error_injection_rate: WholeNumber = knob(
         0, "inject a wrong result into one of so many microbatches computed twice, to test that it is found; 0: never"
     )

@@ -18,9 +18,10 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.training.guard.check import WrongNumbersError
+from megatron.training.guard.dump import dump_step
 from megatron.training.guard.first_bad import first_bad_tensor
 from megatron.training.guard.kept_batches import KeptBatches
-from megatron.training.guard.large_values import FACTOR, SAMPLES, LargeValues
+from megatron.training.guard.large_values import LargeValues
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.train_step import NotFiniteError, StepFigures, StepWork
@@ -41,7 +42,8 @@ class StepJudge:
     """The judge of a run's steps (`train_step.Judge`). Every rank must call: all get the same verdict."""
 
     def __init__(self, runtime: Runtime, state: TrainState):
-        self.config, self.state = runtime.config.guard, state
+        self.runtime, self.state = runtime, state
+        self.config = runtime.config.guard
         self.mesh, self.device = runtime.mesh, runtime.device.torch_device
         self.losses = LargeValues(state.guard.setdefault("loss", {})) if self.config.check_for_spiky_loss else None
         self.norms = LargeValues(state.guard.setdefault("grads", {})) if self.config.check_for_large_grads else None
@@ -61,6 +63,8 @@ class StepJudge:
             if not finding.is_finite and is_same:
                 text += f" {first_bad_tensor(work, self.device)}"
         self._means.clear()
+        if self.config.bad_step_dir is not None:
+            text += f". {dump_step(self.runtime, self.state, work, figures, finding.text)}"
         if action == "stop":
             raise (WrongNumbersError if finding.is_finite else NotFiniteError)(text)
         what = "its update is left out" if action == "skip" else "training goes on"
@@ -77,10 +81,10 @@ class StepJudge:
             largest = comm.all_reduce(mine.max().double()[None], self.mesh["world"], "max").item()
             if self.losses.is_too_large(largest, work.num_microbatches * self.mesh.samples.size):
                 found.append(
-                    f"{self._microbatch_of(mine, largest, work)} has a loss of {largest:.6g}, {_than(self.losses)}"
+                    f"{self._microbatch_of(mine, largest, work)} has a loss of {largest:.6g}, {self.losses.than}"
                 )
         if self.norms is not None and self.norms.is_too_large(figures.norm):
-            found.append(f"the gradient's norm is {figures.norm:.6g}, {_than(self.norms)}")
+            found.append(f"the gradient's norm is {figures.norm:.6g}, {self.norms.than}")
         return Finding(", and ".join(found), self.config.spike_action) if found else None
 
     def _microbatch_of(self, mine: Tensor, largest: float, work: StepWork) -> str:
@@ -113,10 +117,6 @@ class StepJudge:
             return output, noting
 
         return step if self.losses is not None else forward_step
-
-
-def _than(values: LargeValues) -> str:
-    return f"at least {FACTOR:g} times the largest of the first {SAMPLES} ({values.largest:.6g})"
 
 
 def compared(first: StepFigures, again: StepFigures, world: Any, device: torch.device) -> tuple[bool, str]:

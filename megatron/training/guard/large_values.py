@@ -22,6 +22,11 @@ class LargeValues:
         """The largest of the first values."""
         return self._state["largest"]
 
+    @property
+    def than(self) -> str:
+        """What a value that is too large exceeds, in words."""
+        return f"at least {FACTOR:g} times the largest of the first {SAMPLES} ({self.largest:.6g})"
+
     def is_too_large(self, value: float, samples: int = 1) -> bool:
         """Whether the value, the largest of `samples` values, is unexpected. The first ones are not, nor NaN or infinity."""
         value = abs(value)

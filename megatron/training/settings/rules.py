@@ -1,5 +1,6 @@
 """Rules between the components of a configuration. All problems are found before a process group exists."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -67,6 +68,10 @@ def _guard_problems(config: Config, _: int) -> Iterator[str]:
             "--iterations-to-skip passes over samples by their number, and --dataloader-type external has none; leave one of "
             "them out"
         )
+    folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
+    for flag, folder in folders.items():
+        if folder and guard.bad_step_dir and os.path.realpath(folder) == os.path.realpath(guard.bad_step_dir):
+            yield f"--bad-step-dir is the folder of {flag}, whose latest checkpoint a dump without optimizer state would become"
     if guard.nan_action != "stop" and not training.check_for_nan_in_loss_and_grad:
         yield "--nan-action skip needs the check that --no-check-for-nan-in-loss-and-grad switches off; leave one of them out"
     if guard.spike_action != "report" and not (guard.check_for_spiky_loss or guard.check_for_large_grads):
