@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.config import ConfigError, build, changes, flags_of, knobs
-from megatron.training.guard.dump import BATCH, numbers_of
+from megatron.training.guard.dump import BATCH, exact_numbers
 from megatron.training.guard.first_bad import first_bad_tensor
 from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.initialize import initialize_megatron
@@ -90,7 +90,7 @@ def command_line(state: Mapping[str, Any], root: str) -> list[str]:
 
 def compare(step: Mapping[str, Any], figures: StepFigures) -> Iterator[str]:
     """A line a number: whether it comes again."""
-    for name, text in numbers_of(figures).items():
+    for name, text in exact_numbers(figures).items():
         now, then = float.fromhex(text), float.fromhex(step[name])
         if now == then or (math.isnan(now) and math.isnan(then)):
             verdict = "comes again, to the bit"

@@ -41,7 +41,7 @@ def dump_step(runtime: Runtime, state: TrainState, work: StepWork, figures: Step
         "first_sample": work.first_sample,
         "samples": work.num_microbatches * runtime.samples_at_once,
         "micro_batch_size": work.pipeline.batch.micro_batch_size,
-        **numbers_of(figures),
+        **exact_numbers(figures),
     }
     try:
         folder = save_checkpoint(root, state.iteration, tensors | batches, saved, *_where(runtime), warn=lambda _: None)
@@ -54,7 +54,7 @@ def _where(runtime: Runtime) -> tuple[Any, Any]:
     return runtime.mesh["world"], runtime.device.torch_device
 
 
-def numbers_of(figures: StepFigures) -> dict[str, str]:
+def exact_numbers(figures: StepFigures) -> dict[str, str]:
     """The numbers of a step that must come again, with all their bits."""
     shared = figures.shared
     return {"loss": float(shared.loss).hex(), "tokens": float(shared.tokens).hex(), "norm": float(figures.norm).hex()}
