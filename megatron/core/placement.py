@@ -31,6 +31,11 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class XavierUniform:
+    """Independent draws from U(-a, a), a = sqrt(6 / (rows + columns)) of the global matrix (Glorot and Bengio 2010)."""
+
+
+@dataclass(frozen=True)
 class Constant:
     """The same value everywhere."""
 
@@ -38,7 +43,7 @@ class Constant:
 
 
 # A function gets the whole tensor on every rank, like those of `torch.nn.init`; `random._made_by` states the cost.
-InitialValue = Normal | Constant | Callable[[Any], Any]
+InitialValue = Normal | XavierUniform | Constant | Callable[[Any], Any]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron.core.current_mesh import current, filling_by_name
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.optimizer.loss_scale import make_grad_scaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.optimizer.param_groups import GroupRule, default_group, without_decay_of_tables
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
@@ -129,6 +129,8 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
 
 
 def build_optimizer(chunks: ChunksByStage, runtime: Runtime, group_of: GroupRule = default_group) -> FlatOptimizer:
+    if runtime.config.transformer.embedding_init_method_std is not None:
+        group_of = without_decay_of_tables(group_of)
     return FlatOptimizer(
         [buffer for chunk in chunks.values() for buffer in chunk.buffers],
         runtime.config.optimizer,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import BERT_RULES
-from megatron.core.placement import Constant, Normal, Placement
+from megatron.core.placement import Constant, InitialValue, Placement
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext
@@ -24,10 +24,10 @@ class Dense(nn.Module):
     """x W^T + b with W whole on every rank. `partial`: whether the gradient is partial; None: under sequence
     parallelism."""
 
-    def __init__(self, width: int, out: int, std: float, context: LayerContext, *, partial: bool | None = None):
+    def __init__(self, width: int, out: int, init: InitialValue, context: LayerContext, *, partial: bool | None = None):
         super().__init__()
         self.tp = context.tp
-        self.weight = self.tp.replicated((out, width), Normal(std), partial=partial)
+        self.weight = self.tp.replicated((out, width), init, partial=partial)
         self.bias = self.tp.replicated((out,), Constant(0.0), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Pooler(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext):
         super().__init__()
         self.axis, self.sequence_parallel = context.tp.axis, context.tp.sequence_parallel
-        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, context, partial=False)
+        self.dense = Dense(config.hidden_size, config.hidden_size, config.init, context, partial=False)
 
     def forward(self, x: Tensor, position: int = 0) -> Tensor:
         whole = mappings.whole_sequence(x, self.axis) if self.sequence_parallel else x
@@ -68,7 +68,7 @@ class BertHead(nn.Module):
 
     def __init__(self, config: ModelConfig, context: LayerContext):
         super().__init__()
-        self.dense = Dense(config.hidden_size, config.hidden_size, config.init_method_std, context)
+        self.dense = Dense(config.hidden_size, config.hidden_size, config.init, context)
         self.norm, self.activation = make_norm(config, context), activation_of(config.activation).eager
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class BertModel(LanguageModelStage):
             self.lm_head, self.word_bias = BertHead(config, context), WordBias(config, vocab_size, context)
             if add_binary_head:
                 self.pooler = Pooler(config, context)
-                self.binary_head = Dense(config.hidden_size, 2, config.init_method_std, context, partial=False)
+                self.binary_head = Dense(config.hidden_size, 2, config.init, context, partial=False)
 
     def forward(
         self,

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, my_sequence_part
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.context import LayerContext
@@ -16,7 +15,7 @@ class WholeEmbedding(nn.Module):
 
     def __init__(self, size: int, config: ModelConfig, context: LayerContext):
         super().__init__()
-        self.weight = context.tp.replicated((size, config.hidden_size), Normal(config.init_method_std))
+        self.weight = context.tp.replicated((size, config.hidden_size), config.embedding_init)
 
     def forward(self, ids: Tensor) -> Tensor:
         return lookup(ids, self.weight)
@@ -50,7 +49,7 @@ class Embedding(nn.Module):
             vocab_size,
             config.hidden_size,
             tp=tp,
-            init=Normal(config.init_method_std),
+            init=config.embedding_init,
             ends=context.ends if tied else None,
             padded_size=config.padded_vocab_size(vocab_size, tp.axis.size),
         )

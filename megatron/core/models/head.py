@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from megatron.core.placement import Constant, Normal, Placement
+from megatron.core.placement import Constant, Placement
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.weight_grads import WeightGradStore
@@ -29,7 +29,7 @@ class LanguageModelHead(nn.Module):
         if config.untie_embeddings_and_output_weights:
             self.weight = tp.parameter(
                 (rows, config.hidden_size),
-                Placement((vocab_size, config.hidden_size), Normal(config.init_method_std), shard={tp.axis.name: 0}),
+                Placement((vocab_size, config.hidden_size), config.init, shard={tp.axis.name: 0}),
             )
         if config.add_output_bias:
             self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))

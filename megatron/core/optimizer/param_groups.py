@@ -32,6 +32,16 @@ def default_group(name: str, placement: Placement) -> ParamGroup:
     )
 
 
+def without_decay_of_tables(group_of: GroupRule) -> GroupRule:
+    """`group_of`, with no weight decay for the tables of words, positions and token types."""
+
+    def routed(name: str, placement: Placement) -> ParamGroup:
+        group = group_of(name, placement)
+        return replace(group, weight_decay_multiplier=0.0) if name.endswith("embeddings.weight") else group
+
+    return routed
+
+
 def others_to(optimizer: str, group_of: GroupRule) -> GroupRule:
     """`group_of`, with `optimizer` for all that is no layer's matrix and that `group_of` gives no optimizer: tables of
     words and positions, the output layer, norms, biases."""

@@ -119,7 +119,7 @@ class ParallelAttention(nn.Module):
             config.hidden_size,
             (n + 2 * groups) * d,
             tp=tp,
-            init=Normal(config.init_method_std),
+            init=config.init,
             bias=config.has_qkv_bias,
             rows=shared_group_rows(n, groups, d, tp) if shared else (),
             interleaved=(n // groups * d, d, d),
@@ -136,7 +136,7 @@ class ParallelAttention(nn.Module):
         self.rotated_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
         self.recomputes_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
-            n * d, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.has_proj_bias
+            n * d, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_proj_bias
         )
 
     def forward(

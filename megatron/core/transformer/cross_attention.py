@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext, MakePart
@@ -26,11 +25,11 @@ class ParallelCrossAttention(nn.Module):
         if config.query_groups != n:
             raise ValueError(f"attention to another sequence: {config.query_groups} groups of {n} heads are not built")
         self.head_width, self.heads = d, size_per_rank("--num-attention-heads", n, context.tp.axis)
-        options = {"tp": context.tp, "init": Normal(config.init_method_std), "bias": config.add_bias_linear}
+        options = {"tp": context.tp, "init": config.init, "bias": config.add_bias_linear}
         self.linear_q = ColumnParallelLinear(config.hidden_size, n * d, **options)
         self.linear_kv = ColumnParallelLinear(config.hidden_size, 2 * n * d, interleaved=(d, d), **options)
         self.core_attention = make_core(config, layer, context)
-        of_output = options | {"init": Normal(config.output_init_std)}
+        of_output = options | {"init": config.output_init}
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, **of_output)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -4,7 +4,6 @@ from torch import Tensor, nn
 
 from megatron.core.compiler import compiles
 from megatron.core.lazy import lazy_names
-from megatron.core.placement import Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -32,13 +31,13 @@ class ParallelMLP(nn.Module):
             config.hidden_size,
             2 * f if config.is_gated else f,
             tp=tp,
-            init=Normal(config.init_method_std),
+            init=config.init,
             bias=config.has_mlp_bias,
             skip_bias_add=compiles(config, tp.device),  # a compiled activation adds it
             blocks=(f, f) if config.is_gated else (),
         )
         self.linear_fc2 = RowParallelLinear(
-            f, config.hidden_size, tp=tp, init=Normal(config.output_init_std), bias=config.has_mlp_bias
+            f, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_mlp_bias
         )
 
     def forward(self, x: Tensor) -> Tensor:

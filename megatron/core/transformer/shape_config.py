@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, knob, out_of_range
+from megatron.core.placement import Normal, XavierUniform
 from megatron.core.transformer.kernels import KERNELS
 from megatron.core.transformer.layer_pattern import layer_pattern, read_pattern
 from megatron.core.transformer.window import keys_before, read_window, window_pair, window_problems
@@ -33,6 +34,12 @@ class ShapeConfig(FlagConfig):
     hidden_dropout: BelowOne = knob(0.1, "dropout after the embedding and each block")
     attention_dropout: BelowOne = knob(0.1, "dropout of attention probabilities")
     init_method_std: NotNegative = knob(0.02, "standard deviation of initial weights")
+    init_method_xavier_uniform: bool = knob(
+        False, "matrices start by Xavier's uniform rule, of the whole matrix in any layout"
+    )
+    embedding_init_method_std: NotNegative | None = knob(
+        None, "standard deviation of the initial tables, which then have no weight decay; default: as other weights"
+    )
     window_size: str | None = knob(
         None,
         "L,0: a query sees its own key and L keys before it; --window-size=-1,0: all",
@@ -91,6 +98,22 @@ class ShapeConfig(FlagConfig):
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def init(self) -> Normal | XavierUniform:
+        """The initial value of matrices."""
+        return XavierUniform() if self.init_method_xavier_uniform else Normal(self.init_method_std)
+
+    @property
+    def output_init(self) -> Normal | XavierUniform:
+        """Of those that write into the residual stream."""
+        return XavierUniform() if self.init_method_xavier_uniform else Normal(self.output_init_std)
+
+    @property
+    def embedding_init(self) -> Normal | XavierUniform:
+        """Of the tables of words, positions and token types."""
+        std = self.embedding_init_method_std
+        return self.init if std is None else Normal(std)
 
     @property
     def output_init_std(self) -> float:

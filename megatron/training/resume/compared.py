@@ -63,7 +63,15 @@ NOT_COMPARED = {
 PRECISION = ("bf16", "fp16", "fp64", "fp32_residual_connection")
 # Model settings that change the course of training, but not the meaning of parameters.
 COURSE_OF_MODEL = (
-    *("hidden_dropout", "attention_dropout", "init_method_std", "label_smoothing", "z_loss_coeff"),
+    *(
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "init_method_xavier_uniform",
+        "embedding_init_method_std",
+        "label_smoothing",
+        "z_loss_coeff",
+    ),
     *("attention_backend", "cpu_half_products", "compile"),
 )
 # Compared by the files' content, if both sides have its hash.

@@ -269,8 +269,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "is not built yet; leave it out, or use --position-embedding-type rope, with --rope-scaling for YaRN and others": """
         --rope-type rope|NAME""",
     "is not built yet; use --qk-layernorm": "--qk-l2-norm",
-    "is not built yet; weights are drawn from a normal distribution, see --init-method-std": """
-        --init-method-xavier-uniform --embedding-init-method-std X --data-parallel-random-init""",
+    "is not built yet; leave it out: initial weights are the same in every layout": "--data-parallel-random-init",
     "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out": "--padded-vocab-size N",
     # ---- training
     "would make Muon's update depend on the tensor-parallel size; leave it out: every matrix is orthogonalized whole": """
