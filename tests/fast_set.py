@@ -45,6 +45,7 @@ ONE_IN = {
     "ranks/test_precision.py::test_half_precision_layouts_agree_as_well_as_half_precision_can": 3,
     "ranks/test_precision.py::test_uneven_masks_give_the_mean_over_tokens": 3,
     "ranks/test_random.py::test_every_layout_starts_from_the_same_weights": 4,
+    "ranks/test_recipes.py::test_a_recipe_parses_and_has_the_published_parameters": 5,
     "ranks/test_restarts.py::test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so": 4,
     "ranks/test_restarts.py::test_a_half_precision_run_goes_on_from_the_exact_float32_weights": 3,
     "ranks/test_restarts.py::test_the_rate_follows_the_iterations_when_the_batch_changes": 3,
@@ -60,6 +61,8 @@ ONE_IN = {
 
 # Of these tests' cases the test command has one in so many: each walks a product, of which the rest takes minutes.
 COMMAND_ONE_IN = {
+    "ranks/test_option_parity.py::test_options_give_the_numbers_of_one_process": 2,
+    "ranks/test_recipes.py::test_its_tiny_form_trains_at_tp_2_and_pp_2": 11,
     "ranks/test_families.py::test_every_option_of_a_family_is_seen": 3,
     "pure/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 2,
     "ranks/test_base_product.py::test_every_layout_equals_one_process": 2,
