@@ -42,12 +42,14 @@ SCRIPT, LAUNCHER = str(GLOO / "faulty_script.py"), str(GLOO / "forking_launcher.
 BEGIN, END = "<!-- restarts: begin -->", "<!-- restarts: end -->"
 RANKS, PATIENCE, SLOW = 2, 90.0, 0.002
 HOWS = {"write": ("killed in", "ENOSPC in", "EIO in", "short"), "read_into": ("EIO", "short", "killed")}
-COUNTS = {"instants": 140, "saves": 60}
+COUNTS = {"instants": 140, "saves": 60, "beside": 40}
+BESIDE = "ZeRO 1, async"
+IN_ITS_WAY = tuple(name for name in SCENARIOS if name != BESIDE)
 
 
 @dataclass(frozen=True)
 class Case:
-    kind: str  # points, instants or saves
+    kind: str  # points, instants, saves (synchronous ones) or beside (instants of a run whose saves are asynchronous)
     number: int
     scenario: str
     launched: bool
@@ -55,9 +57,18 @@ class Case:
     fault: str  # "rank:call:how"; empty for kills
     instant: float  # fraction of the run, or seconds after the save began
     save: int  # which save of the run
+    call: str = ""  # the kind of call that meets the fault
+
+    @property
+    def how(self) -> str:
+        return self.fault.rpartition(":")[2]
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.number}"
+        return (
+            f"points {self.scenario} / {self.who}: {self.call} / {self.how}"
+            if self.fault
+            else f"{self.kind} {self.number}"
+        )
 
 
 def kills(seed: int) -> Iterator[Case]:
@@ -66,8 +77,9 @@ def kills(seed: int) -> Iterator[Case]:
             draw = random.Random(f"{seed}/{kind}/{number}")
             who = draw.choices(["rank 0", "rank 1", "all", "launcher"], [3, 3, 4, 3])[0]
             launched = who == "launcher" or draw.random() < 0.2
-            instant = draw.random() if kind == "instants" else draw.uniform(0, 0.25)
-            yield Case(kind, number, draw.choice(list(SCENARIOS)), launched, who, "", instant, draw.choice((1, 2)))
+            instant = draw.random() if kind != "saves" else draw.uniform(0, 0.25)
+            scenario = draw.choice(IN_ITS_WAY) if kind != "beside" else BESIDE
+            yield Case(kind, number, scenario, launched, who, "", instant, draw.choice((1, 2)))
 
 
 def points(seed: int, calls: dict[str, dict[str, list[str]]]) -> Iterator[Case]:
@@ -79,7 +91,7 @@ def points(seed: int, calls: dict[str, dict[str, list[str]]]) -> Iterator[Case]:
                 for how in (*HOWS.get(kind, ()), *(("killed", "ENOSPC", "EIO") if kind != "read_into" else ())):
                     draw = random.Random(f"{seed}/{scenario}/{rank}/{kind}/{how}")
                     at = draw.choice([n for n, one in enumerate(made, 1) if one == kind])
-                    yield Case("points", number, scenario, False, f"rank {rank}", f"{rank}:{at}:{how}", 0.0, 0)
+                    yield Case("points", number, scenario, False, f"rank {rank}", f"{rank}:{at}:{how}", 0.0, 0, kind)
                     number += 1
 
 
@@ -198,9 +210,10 @@ def _fault_of(job: Job) -> dict:
 
 
 def read(path: Path) -> tuple[dict[str, dict], dict[str, dict]]:
-    """(the whole runs by scenario, the results by case)."""
+    """(the whole runs of this revision by scenario, the results by case)."""
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {one["whole"]: one for one in known if "whole" in one}, {one["case"]: one for one in known if "case" in one}
+    wholes = {one["whole"]: one for one in known if one.get("code") == code_revision() and "whole" in one}
+    return wholes, {one["case"]: one for one in known if "case" in one}
 
 
 def campaign(path: Path, seed: int, limit_seconds: float) -> None:
@@ -212,7 +225,7 @@ def campaign(path: Path, seed: int, limit_seconds: float) -> None:
 
     for scenario in SCENARIOS:
         if scenario not in wholes:
-            wholes[scenario] = {"whole": scenario} | whole(scenario)
+            wholes[scenario] = {"whole": scenario, "code": code_revision()} | whole(scenario)
             note(wholes[scenario])
     cases = [*points(seed, {name: one["calls"] for name, one in wholes.items()}), *kills(seed)]
     random.Random(seed).shuffle(cases)

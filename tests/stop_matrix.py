@@ -71,7 +71,7 @@ DIMENSIONS = {
         "one file": "--data-path {data}/a --split 1,0,0",
         "blend": "--data-path 0.6 {data}/a 0.3 {data}/b 0.1 {data}/c --split 1,0,0",
     },
-    "save": {"synchronous": ""},
+    "save": {"synchronous": "", "asynchronous": "--async-save"},
 }
 Choices = tuple[str, ...]
 

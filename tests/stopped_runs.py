@@ -12,6 +12,7 @@ from pathlib import Path
 
 from local_ranks import run_ranks
 from script_run import trainer_of
+from thread_writers import thread_writers
 
 import pretrain_gpt
 from megatron.core.checkpoint.format import LATEST
@@ -33,7 +34,7 @@ def job(flags: str, *, tiny: str = TINY, **sizes: int) -> str:
             trainer.run()
 
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), thread_writers():
         try:
             run_ranks(sizes, work)
         except RuntimeError as error:

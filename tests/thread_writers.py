@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 from local_ranks import rank_of_thread
 
+from megatron.core import comm
 from megatron.core.checkpoint import writer
+from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
 from megatron.core.checkpoint.star import Messages
 
 
@@ -38,9 +40,18 @@ class _Thread(threading.Thread):
 
 @contextlib.contextmanager
 def thread_writers() -> Iterator[None]:
-    before = writer.start_process
-    writer.start_process = _Thread
+    before = writer.start_process, BackgroundSaves.finish
+    writer.start_process, BackgroundSaves.finish = _Thread, _finish
     try:
         yield
     finally:
-        writer.start_process = before
+        writer.start_process, BackgroundSaves.finish = before
+
+
+_usual = BackgroundSaves.finish
+
+
+def _finish(saves: BackgroundSaves) -> SavedInBackground | None:
+    """A rank that waits for its writer lets no other rank run: all must have told theirs what to write."""
+    comm.barrier(saves._world)
+    return _usual(saves)
