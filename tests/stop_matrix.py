@@ -101,7 +101,7 @@ class Case:
     @property
     def is_refused(self) -> bool:
         try:
-            config, _ = settings_of(pretrain_gpt, words(self.flags("/tmp")))
+            config, _ = settings_of(pretrain_gpt, words(self.flags("/tmp")) + " --save /tmp/any")
             check(config, self.sizes["dp"] * self.sizes["pp"])
         except ConfigError:
             return True
