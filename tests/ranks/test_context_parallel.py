@@ -13,6 +13,7 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.context_parallel import block_kernels
+from megatron.core.transformer.context_parallel.method import ContextParallel
 from megatron.core.transformer.model_config import ModelConfig
 
 PLAIN = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
@@ -113,3 +114,10 @@ def test_the_next_hop_begins_before_the_block_beside_it(monkeypatch: pytest.Monk
         "block (0, 3) after 2 hops",
         "block (1, 2) after 3 hops",
     ]
+
+
+def test_a_rank_that_is_given_all_tokens_says_what_to_do():
+    rows = ContextParallel(Axis("cp", (0, 1), 0), longest=SEQ)
+    rows.check(SEQ)
+    with pytest.raises(ValueError, match=r"given 8 tokens of each sample .* a sample has 8; cut the batch"):
+        rows.check(2 * SEQ)

@@ -39,12 +39,13 @@ class LayerContext:
         *,
         tier: Tier | None = None,
         cp_types: tuple[str, ...] = ("p2p",),
+        longest: int | None = None,
         **of_tensors: Any,
     ) -> "LayerContext":
-        """The context of this rank's chunks. cp_types: of `ContextParallel`. of_tensors: further fields of
+        """The context of this rank's chunks. cp_types, longest: of `ContextParallel`. of_tensors: further fields of
         `TensorParallel`, by name."""
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **of_tensors)
-        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, ContextParallel(mesh["cp"], cp_types))
+        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, ContextParallel(mesh["cp"], cp_types, longest))
 
     @property
     def rows(self) -> SequenceRows:

@@ -26,6 +26,15 @@ class ContextParallel:
 
     axis: Axis = ALONE
     types: tuple[str, ...] = ("p2p",)
+    longest: int | None = None  # tokens of the longest sample; None: not known
+
+    def check(self, length: int) -> None:
+        """Raises ValueError if samples of `length` tokens cannot be: a rank was given all tokens instead of its own."""
+        if self.axis.size > 1 and self.longest is not None and length > self.longest:
+            raise ValueError(
+                f"the model was given {length // self.axis.size} tokens of each sample on each of {self.axis.size} "
+                f"context-parallel ranks, and a sample has {self.longest}; cut the batch in forward_step by get_batch_on_this_cp_rank(batch)"
+            )
 
     def method_of(self, layer: int) -> "Method | None":
         """layer: its number in the whole model. None: no other rank has a part of its samples."""
