@@ -33,7 +33,8 @@ class ContextParallel:
         if self.axis.size > 1 and self.longest is not None and length > self.longest:
             raise ValueError(
                 f"the model was given {length // self.axis.size} tokens of each sample on each of {self.axis.size} "
-                f"context-parallel ranks, and a sample has {self.longest}; cut the batch in forward_step by get_batch_on_this_cp_rank(batch)"
+                f"context-parallel ranks, and a sample has {self.longest}; cut the batch in "
+                "forward_step by get_batch_on_this_cp_rank(batch)"
             )
 
     def method_of(self, layer: int) -> "Method | None":
