@@ -49,4 +49,4 @@ def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: M
     `replicas`."""
     whole = placed_tensor(parameter, parameter.placement, mesh)
     owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
-    return LocalTensor(values, whole.shape, list(owned), bool(owned) and replicas.is_first, copies)
+    return LocalTensor(values, whole.shape, list(owned), bool(owned) and replicas.is_first, copies, replicas)

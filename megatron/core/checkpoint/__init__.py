@@ -3,6 +3,7 @@
     format.py, folder.py     the manifest of one iteration, and the iterations of a run (no torch)
     local_tensor.py          the part of a tensor that one rank holds
     writing.py               the steps of a save, whoever takes them (no torch)
+    shares.py                who writes what several ranks hold
     save.py, load.py         collective: every rank calls
     background.py            a save beside training, by a process of each rank: writer.py, and star.py (both no torch)
     state_dict.py            both for a dict of tensors, for a loop of one's own

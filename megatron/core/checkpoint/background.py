@@ -30,6 +30,7 @@ from megatron.core.checkpoint import format, writer
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.checkpoint.save import check_savable
+from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.star import Messages
 from megatron.core.checkpoint.writing import Saving
 from megatron.core.grid import Axis
@@ -157,7 +158,7 @@ class BackgroundSaves:
 
     def reserve(self, tensors: dict[str, LocalTensor]) -> None:
         """Memory for a copy of what this rank writes of `tensors`, unless there is as much."""
-        nbytes = bytes_of_snapshot(tensors)
+        nbytes = bytes_of_snapshot(shares(tensors))
         if self._memory is not None and self._memory.nbytes >= nbytes:
             return
         if self._memory is not None:
@@ -178,7 +179,7 @@ class BackgroundSaves:
         with comm.together(self._world, self._device):
             check_savable(saving, tensors, is_first=self._world.is_first)
             self.reserve(tensors)
-        parts = snapshot(tensors, self._memory.data)
+        parts = snapshot(shares(tensors), self._memory.data)
         devices.finish_copies(self._device)
         job = {"root": str(root), "iteration": iteration, "parts": parts}
         with contextlib.suppress(OSError):  # the writer is gone: its answer says so

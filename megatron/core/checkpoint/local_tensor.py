@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.boxes import Box, is_within, size_of, slices, whole
 from megatron.core.checkpoint.format import ITEM_BYTES, show_box
+from megatron.core.grid import ALONE, Axis
 from megatron.core.mesh import Mesh
 from megatron.core.placement import Placement, owned_pieces, pieces
 from megatron.core.storage.stored import Stored, StoredTensor
@@ -31,6 +32,9 @@ class LocalTensor:
     pieces: list[tuple[Box, Box]]
     is_writer: bool  # exactly one of the ranks that hold a piece saves it
     copies: tuple[tuple[Box, Box], ...] = ()  # further pieces, saved by another rank and only read by this one
+    replicas: Axis = (
+        ALONE  # the ranks that hold equal pieces, one of them the writer; a save divides them (`shares.py`)
+    )
 
     @property
     def dtype(self) -> str:
@@ -64,8 +68,8 @@ def placed_tensor(tensor: Stored, placement: Placement, mesh: Mesh) -> LocalTens
     shape = tuple(tensor.shape)
     owned = owned_pieces(placement, shape, mesh)
     copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
-    speaks = bool(owned) and mesh.grad_axes(placement.reduce_over).reduce.is_first
-    return LocalTensor(tensor, placement.shape, owned, speaks, copies)
+    replicas = mesh.grad_axes(placement.reduce_over).reduce
+    return LocalTensor(tensor, placement.shape, owned, bool(owned) and replicas.is_first, copies, replicas)
 
 
 def problems_of_tensors(tensors: dict[str, LocalTensor]) -> list[str]:

@@ -15,6 +15,7 @@ from megatron.core.boxes import Box
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
+from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.writing import HeldPart, Saving, saving_together, write_and_publish
 from megatron.core.grid import Axis
 from megatron.core.storage.stored import Stored, StoredTensor
@@ -59,7 +60,7 @@ def save_checkpoint(
     ranks, saving = _Collectives(world, device), Saving(Path(root), iteration, state, warn)
     with saving_together(saving.root, ranks):
         check_savable(saving, tensors, is_first=world.is_first)
-    write_and_publish(saving, {name: part_of(local) for name, local in tensors.items()}, ranks)
+    write_and_publish(saving, {name: part_of(local) for name, local in shares(tensors).items()}, ranks)
     return saving.partial.with_suffix("")
 
 
