@@ -311,7 +311,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_723,
-    "megatron/core/checkpoint": 1_295,
+    "megatron/core/checkpoint": 1_339,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
     "megatron/core/distributed": 1_492,
