@@ -25,10 +25,11 @@ def shares(tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
     at: Counter[tuple[int, ...]] = Counter()  # bytes of a group's tensors so far
     result = {}
     for name, local in tensors.items():
-        group, ranks, rank = local.replicas.ranks, local.replicas.size, local.replicas.rank
+        replicas, group = local.replicas, local.replicas.ranks
         result[name] = local
-        if ranks > 1 and _nbytes(local):
-            first, last = (total[group] * position // ranks - at[group] for position in (rank, rank + 1))
+        if replicas.size > 1 and _nbytes(local):
+            edges = (total[group] * position // replicas.size for position in (replicas.rank, replicas.rank + 1))
+            first, last = (edge - at[group] for edge in edges)
             pieces = list(_between(local, first, last))
             result[name] = replace(local, pieces=pieces, is_writer=bool(pieces))
         at[group] += _nbytes(local)

@@ -1,0 +1,171 @@
+"""How fast a checkpoint is saved and loaded, against the disk and the hash alone, in one run.
+
+    python benchmarks/checkpoint_speed.py                         one process, 512 MiB
+    python benchmarks/checkpoint_speed.py --processes 2 --mib 256 --folder /scratch
+
+    save     `save_checkpoint`                     against   writing the same bytes to a file, hashed as they pass, with fsync
+    load     `open_checkpoint`, `read_into`        against   reading a file of as many bytes and hashing them
+    stall    what `BackgroundSaves.start` takes    against   copying the tensors within memory
+
+As many processes do each side, each its own part; they take turns, `--rounds` turns, and a turn lasts until the last process is done.
+Prints the median of both sides in seconds, and ours relative to the other: speeds for save and load (1 is as fast), times for the stall.
+Reads come from the system's cache on both sides. Also the most memory that a save and a load have taken beside the tensors.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron.core import comm, parallel_state
+from megatron.core.boxes import whole
+from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.checkpoint.background import BackgroundSaves
+from megatron.core.grid import Axis
+
+CHUNK = 16 << 20  # bytes that pass at a time on the plain side, as on ours
+TENSORS = 8
+
+
+def parts(world: Axis, mib: int) -> dict[str, LocalTensor]:
+    """This process's rows of each tensor: `mib` MiB in all."""
+    rows, columns = (mib << 20) // (TENSORS * 4 * 1024), 1024
+    draw = torch.Generator().manual_seed(world.rank)
+    tensors = {}
+    for number in range(TENSORS):
+        x = torch.rand((rows, columns), generator=draw)
+        box = ((world.rank * rows, (world.rank + 1) * rows), (0, columns))
+        tensors[f"x{number}"] = LocalTensor(x, (rows * world.size, columns), [(box, whole(x.shape))], True)
+    return tensors
+
+
+def write_plainly(path: Path, tensors: dict[str, LocalTensor]) -> None:
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+        for local in tensors.values():
+            data = memoryview(local.tensor.view(-1).view(torch.uint8).numpy())
+            for at in range(0, len(data), CHUNK):
+                digest.update(data[at : at + CHUNK])
+                file.write(data[at : at + CHUNK])
+        os.fsync(file.fileno())
+
+
+def read_plainly(path: Path, room: memoryview) -> None:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(room):
+            digest.update(room[:count])
+
+
+def timed(world: Axis, work: Callable[[], object]) -> float:
+    """Seconds until the last process is done."""
+    comm.barrier(world)
+    began = time.perf_counter()
+    work()
+    comm.barrier(world)
+    return time.perf_counter() - began
+
+
+def most_memory(work: Callable[[], object]) -> float:
+    """MiB by which this process has grown at most while it worked."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    before = _resident("VmRSS")
+    work()
+    return (_resident("VmHWM") - before) / 1024
+
+
+def _resident(field: str) -> int:
+    """KiB."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0])
+
+
+def measure(options: argparse.Namespace, world: Axis) -> dict[str, list[tuple[float, float]]]:
+    """(ours, the other's) of each round in seconds."""
+    tensors, folder = parts(world, options.mib), Path(options.folder)
+    plain, root = folder / f"plain_{world.rank}", folder / "ours"
+    copies = [torch.empty_like(local.tensor) for local in tensors.values()]
+    room = memoryview(bytearray(CHUNK))
+    background = BackgroundSaves(world)
+    background.reserve(tensors)
+    results: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "stall": []}
+
+    def load() -> None:
+        open_checkpoint(root, world=world).read_into(tensors, world)
+
+    def copy() -> None:
+        for target, local in zip(copies, tensors.values()):
+            target.copy_(local.tensor)
+
+    def save() -> None:
+        save_checkpoint(root, 1, tensors, {}, world)
+
+    memory = most_memory(save), most_memory(load)  # first: a heap that has grown hides what a later call takes
+    if world.is_first:
+        box = options.mib / TENSORS
+        print(f"memory beside the tensors: save {memory[0]:.0f} MiB, load {memory[1]:.0f} MiB; a box has {box:.0f} MiB")
+    for _ in range(options.rounds):
+        written = timed(world, lambda: write_plainly(plain, tensors))
+        results["save"].append((timed(world, save), written))
+        results["load"].append((timed(world, load), timed(world, lambda: read_plainly(plain, room))))
+        copied = timed(world, copy)
+        results["stall"].append((timed(world, lambda: background.start(folder / "beside", 1, tensors, {})), copied))
+        background.finish()
+        comm.barrier(world)
+        if world.is_first:
+            for old in (root, folder / "beside"):
+                shutil.rmtree(old)
+        comm.barrier(world)
+    background.close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--mib", type=int, default=512, help="of each process")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default="/tmp/checkpoint_speed", help="on the disk to measure")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        sys.exit(launch(options.processes, options.folder))
+    torch.set_num_threads(1)
+    parallel_state.start_distributed("gloo", 2)
+    world = parallel_state.initialize_model_parallel()["world"]
+    results = measure(options, world)
+    if world.is_first:
+        for name, pairs in results.items():
+            ours, other = (statistics.median(side) for side in zip(*pairs))
+            ratio = ours / other if name == "stall" else other / ours
+            print(f"{name:5}  ours {ours:6.3f} s   other {other:6.3f} s   ratio {ratio:.2f}")
+    parallel_state.stop_distributed()
+
+
+def launch(processes: int, folder: str) -> int:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    command = [sys.executable, *sys.argv]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(processes)
+    ]
+    code = max(rank.wait() for rank in ranks)
+    shutil.rmtree(folder)
+    return code
+
+
+if __name__ == "__main__":
+    main()
