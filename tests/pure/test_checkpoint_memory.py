@@ -1,0 +1,43 @@
+"""What a save and a load take beside the tensors: one bounded buffer, and one box."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import torch
+from small_checkpoints import one
+
+from megatron.core.checkpoint import open_checkpoint, save
+from megatron.core.grid import ALONE
+
+MIB = 1 << 20
+BOX, BOXES, CHUNK = 8 * MIB, 4, MIB
+MARGIN = 3 * MIB  # of the interpreter: the manifest, a thread's stack
+
+
+def grown(work):
+    """Bytes by which this process has grown at most while it worked."""
+    ctypes.CDLL(None).malloc_trim(0)  # a heap that is free would hide what it takes
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
+def resident(field):
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
+
+
+def test_a_save_takes_a_bounded_buffer_and_a_load_one_box(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(save, "_CHUNK", CHUNK)
+    values = torch.arange(BOX // 4, dtype=torch.float32).view(1024, -1)
+    # Of columns that lie apart, so that no view of the tensor will do.
+    tensors = {f"x{n}": one((values + n).t()) for n in range(BOXES)}
+    save.save_checkpoint(tmp_path, 0, {"x0": tensors["x0"]}, {}, ALONE)  # the code itself is memory too
+    open_checkpoint(tmp_path).read_into({"x0": one(torch.zeros(tensors["x0"].tensor.shape))})
+    assert grown(lambda: save.save_checkpoint(tmp_path, 1, tensors, {}, ALONE)) < CHUNK + MARGIN
+    targets = {name: one(torch.zeros(local.tensor.shape)) for name, local in tensors.items()}
+    assert BOX // 2 < grown(lambda: open_checkpoint(tmp_path).read_into(targets)) < BOX + MARGIN
+    assert all(targets[name].tensor.equal(tensors[name].tensor) for name in tensors)
