@@ -23,6 +23,7 @@ class _Thread(threading.Thread):
 
     def __init__(self, its: socket.socket):
         super().__init__(name=f"rank {rank_of_thread()}", daemon=True)
+        self.pid = os.getpid()
         self._line = socket.socket(fileno=os.dup(its.fileno()))
         self.start()
 

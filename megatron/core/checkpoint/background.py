@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core import comm
+from megatron.core import comm, whereabouts
 from megatron.core import device as devices
 from megatron.core.boxes import size_of
 from megatron.core.checkpoint import format, writer
@@ -37,6 +37,7 @@ from megatron.core.grid import Axis
 from megatron.core.storage.stored import StoredTensor
 
 _CHUNK = 16 << 20  # bytes of a tensor in a file that are read at a time
+_LOOKS_EVERY = 1.0  # seconds, what the writer does
 
 
 class SavedInBackground(NamedTuple):
@@ -121,6 +122,14 @@ def _aligned(nbytes: int) -> int:
 
 
 # ---------------------------------------------------------------- this rank's writer
+
+
+def _work_of(process: int) -> list[str]:
+    """What a process has done so far: bytes read and written, processor time. Empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        counters = Path(f"/proc/{process}/io").read_text()
+        return [counters, *Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]]
+    return []
 
 
 class _Flying(NamedTuple):
@@ -212,6 +221,11 @@ class BackgroundSaves:
 
     def _answer(self) -> dict[str, Any]:
         """The writer's next message. Raises its error, or that of another rank's."""
+        did = None
+        while not select.select([self._writer.line], [], [], _LOOKS_EVERY)[0]:
+            if (does := _work_of(self._process.pid)) != did:
+                whereabouts.go_on()  # a slow disk is no rank that hangs
+            did = does
         try:
             answer = self._writer.receive()
         except ConnectionError as error:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from megatron.core import comm
+from megatron.core import comm, whereabouts
 from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.optimizer.optimizer import FlatOptimizer
@@ -61,9 +61,10 @@ class Saves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        self.close()
+        with whereabouts.during("saving", then="training"):
+            if kind is None:
+                self.finish()
+            self.close()
 
     def _saved(self, iteration: int) -> None:
         checkpointing.note_saved(self._runtime, self._state, iteration)
