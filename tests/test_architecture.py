@@ -311,7 +311,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 BUDGETS = {
     "megatron": 210,
     "megatron/core": 2_723,
-    "megatron/core/checkpoint": 1_339,
+    "megatron/core/checkpoint": 1_351,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
     "megatron/core/distributed": 1_492,
@@ -333,7 +333,7 @@ BUDGETS = {
     "megatron/training/ending": 772,
     "megatron/training/guard": 764,
     "megatron/training/memory": 1_162,
-    "megatron/training/resume": 704,
+    "megatron/training/resume": 705,
     "megatron/training/settings": 1_225,
     "megatron/training/watch": 955,
     "tools": 1_880,
