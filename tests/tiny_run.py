@@ -231,7 +231,7 @@ class TinyTrainer:
     ):
         """kind: of the optimizer, in place of FlatOptimizer. frozen: as `build_chunks` is given."""
         self.mesh, self.config, self.global_batch, self.texts, self.subject = mesh, config, global_batch, texts, subject
-        self.batch = BatchShape(global_batch // layout.dp // layout.m, layout.m)
+        self.batch, self.state = BatchShape(global_batch // layout.dp // layout.m, layout.m), TrainState()
         self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
         optimizer = optimizer or OptimizerConfig()
         whole_among = partial(optimizer.whole_among, group_of=group_of)
@@ -265,7 +265,8 @@ class TinyTrainer:
 
     def save(self, folder: Path, iteration: int) -> None:
         runtime = runtime_for(self.mesh, self.config, folder, self.global_batch)
-        checkpointing.save(runtime, self.model, self.adam, TrainState(iteration), {})
+        self.state.iteration = iteration
+        checkpointing.save(runtime, self.model, self.adam, self.state, {})
 
     def load(self, folder: Path) -> None:
         checkpointing.load(runtime_for(self.mesh, self.config, folder, self.global_batch), self.model, self.adam)

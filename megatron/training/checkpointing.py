@@ -20,17 +20,17 @@ import torch
 
 from megatron.core import comm, dropout_masks, products
 from megatron.core.boxes import size_of
-from megatron.core.checkpoint import Checkpoint, LocalTensor, open_checkpoint
+from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
 from megatron.core.checkpoint.folder import saved_iterations
 from megatron.core.checkpoint.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
-from megatron.core.interchange import open_any
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training.resume import checks
+from megatron.training.resume.fallback import load_undamaged, newest_readable
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
 from megatron.training.resume.state import TrainState
@@ -80,6 +80,7 @@ def to_save(
         tensors_to_save(runtime, chunks, optimizer),
         {
             "train": state.as_json(),
+            "checkpoints": state.checkpoints,
             "log": json.loads(log_text),
             "global_batch_size": runtime.global_batch_size,
             "optimizer_steps": optimizer.step_count,
@@ -129,7 +130,7 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
         with contextlib.suppress(ValueError, OSError):
             start = where_to_start(config)
             if start is not None and not start.weights_only:
-                found = open_checkpoint(Path(start.root), start.iterations[0]).state.get("products")
+                found = newest_readable(start).state.get("products")
     return json.loads(comm.broadcast_text(json.dumps(found), world, device))
 
 
@@ -155,11 +156,25 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     if chosen is None:
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
         return TrainState(), None
-    root, finetune = chosen.root, chosen.weights_only
-    given = f"{chosen.flag} {root}"
-    checkpoint = open_any(root, next(iter(chosen.iterations), None), mesh["world"], device)
-    if warning := chosen.warning or checkpoint.warning:
-        print_rank_0(f"WARNING: {warning}")
+    if chosen.warning:
+        print_rank_0(f"WARNING: {chosen.warning}")
+
+    def load_one(checkpoint: Checkpoint) -> tuple[TrainState, dict[str, Any] | None]:
+        return _load_one(runtime, chunks, optimizer, checkpoint, chosen)
+
+    owns_root = config.load is not None and loads_what_it_saves(config)
+    return load_undamaged(chosen, load_one, mesh["world"], device, owns_root=owns_root)
+
+
+def _load_one(
+    runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, checkpoint: Checkpoint, chosen: Start
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """`load` of one checkpoint, which may turn out to be damaged."""
+    config, mesh = runtime.config.checkpoint, runtime.mesh
+    device, root = runtime.device.torch_device, chosen.root
+    finetune, given = chosen.weights_only, f"{chosen.flag} {root}"
+    if checkpoint.warning:
+        print_rank_0(f"WARNING: {checkpoint.warning}")
     checks.check_state(checkpoint.state, checkpoint.iteration, given)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)
@@ -184,7 +199,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     if finetune:
         return TrainState(), None
     train = TrainState.from_json(checkpoint.state["train"])
-    before = [*train.checkpoints, train.iteration] if loads_what_it_saves(config) else []
+    before = [*checkpoint.state.get("checkpoints", ()), train.iteration] if loads_what_it_saves(config) else []
     train.checkpoints = sorted(set(before) & set(saved_iterations(Path(root))))
     return train, checkpoint.state["log"]
 

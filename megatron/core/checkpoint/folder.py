@@ -3,6 +3,7 @@
     iter_N.partial/     being written: never read; the next save removes it
     iter_N/             complete: a folder gets this name only then
     iter_N.replaced/    complete: the previous save of iteration N; removed once iter_N/ is complete, else renamed back
+    iter_N.damaged/     found damaged by a run that then went back to an older one; never read or removed
     iter_N.1.partial/   the rest of a folder that could not be removed; the next save removes it
 
 Paths only, no torch.
@@ -114,7 +115,7 @@ def read_manifest(folder: Path) -> str:
             raise CheckpointError(path, wrong, format.DAMAGED)
         return files.read_start(path, size).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(path, f"cannot be read ({error})", format.DAMAGED) from error
+        raise CheckpointError(path, f"cannot be read ({error})", format.advice_after(error)) from error
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -189,6 +190,17 @@ def take_name_away(path: Path) -> Path:
     names = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
     free = next(name for name in names if not files.exists(name))
     files.at(path).rename(path, free)
+    return free
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a damaged folder, so that nothing takes it for a checkpoint and its iteration can be saved again; its new path."""
+    names = (
+        f"{folder.name}{number}{format.SPOILED}"
+        for number in itertools.chain([""], (f".{i}" for i in itertools.count(1)))
+    )
+    free = next(path for path in map(folder.with_name, names) if not files.exists(path))
+    files.at(folder).rename(folder, free)
     return free
 
 

@@ -10,6 +10,7 @@ The manifest ends in its own hash, which also protects the state. Nothing is unp
 takes time linear in its length, except for one sort.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -30,11 +31,13 @@ FORMAT, FORMAT_VERSION = "megatron-boxes", 1
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 PARTIAL, REPLACED = ".partial", ".replaced"
+SPOILED = ".damaged"
 ALIGNMENT = 64  # bytes: a cache line, so that a memory map of a piece suits every dtype and vector width
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 DAMAGED = "the checkpoint is damaged or was edited; load another iteration or restore this file from a copy"
+NOT_SEEN = "every rank must see the folder; is it on a file system that all ranks share?"
 _SHOWN = 10  # problems per message: a wrong layout makes one for every tensor
 _MOST_DIMS, _MOST_CUT = 64, 6  # dimensions of a tensor (torch has no more), and of those in which it is divided
 _MOST_NAME = 255  # bytes of a file's name, on every common file system
@@ -131,8 +134,9 @@ def parse_manifest(text: str, file: Path | str) -> Manifest:
         raw = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(file, f"is not JSON from beginning to end ({error})", DAMAGED) from error
-    _check_header(raw, file)
-    if text != _sealed(text[:-_SEAL_LENGTH]):
+    is_sealed = text == _sealed(text[:-_SEAL_LENGTH])
+    _check_header(raw, file, is_sealed=is_sealed)
+    if not is_sealed:
         raise CheckpointError(file, "does not match the sha256 in its last line", DAMAGED)
     try:
         manifest = _read(Manifest, raw, "the manifest")
@@ -143,7 +147,8 @@ def parse_manifest(text: str, file: Path | str) -> Manifest:
     return manifest
 
 
-def _check_header(raw: Any, file: Path | str) -> None:
+def _check_header(raw: Any, file: Path | str, *, is_sealed: bool) -> None:
+    """is_sealed: the manifest is as it was written, so another format is no damage."""
     header = raw if isinstance(raw, dict) else {}
     for key, known, advice in (
         ("format", FORMAT, "convert it, or give another folder"),
@@ -151,7 +156,14 @@ def _check_header(raw: Any, file: Path | str) -> None:
         ("byte_order", sys.byteorder, "load it on a machine like the one that wrote it"),
     ):
         if header.get(key) != known:
-            raise CheckpointError(file, f"has {key} {header.get(key)!r}; this code and machine read {known!r}", advice)
+            wrong = f"has {key} {header.get(key)!r:.60}; this code and machine read {known!r}"
+            raise CheckpointError(file, wrong, advice if is_sealed else DAMAGED)
+
+
+def advice_after(error: Exception) -> str:
+    """What to do where reading fails: a disk that cannot give its bytes back has lost them; anything else is no damage."""
+    is_lost = not isinstance(error, OSError) or error.errno == errno.EIO
+    return DAMAGED if is_lost else NOT_SEEN
 
 
 class _Malformed(ValueError):

@@ -122,8 +122,7 @@ class Checkpoint:
                     digest.update(buffer[at : at + count])
                     at += count
         except OSError as error:
-            advice = "every rank must see the folder; is it on a file system that all ranks share?"
-            raise CheckpointError(path, f"cannot be read ({error}) for {what}", advice) from error
+            raise CheckpointError(path, f"cannot be read ({error}) for {what}", format.advice_after(error)) from error
         if at < piece.nbytes:
             raise CheckpointError(path, f"ends before the last {piece.nbytes - at} bytes of {what}", format.DAMAGED)
         if not is_padded:

@@ -47,7 +47,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
         ("train/schedules", "train/schedules/*", "train/guard", "train/guard/*", "log/sums", "grad_scaler"), (dict,)
     ),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
-    "train/checkpoints": (list,),
+    "checkpoints": (list,),
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }
@@ -61,7 +61,7 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
     problems = [problem for where, kinds in (_NEEDED | _OPTIONAL).items() for problem in _misfits(state, where, kinds)]
     saved_before = {} if problems else dict.fromkeys(map(repr, state["train"].get("checkpoints", [])))
     problems += [
-        f"train/checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)
+        f"checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)
     ]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]

@@ -20,6 +20,7 @@ class Start(NamedTuple):
     weights_only: bool
     iterations: list[int]  # the one to load, then older ones to go back to; none in another project's folder
     warning: str = ""  # why the first may surprise
+    spoiled: tuple[int, ...] = ()  # iterations whose folder is there and holds no checkpoint
 
 
 def where_to_start(config: CheckpointConfig) -> Start | None:
@@ -53,8 +54,8 @@ def _choose(config: CheckpointConfig) -> Start | None:
     return Start("--pretrained-checkpoint", root, True, [found.iteration], found.warning)
 
 
-def _iterations(config: CheckpointConfig) -> tuple[list[int], str]:
-    """(the iteration of --load to start from, then those to go back to where it is damaged; a warning)."""
+def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ...]]:
+    """(the iteration of --load to start from, then those to go back to where it is damaged; a warning; spoiled ones)."""
     root, step = Path(config.load), config.ckpt_step
     saved, goes_back = saved_iterations(root)[::-1], not (config.finetune or config.exit_on_damaged_checkpoint)
     if step is not None and loads_what_it_saves(config):
@@ -62,26 +63,29 @@ def _iterations(config: CheckpointConfig) -> tuple[list[int], str]:
         if since is not None:
             told = f"iteration {since} of {root} was saved by a run with --ckpt-step {step}, and is gone on from; "
             told += f"to begin again from {step}, give another --save"
-            return [since, *(number for number in saved if step <= number < since and goes_back)], told
+            return [since, *(number for number in saved if step <= number < since and goes_back)], told, ()
     if step is not None:
-        return [find(root, step).iteration], ""
+        return [find(root, step).iteration], "", ()
     try:
         found = find(root)
     except CheckpointError as error:
-        if not goes_back or not (left := _beside_the_pointer(root, saved)):
+        left, spoiled = _beside_the_pointer(root, saved)
+        if not goes_back or not left:
             raise
-        return left, f"{error.file}: {error.wrong}; iteration {left[0]} is loaded, the newest that is complete"
-    return [found.iteration, *(number for number in saved if number < found.iteration and goes_back)], found.warning
+        told = f"{error.file}: {error.wrong}; iteration {left[0]} is loaded, the newest that is complete"
+        return left, told, spoiled
+    return [found.iteration, *(number for number in saved if number < found.iteration and goes_back)], found.warning, ()
 
 
-def _beside_the_pointer(root: Path, saved: list[int]) -> list[int]:
-    """The iterations to choose from where the pointer is damaged, or names no complete checkpoint."""
+def _beside_the_pointer(root: Path, saved: list[int]) -> tuple[list[int], tuple[int, ...]]:
+    """(the iterations to choose from where the pointer is damaged, or names no complete checkpoint; the one that is spoiled)."""
     try:
         named = latest_iteration(root)
     except CheckpointError:
-        return saved
-    is_spoiled = named is not None and is_folder(root / folder_name(named))  # later ones are those of another branch
-    return [number for number in saved if number < named] if is_spoiled else saved
+        named = None
+    if named is None or not is_folder(root / folder_name(named)):
+        return saved, ()
+    return [number for number in saved if number < named], (named,)  # later ones are those of another branch
 
 
 def _ckpt_step_of(root: Path, iteration: int) -> int | None:

@@ -18,12 +18,13 @@ class TrainState:
     requested_train_samples: int = 0  # from the data set; its order may depend on this number
     # Parameters of the schedules of learning rate and weight decay.
     schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # The iterations below --save that this run, over all restarts, has saved or resumed from, and has not deleted.
-    checkpoints: list[int] = field(default_factory=list, compare=False)
     guard: dict[str, dict[str, Any]] = field(default_factory=dict)  # what losses and gradients are compared with
+    # The iterations below --save that this run, over all restarts, has saved or resumed from, and has not deleted. No part of the
+    # position, so it stands beside it in a checkpoint.
+    checkpoints: list[int] = field(default_factory=list, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "checkpoints"}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
@@ -35,6 +36,5 @@ class TrainState:
             int(saved.get("samples_per_iter", consumed // max(iteration, 1))),  # older checkpoints lack it
             int(saved.get("requested_train_samples", 0)),
             dict(saved.get("schedules", {})),
-            list(saved.get("checkpoints", [])),
             dict(saved.get("guard", {})),
         )
