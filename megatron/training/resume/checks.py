@@ -59,10 +59,8 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
     if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
         raise ConfigError(f"{given} names no model; it was not written by a pretraining run")
     problems = [problem for where, kinds in (_NEEDED | _OPTIONAL).items() for problem in _misfits(state, where, kinds)]
-    saved_before = {} if problems else dict.fromkeys(map(repr, state["train"].get("checkpoints", [])))
-    problems += [
-        f"checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)
-    ]
+    saved_before = [] if problems else map(repr, state.get("checkpoints", ()))
+    problems += [f"checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
     if problems:
