@@ -18,12 +18,12 @@ from megatron.core.storage import files
 from megatron.training.resume.start import Start
 from megatron.training.runtime import print_rank_0
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def load_undamaged(
-    start: Start, load: Callable[[Checkpoint], T], world: Axis, device: torch.device | str, *, owns_root: bool
-) -> T:
+    start: Start, load: Callable[[Checkpoint], _T], world: Axis, device: torch.device | str, *, owns_root: bool
+) -> _T:
     """What `load` returns for the first of `start.iterations` in which no rank finds damage. Every rank must call.
 
     Hashes are checked as the tensors are read, so damage may show after some of them are filled: `load` must fill the same
