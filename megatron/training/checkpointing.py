@@ -160,7 +160,8 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
         print_rank_0(f"WARNING: {chosen.warning}")
 
     def load_one(checkpoint: Checkpoint) -> tuple[TrainState, dict[str, Any] | None]:
-        return _load_one(runtime, chunks, optimizer, checkpoint, chosen)
+        with checks.reading_state(f"{chosen.flag} {chosen.root}"):
+            return _load_one(runtime, chunks, optimizer, checkpoint, chosen)
 
     owns_root = config.load is not None and loads_what_it_saves(config)
     return load_undamaged(chosen, load_one, mesh["world"], device, owns_root=owns_root)

@@ -34,6 +34,7 @@ from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
+from megatron.training.resume.checks import reading_state
 from megatron.training.resume.save_folder import prepare_folder, warn_of_other_checkpoints
 from megatron.training.resume.saves import Saves
 from megatron.training.resume.start import where_to_go_on
@@ -101,9 +102,10 @@ class Trainer:
             self.train_iters = length.train_iters or done.iteration + self.batch_sizes.steps(
                 done.consumed_train_samples, length.train_samples
             )
-            self._set_schedules()
-        self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
-        self.log = self._build_log(log_state)
+            with reading_state(""):
+                self._set_schedules()
+                self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
+                self.log = self._build_log(log_state)
         self.datasets = self._build_datasets(datasets_provider)
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)

@@ -1,5 +1,6 @@
 """Checks of a checkpoint before a run resumes from it: same model, same optimizer; other changed settings are reported."""
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core import comm, dropout_masks
-from megatron.core.checkpoint import Checkpoint, LocalTensor
+from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
 from megatron.core.optimizer.settings import OptimizerConfig
@@ -82,6 +83,23 @@ def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iter
         elif not isinstance(state[name], kinds) or (isinstance(state[name], int) and not 0 <= state[name] < 1 << 63):
             wanted = {dict: "an object", list: "a list", int: "a number from 0 up", type(None): "null"}
             yield f"{at} is {state[name]!r:.40}, not {' or '.join(wanted[kind] for kind in kinds)}"
+
+
+@contextlib.contextmanager
+def reading_state(given: str) -> Iterator[None]:
+    """Turns what a value of another type or range brings about in the block into a ConfigError that names the checkpoint: its state
+    may come from anywhere. given: its flag and folder, which a ConfigError of the block is made to name; "": not."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = [problem if given in problem else f"{given}: {problem}" for problem in error.problems]
+        raise ConfigError(problems) from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise ConfigError(
+            f"{given or 'the checkpoint'} holds a state that no run has written: {error!r:.300}"
+        ) from error
 
 
 def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool) -> None:
