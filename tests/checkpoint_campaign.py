@@ -312,6 +312,17 @@ def alone() -> Iterator[Any]:
 # ---------------------------------------------------------------- all of them
 
 
+def prepared(base: Path) -> Path:
+    """The folder with the three checkpoints; beside it one of each alone."""
+    save_some(base)
+    for number in SAVED:
+        only = base.parent / f"only {number}"
+        only.mkdir()
+        shutil.copytree(base / disk.folder_name(number), only / disk.folder_name(number))
+        (only / disk.LATEST).write_text(str(number))
+    return base
+
+
 def read_results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -320,12 +331,6 @@ def results_of(base: Path, counts: dict[str, int], done: list[dict[str, Any]], s
     """The outcomes of the cases that are not in `done`."""
     seen = {(result["part"], result["number"]) for result in done}
     left = {part: [n for n in range(count) if (part, n) not in seen] for part, count in counts.items()}
-    save_some(base)
-    for number in SAVED:
-        only = base.parent / f"only {number}"
-        only.mkdir()
-        shutil.copytree(base / disk.folder_name(number), only / disk.folder_name(number))
-        (only / disk.LATEST).write_text(str(number))
     cases = [drawn_flip(base, number, seed) for number in left["flip"]]
     for start in range(0, len(cases), 100):
         for target in TARGETS:
@@ -370,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     counts = {"flip": given.flips, "manifest": given.manifests, "folder": given.folders}
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="damage-", dir=memory) as place, given.results.open("a") as file:
-        for result in results_of(Path(place) / "base", counts, done, given.seed):
+        for result in results_of(prepared(Path(place) / "base"), counts, done, given.seed):
             file.write(json.dumps(result) + "\n")
             file.flush()
             done.append(result)

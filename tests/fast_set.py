@@ -55,6 +55,7 @@ ONE_IN = {
     "ranks/test_restarts.py::test_the_same_command_goes_on_after_a_save_that_did_not_end": 4,
     "ranks/test_schedules.py::test_validations_come_when_asked": 3,
     "ranks/test_schedules.py::test_what_was_done_is_saved_once": 4,
+    "ranks/test_spoiled_checkpoints.py::test_what_is_spoiled_is_found_and_named_or_does_no_harm": 3,
     "ranks/test_v_schedule.py::test_a_run_logs_and_validates_once_where_the_last_stage_is": 2,
     "ranks/test_zero.py::test_a_step_sends_what_the_formula_says": 3,
     "ranks/test_zero.py::test_shards_equal_one_process": 3,

@@ -87,8 +87,8 @@ def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iter
 
 @contextlib.contextmanager
 def reading_state(given: str) -> Iterator[None]:
-    """Turns what a value of another type or range brings about in the block into a ConfigError that names the checkpoint: its state
-    may come from anywhere. given: its flag and folder, which a ConfigError of the block is made to name; "": not."""
+    """Turns what a value of another type or range brings about in the block into a ConfigError that names the checkpoint: its
+    state may come from anywhere. given: its flag and folder, which a ConfigError of the block is made to name; "": not."""
     try:
         yield
     except ConfigError as error:
