@@ -33,6 +33,7 @@ PROGRAMS = [
     "pretrain_bert",
     "pretrain_gpt",
     "tools/benchmark",
+    "tools/checkpoint_inspect",
     "tools/configure",
     "tools/data_plan",
     "tools/estimate_memory",

@@ -1,0 +1,76 @@
+"""tools/checkpoint_inspect.py tells what is in a checkpoint, every damage, and where two differ."""
+
+import pytest
+import torch
+from said import tells
+from small_checkpoints import save_one
+
+from tools import checkpoint_inspect
+
+X = torch.arange(2400.0).view(60, 40)
+
+
+@pytest.fixture
+def tool(capsys):
+    def call(*arguments) -> tuple[int, str, str]:
+        code = checkpoint_inspect.main([*map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_what_is_in_a_checkpoint_is_told_and_verified(tool, tmp_path):
+    save_one(
+        tmp_path, 3, {"train": {"iteration": 3}, "model": "GPTModel"}, **{"model/w": X, "model/b": X[0].bfloat16()}
+    )
+    code, out, _ = tool("--load", tmp_path, "--verify")
+    assert code == 0 and tells(out, "iteration 3 1 model: float32 2,400 9,600 bfloat16 GPTModel verified:")
+    assert tool("--load", tmp_path / "iter_0000003", "--tensors", "w$")[1].count("model/w") == 1
+    file = tmp_path / "iter_0000003/rank_00000.bin"
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    content[-1] ^= 1
+    file.write_bytes(content)
+    code, out, err = tool("--load", tmp_path, "--verify")
+    assert code == 1 and out.count("DAMAGED") == 2 and tells(err, "2 iter_0000003") and err.count("\n") == 1
+
+
+def test_two_checkpoints_are_compared_bit_by_bit_and_drawn(tool, tmp_path):
+    y = X.clone()
+    y[30:40, 10:20] += 0.5
+    y[0, 0] = -0.0
+    save_one(tmp_path / "a", 1, {"lr": 1, "same": 2}, w=X, v=X[0], only=X[1], same=X)
+    save_one(tmp_path / "b", 2, {"lr": 3, "same": 2}, w=y, v=X[:2], same=X)
+    code, out, err = tool("--load", tmp_path / "a", "--compare", tmp_path / "b", "--png", tmp_path / "d.png")
+    assert code == 1 and "differ" in err and (tmp_path / "d.png").read_bytes()[:4] == b"\x89PNG"
+    assert tells(out, "w: 101 2,400 0.5 row 0, column 0") and tells(out, "only: v: (40,) (2, 40) lr: 1 3")
+    assert "same" not in out.partition("compared with")[2]
+    lines = [line.strip()[1:-1] for line in out.splitlines() if line.strip().startswith("|")]
+    assert len(lines) == 12 and {len(line) for line in lines} == {40}
+    assert lines[0][0] != " " and lines[6] == " " * 10 + "@" * 10 + " " * 20 and lines[9].strip() == ""
+    code, out, _ = tool("--load", tmp_path / "a", "--compare", tmp_path / "b", "--tensors", "^same")
+    assert code == 0 and "no tensor differs" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ([], 2, "--load"),
+        (["--load", "none"], 1, "none"),
+        (["--load", "{root}", "--ckpt-step", "7"], 1, "iter_0000007 1"),
+        (["--load", "{root}/iter_0000001", "--ckpt-step", "2"], 2, "iter_0000001 2"),
+        (["--load", "{root}", "--png", "x.png"], 2, "--png --compare"),
+        (["--load", "{root}", "--tensors", "("], 2, "--tensors ("),
+    ],
+)
+def test_mistakes_are_one_line(tool, tmp_path, arguments, code, told):
+    save_one(tmp_path)
+    got, _, err = tool(*(word.format(root=tmp_path) for word in arguments))
+    assert got == code and all(word in err for word in told.split()) and err.count("\n") == 1
+
+
+def test_a_picture_shows_one_element_of_many():
+    where = torch.zeros(1000, 1000, dtype=torch.bool)
+    where[999, 999] = True
+    lines = checkpoint_inspect.picture(where)[1:-1]
+    assert [line.strip()[1:-1].strip() for line in lines] == [""] * 11 + ["."]
