@@ -260,7 +260,8 @@ def manifests(base: Path, numbers: list[int], seed: int) -> Iterator[dict[str, A
 
     def work(mesh) -> Iterator[dict[str, Any]]:
         loader = Loader(mesh, Layout())
-        right = [loader.load(root)]
+        with silence():
+            right = [loader.load(root)]
         for number in numbers:
             kind, content = mutated(text, random.Random(f"{seed} manifest {number}"))
             path.write_bytes(content)

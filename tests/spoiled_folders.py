@@ -101,10 +101,17 @@ def hostile(root: Path, outside: Path, draw: random.Random) -> list[str]:
         name = draw.choice(list(KINDS))
         try:
             KINDS[name](root, outside, draw)
-        except OSError:  # something before has taken the folder away
+        except (OSError, ValueError):  # something before has taken the file away, or spoiled it
             continue
         done.append(name)
     return done
+
+
+def _text_of(path: Path) -> str:
+    """Of a manifest that is a file still, of its size."""
+    if not path.is_file() or path.stat().st_size > 1 << 24:
+        raise FileNotFoundError(path)
+    return path.read_bytes().decode()
 
 
 def _replace(path: Path) -> Path:
@@ -190,7 +197,7 @@ def _manifest(root: Path, outside: Path, draw: random.Random) -> None:
     if draw.random() < 0.3:
         _something(path, outside, draw)
     else:
-        path.write_bytes(mutated(path.read_bytes(), draw)[1])
+        path.write_bytes(mutated(_text_of(path).encode(), draw)[1])
 
 
 def _file(root: Path, outside: Path, draw: random.Random) -> None:
@@ -200,7 +207,7 @@ def _file(root: Path, outside: Path, draw: random.Random) -> None:
 def _boxes(root: Path, outside: Path, draw: random.Random) -> None:
     """Boxes that overlap, reach outside, are upside down, or hold more than there is."""
     path = root / NEWEST / MANIFEST
-    raw = json.loads(path.read_bytes())
+    raw = json.loads(_text_of(path))
     del raw["sha256"]
     record = draw.choice([record for record in raw["tensors"].values() if record["pieces"] and record["shape"]])
     piece = draw.choice(record["pieces"])
@@ -224,7 +231,7 @@ def _escape(root: Path, outside: Path, draw: random.Random) -> None:
         "rank_00000.bin\0",
     ]
     name = draw.choice([*names, str(outside / NEWEST / "rank_00000.bin")])
-    path.write_bytes(sealed_text(path.read_text().replace("rank_00000.bin", name.replace("\0", "\\u0000"))))
+    path.write_bytes(sealed_text(_text_of(path).replace("rank_00000.bin", name.replace("\0", "\\u0000"))))
 
 
 def sealed_text(text: str) -> bytes:
