@@ -187,7 +187,8 @@ def results_of(cases: list[tuple[str, str, str, str]], place: Path) -> Iterator[
         for before, source in sources:
             root = place / f"{before} {source}"
             if (before, source) not in saved:
-                save_source(root, source, before, place / "files")
+                if not (root / "latest_checkpointed_iteration.txt").exists():  # by a run of this command before
+                    save_source(root, source, before, place / "files")
                 saved[before, source] = read(latest(root))
             roots[root] = place / f"{before} {source} to {after} {target}"
         answers = loaded_and_saved(roots, target, after, place / "files", is_crossed=is_crossed)
@@ -218,13 +219,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="a file of JSON lines, one per pair, that is added to")
     parser.add_argument("--every", type=int, default=1, help="one in so many pairs")
+    parser.add_argument(
+        "--place", type=Path, metavar="DIR", help="keep the checkpoints of the sources here for the next run"
+    )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table of the results into this page")
     given = parser.parse_args(arguments)
     done = read_results(given.results)
     seen = {(*result["saved"], *result["loaded"]) for result in done}
     cases = [case for case in plan(given.every) if case not in seen]
     with tempfile.TemporaryDirectory(prefix="reshard-") as place, given.results.open("a") as file:
-        for result in results_of(cases, Path(place)):
+        for result in results_of(cases, given.place or Path(place)):
             file.write(json.dumps(result) + "\n")
             file.flush()
             done.append(result)

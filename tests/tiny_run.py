@@ -267,6 +267,7 @@ class TinyTrainer:
         runtime = runtime_for(self.mesh, self.config, folder, self.global_batch)
         self.state.iteration = iteration
         checkpointing.save(runtime, self.model, self.adam, self.state, {})
+        checkpointing.note_saved(runtime, self.state, iteration)
 
     def load(self, folder: Path) -> None:
         checkpointing.load(runtime_for(self.mesh, self.config, folder, self.global_batch), self.model, self.adam)

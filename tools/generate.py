@@ -65,7 +65,9 @@ class GenerateConfig(FlagConfig):
         "script that trained, if it adds a tokenizer or an attention kernel; it runs up to pretrain()",
         metavar="FILE",
     )
-    iteration: WholeNumber | None = knob(None, "iteration to load; default: the latest")
+    iteration: WholeNumber | None = knob(
+        None, "iteration to load; default: the latest", flags=("--iteration", "--ckpt-step")
+    )
     prompt_file: str | None = knob(None, "file with one prompt; -: standard input", metavar="FILE")
     sample_input_file: str | None = knob(None, "file with a prompt per line; -: standard input", metavar="FILE")
     max_new_tokens: Count = knob(
