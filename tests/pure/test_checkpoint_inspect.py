@@ -1,7 +1,10 @@
 """tools/checkpoint_inspect.py tells what is in a checkpoint, every damage, and where two differ."""
 
+import shlex
+
 import pytest
 import torch
+from documents import ROOT, commands_of
 from said import tells
 from small_checkpoints import save_one
 
@@ -74,3 +77,13 @@ def test_a_picture_shows_one_element_of_many():
     where[999, 999] = True
     lines = checkpoint_inspect.picture(where)[1:-1]
     assert [line.strip()[1:-1].strip() for line in lines] == [""] * 11 + ["."]
+
+
+def test_every_command_of_the_page_runs(tool, tmp_path, monkeypatch):
+    """The second checkpoint is another one."""
+    monkeypatch.chdir(tmp_path)
+    save_one(tmp_path / "runs/quickstart/checkpoints", 150, w=X)
+    save_one(tmp_path / "runs/again", 150, w=-X)
+    commands = [shlex.split(text) for text in commands_of(ROOT / "docs" / "checkpoint_format.md")]
+    codes = [tool(*words[2:])[0] for words in commands if words[1] == "tools/checkpoint_inspect.py"]
+    assert codes == [0, 0, 1] and (tmp_path / "differ.png").is_file()

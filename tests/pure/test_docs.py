@@ -43,6 +43,9 @@ COMMANDS = {
         "python tools/generate.py ...": READS_ON,
         "python tools/benchmark.py ...": "not run: it takes minutes; tests/pure/test_benchmark.py runs a tiny contest",
     },
+    "docs/checkpoint_format.md": {
+        "python tools/checkpoint_inspect.py ...": "tests/pure/test_checkpoint_inspect.py::test_every_command_of_the_page_runs"
+    },
     "docs/tutorial.md": {
         "bash examples/setup_env.sh": "tests/gloo/test_documents.py::test_the_quickstart_leads_from_nothing_to_a_sample",
         "source .venv/bin/activate": "not run: the tests have an environment",
