@@ -142,8 +142,11 @@ class TorchGroup:
 
     def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> Pending[None]:
         """On an accelerator `wait` blocks the compute stream, not the host."""
-        with as_peer_error():
+        try:
             work = call(*tensors, group=self.process_group, **options)
+        except RuntimeError:
+            with as_peer_error():
+                raise
         return Pending(partial(_wait_for, work))
 
     def all_reduce(self, x: Tensor, op: str) -> Pending[Any]:
@@ -194,8 +197,11 @@ class TorchGroup:
 
 
 def _wait_for(work: dist.Work) -> None:
-    with as_peer_error():
+    try:
         work.wait()
+    except RuntimeError:
+        with as_peer_error():
+            raise
 
 
 class StoreGroup:

@@ -279,7 +279,7 @@ def float32_products(device: torch.device, *, tf32: bool) -> Iterator[None]:
 
 _FLOAT32_PRODUCTS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _KEPT_BELOW = (2**31 - 1, 1 << 20, 1 << 17)  # by level: freed blocks of at least so many bytes go back to the system
 
 
@@ -288,10 +288,12 @@ def set_malloc(threshold: int) -> None:
 
     By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a quarter of
     the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the threshold.
+    All threads share one heap: what a thread of gloo frees would else wait for that thread alone.
     """
     if (c_library := _glibc()) is not None:
         c_library.mallopt(_M_MMAP_THRESHOLD, threshold)
         c_library.mallopt(_M_TRIM_THRESHOLD, threshold)
+        c_library.mallopt(_M_ARENA_MAX, 1)
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -114,7 +114,8 @@ def clear_dropped(x: Tensor, ones: Tensor) -> None:
 def dropped(x: Tensor, words: MaskWords, probability: float) -> Tensor:
     """x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere. The backward draws the mask again: none is saved."""
     if torch.compiler.is_compiling():  # one expression, to be fused with what stands around it
-        return torch.where(kept(words, probability), x * (1 / (1 - probability)), 0)
+        # Contiguous as x is: else the mask decides, and a product with the result would be one a sample.
+        return torch.where(kept(words, probability), x * (1 / (1 - probability)), 0).contiguous()
     return _Dropped.apply(x, words.lines, words.columns, probability)
 
 

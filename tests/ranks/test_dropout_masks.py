@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.dropout_masks import MaskWords, dropped, kept, mixed, pairs_of_words, threshold_of
 from megatron.core.random import AttentionDropout, DropoutKeys, HiddenDropout, seed_of
+from megatron.core.sequence_rows import SequenceRows
 
 WORD = 2**32 - 1
 
@@ -60,7 +61,7 @@ def test_masks_are_those_of_pythons_integers():
         for row, head, query, key in product(*map(range, shape))
     ]
     assert kept(words, p).flatten().tolist() == expected
-    hidden = HiddenDropout(p, keys_of(3, 2**40), "mlp", 5, None).words_for(torch.empty(4, 2, 5))
+    hidden = HiddenDropout(p, keys_of(3, 2**40), "mlp", 5, SequenceRows()).words_for(torch.empty(4, 2, 5))
     expected = [
         is_kept(p, "mlp", 5, (3, 2**40)[row], (token,), column)
         for token, row, column in product(*map(range, (4, 2, 5)))
@@ -123,7 +124,7 @@ def test_traced_code_has_the_same_bits_and_one_graph_for_all_samples_and_layers(
     traced = torch.compile(lambda x, *words: dropped(x, MaskWords(*words), 0.3), backend=run, fullgraph=True)
     x = torch.rand(8, 2, 32)
     for sample, layer in product((1, 5), (0, 3)):
-        dropout = HiddenDropout(0.3, keys_of(sample, sample + 1), "mlp", layer, None)
+        dropout = HiddenDropout(0.3, keys_of(sample, sample + 1), "mlp", layer, SequenceRows())
         assert torch.equal(traced(x, *dropout.words_for(x)), dropout(x))
     assert len(graphs) == 1
 
@@ -152,3 +153,11 @@ def test_statistics_see_a_weaker_mixer():
     for name, bits in (("patterns", one_round), ("rows", shifted), ("squares", summed)):
         values = mask_statistics.scores((bits < 0).expand(4, -1, -1).contiguous(), 0.5)[name]
         assert mask_statistics.chance(values) < 1e-9, name
+
+
+def test_a_compiled_mask_leaves_the_layout_of_a_tensor(monkeypatch):
+    """Its words lie by samples, and a product with a result of that layout would be one a sample."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.ones(4, 2, 8)
+    dropout = HiddenDropout(0.1, keys_of(3, 4), "mlp", 0, SequenceRows())
+    assert dropped(x, dropout.words_for(x), 0.1).stride() == x.stride()
