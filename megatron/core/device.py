@@ -279,7 +279,8 @@ def float32_products(device: torch.device, *, tf32: bool) -> Iterator[None]:
 
 _FLOAT32_PRODUCTS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_ARENA_MAX = -8
 _KEPT_BELOW = (2**31 - 1, 1 << 20, 1 << 17)  # by level: freed blocks of at least so many bytes go back to the system
 
 
