@@ -38,6 +38,7 @@ PROGRAMS = [
     "tools/data_plan",
     "tools/estimate_memory",
     "tools/generate",
+    "tools/checkpoint_convert",
     "tools/inspect_dataset",
     "tools/merge_datasets",
     "tools/plot_run",

@@ -66,3 +66,16 @@ def write_folder(root: Path, record: dict[str, Any], dtype: str = "F64") -> None
         (root / file).write_bytes(struct.pack("<Q", len(text)) + text + data)
     index = {"metadata": {}, "weight_map": {tensor: file for file, part in halves.items() for tensor in part}}
     (root / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def read_tensors(root: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """(dtype, shape, bytes) of each tensor of a folder, by name."""
+    found = {}
+    for path in sorted(root.glob("*.safetensors")):
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                found[name] = entry["dtype"], entry["shape"], data[8 + length + start : 8 + length + stop]
+    return found

@@ -4,20 +4,25 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from local_ranks import run_ranks
 
 from megatron.core.boxes import slices
-from megatron.core.inference.load import load_gpt
+from megatron.core.checkpoint import placed_tensor, save_checkpoint
+from megatron.core.grid import ALONE
+from megatron.core.inference.load import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign
-from megatron.core.interchange.mapped import family_of, heads_of, rows_of
-from megatron.core.interchange.written import their_tensors
+from megatron.core.interchange.config_json import family_of
+from megatron.core.interchange.mapped import heads_of, rows_of
+from megatron.core.interchange.written import their_tensors, write_hf_folder
 from megatron.core.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig
+from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
-from cases import CASES, ids, read_record, weight, write_folder
+from cases import CASES, ids, read_record, read_tensors, weight, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +78,36 @@ def test_a_folder_gives_the_scores_and_gradients_of_transformers(case: str, fold
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_goes_back_to_the_bit(case: str, folders: dict[str, Path]):
-    record = read_record(case)
-    model, words = model_of(folders[case]), record["config"]["vocab_size"]
-    ours = {
-        name: p[:words] if "word_emb" in name or "output_layer" in name else p for name, p in model.named_parameters()
-    }
-    found = theirs(folders[case], ours)
-    assert {name: list(x.shape) for name, x in found.items()} == record["shapes"]
-    for name, shape in record["shapes"].items():
-        assert torch.equal(found[name], torch.tensor(weight(name, tuple(shape)))), name
+def test_a_folder_is_written_as_it_was_to_the_bit(case: str, folders: dict[str, Path], tmp_path: Path):
+    """Its tensors in other files, the tokenizer's files as they are; and what was written is the same model."""
+    (folders[case] / "tokenizer.json").write_bytes(b"{}\n")
+    (folders[case] / "modeling_own.py").write_bytes(b"raise SystemExit")
+    kind = write_hf_folder(open_foreign(folders[case]), tmp_path / "out", most_bytes=20_000)
+    assert kind == read_record(case)["config"]["model_type"]
+    assert read_tensors(tmp_path / "out") == read_tensors(folders[case])
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b"{}\n"
+    assert not list((tmp_path / "out").glob("*.py"))
+    again = open_foreign(tmp_path / "out")
+    assert again.manifest.tensors.keys() == open_foreign(folders[case]).manifest.tensors.keys()
+
+
+def test_a_checkpoint_of_ours_is_written_as_the_first_family_that_can_say_it(folders: dict[str, Path], tmp_path: Path):
+    """Trained weights go out from any layout's checkpoint, in a dtype of choice, here by the tool."""
+    model = model_of(folders["llama"])
+    mesh = lone_mesh()
+    tensors = {f"model/{n}": placed_tensor(p.data, p.placement, mesh) for n, p in model.named_parameters()}
+    state = {k: v for k, v in open_foreign(folders["llama"]).state.items() if k != "origin"}
+    save_checkpoint(tmp_path / "ours", 3, tensors, state, ALONE)
+    words = ["--load", str(tmp_path / "ours"), "--save-hf", str(tmp_path / "out"), "--dtype", "float32"]
+    assert checkpoint_convert.main(words) == 0
+    found, expected = read_tensors(tmp_path / "out"), read_tensors(folders["llama"])
+    assert found.keys() == expected.keys()
+    for name, (dtype, shape, data) in found.items():
+        assert dtype == "F32" and shape == expected[name][1]
+        assert np.array_equal(np.frombuffer(data, "<f4"), np.frombuffer(expected[name][2], "<f8")), name
+    assert checkpoint_convert.main(words) == 2  # the folder is there
+    assert checkpoint_convert.main([*words[:3], str(tmp_path / "no"), "--model-type", "gpt2"]) == 2
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama"])

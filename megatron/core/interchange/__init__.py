@@ -12,5 +12,6 @@ To add a family: a table of its own, and a line in `FAMILIES`; a fork does it be
 from megatron.core.lazy import lazy_names
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {".families": "FAMILIES Family Row", ".mapped": "is_foreign open_any open_foreign settings_in"}
+    __name__,
+    {".families": "FAMILIES Family Row", ".mapped": "is_foreign open_any open_foreign", ".written": "write_hf_folder"},
 )

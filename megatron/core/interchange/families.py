@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.core.interchange.fields import Field, always, count, heads, number, switch, unused
+from megatron.core.interchange.fields import Field, always, count, heads, number, only, switch, unused
 from megatron.core.interchange.rope import rope
 from megatron.core.open_table import Table
 
@@ -27,7 +27,7 @@ class Family:
 
     architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`.
     ignored: names of tensors, as regular expressions, that hold nothing to learn. prefix: of names, which
-    some old files leave out.
+    some old files leave out. vocab_size: the class's own, where a config.json says none.
     """
 
     architecture: str
@@ -36,6 +36,7 @@ class Family:
     rows: tuple[Row, ...]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    vocab_size: int | None = None
 
 
 def both(ours: str, operation: str, *theirs: str) -> Iterator[Row]:
@@ -54,8 +55,8 @@ ABOUT = unused(
     *("tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id", "tie_encoder_decoder", "torchscript"),
 )
 NOT_ENCODERS = (
-    *(always(name, False) for name in ("is_encoder_decoder", "add_cross_attention", "is_decoder", "use_bfloat16")),
-    *(always(name, {}) for name in ("pruned_heads",)),
+    *(only(name, False) for name in ("is_encoder_decoder", "add_cross_attention", "is_decoder", "use_bfloat16")),
+    only("pruned_heads", {}),
 )
 RMS = {"normalization": "RMSNorm", "add_bias_linear": False}
 ROTARY = {"position_embedding_type": "rope"}
@@ -78,10 +79,9 @@ LLAMA_ROWS = (
     HEAD,
 )
 SIZES = (
-    count("vocab_size", "vocab_size", 32000),
     count("hidden_size", "hidden_size"),
     count("num_hidden_layers", "num_layers"),
-    count("intermediate_size", "ffn_hidden_size"),
+    count("intermediate_size", "ffn_hidden_size", said_by="ffn_size"),
     count("max_position_embeddings", "max_position_embeddings", 2048),
 )
 LLAMA = Family(
@@ -108,10 +108,9 @@ GPT2 = Family(
     "GPT2LMHeadModel",
     {"normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute"},
     (
-        count("vocab_size", "vocab_size", 50257),
         count("n_embd", "hidden_size", 768),
         count("n_layer", "num_layers", 12),
-        count("n_inner", "ffn_hidden_size", None),
+        count("n_inner", "ffn_hidden_size", None, said_by="ffn_size"),
         count("n_positions", "max_position_embeddings", 1024),
         count("n_head", "num_attention_heads", 12),
         number("layer_norm_epsilon", "norm_epsilon", 1e-5),

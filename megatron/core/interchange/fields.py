@@ -58,30 +58,32 @@ class Given:
 
 
 class Field(NamedTuple):
-    """Some keys of a config.json and some settings of ours that say the same.
+    """Some keys of a config.json that say something of a model of ours.
 
-    read(given) -> settings; write(settings) -> keys; ours: the settings that `read` returns.
+    read(given) -> settings, by names of `ModelConfig`; write(model, a `ModelConfig`) -> keys with their values.
     """
 
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
+    keys: tuple[str, ...]
     read: Callable[[Given], ModelSettings]
-    write: Callable[[ModelSettings], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
 
 
-def count(theirs: str, ours: str, default: Any = _NEEDED) -> Field:
-    """A number that both sides have."""
-    return Field((theirs,), (ours,), lambda given: {ours: given.count(theirs, default)}, lambda s: {theirs: s[ours]})
+def count(theirs: str, ours: str, default: Any = _NEEDED, *, said_by: str = "") -> Field:
+    """A number that both sides have. said_by: the property of a `ModelConfig` with the value in force."""
+    read = lambda given: {ours: given.count(theirs, default)}  # noqa: E731
+    return Field((theirs,), read, lambda model: {theirs: getattr(model, said_by or ours)})
 
 
 def number(theirs: str, ours: str, default: float) -> Field:
-    return Field((theirs,), (ours,), lambda given: {ours: given.number(theirs, default)}, lambda s: {theirs: s[ours]})
+    return Field(
+        (theirs,), lambda given: {ours: given.number(theirs, default)}, lambda model: {theirs: getattr(model, ours)}
+    )
 
 
 def switch(theirs: str, ours: str, default: bool, *, opposite: bool = False) -> Field:
     """A boolean; `opposite` if ours says the reverse of theirs."""
     read = lambda given: {ours: given.choice(theirs, default, (False, True)) is not opposite}  # noqa: E731
-    return Field((theirs,), (ours,), read, lambda s: {theirs: s[ours] is not opposite})
+    return Field((theirs,), read, lambda model: {theirs: getattr(model, ours) is not opposite})
 
 
 def always(theirs: str, value: Any, *more: Any, default: Any = _NEEDED) -> Field:
@@ -92,12 +94,17 @@ def always(theirs: str, value: Any, *more: Any, default: Any = _NEEDED) -> Field
         given.choice(theirs, default, (value, *more))
         return {}
 
-    return Field((theirs,), (), read, lambda s: {theirs: value})
+    return Field((theirs,), read, lambda model: {theirs: value})
+
+
+def only(theirs: str, value: Any) -> Field:
+    """A key that is left out of files, and has one meaning that is built."""
+    return always(theirs, value)._replace(write=lambda model: {})
 
 
 def unused(*theirs: str) -> Field:
     """Keys that change nothing of what the weights mean: dropout of their training, generation, the library's version."""
-    return Field(theirs, (), lambda given: {}, lambda s: {})
+    return Field(theirs, lambda given: {}, lambda model: {})
 
 
 def heads(queries: str, groups: str, width: str | None, default_width: int | None = None) -> Field:
@@ -112,10 +119,8 @@ def heads(queries: str, groups: str, width: str | None, default_width: int | Non
         d = given.count(width, default_width) if width else None
         return {"num_attention_heads": n, **grouped, "kv_channels": d}
 
-    def write(s: ModelSettings) -> dict[str, Any]:
-        n = s["num_attention_heads"]
-        found = {queries: n, groups: s["num_query_groups"] if s["group_query_attention"] else n}
-        return found | ({width: s["kv_channels"] or s["hidden_size"] // n} if width else {})
+    def write(model: Any) -> dict[str, Any]:
+        said = {queries: model.num_attention_heads, groups: model.query_groups}
+        return said | ({width: model.head_width} if width else {})
 
-    ours = ("num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels")
-    return Field((queries, groups, *([width] if width else [])), ours, read, write)
+    return Field((queries, groups, *([width] if width else [])), read, write)

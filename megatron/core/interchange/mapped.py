@@ -6,7 +6,7 @@ So each rank of any layout reads its boxes from the files as they lie, without a
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from megatron.core.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
-from megatron.core.interchange.families import FAMILIES, HEAD, Family, Row
-from megatron.core.interchange.fields import Given, ModelSettings
-from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, is_hf_folder, read_hf_folder, read_json
+from megatron.core.interchange.config_json import family_of, settings_of
+from megatron.core.interchange.families import HEAD, Family, Row
+from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, is_hf_folder, read_hf_folder
 from megatron.core.interchange.operations import HeadCounts
 from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
@@ -27,43 +27,6 @@ from megatron.core.storage.files import is_file
 from megatron.core.transformer.model_config import ModelConfig
 
 _WORDS = "language_model.embedding.word_embeddings.weight"
-
-
-# ---------------------------------------------------------------- config.json
-
-
-def family_of(config: Mapping[str, Any], source: str) -> Family:
-    """The table of a config's model_type. Raises ConfigError for one that no table describes."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"{source}: model_type {kind!r:.60} is not among those that are read: {known}")
-    return FAMILIES[kind]
-
-
-def settings_of(config: Mapping[str, Any], source: str) -> ModelSettings:
-    """The settings of the model that a config.json describes, by names of `ModelConfig`, and `vocab_size`.
-
-    Raises ConfigError for a key that its family's table does not understand, and for an option that is not built.
-    """
-    family, given = family_of(config, source), Given(config, source)
-    settings = dict(family.settings)
-    for field in family.fields:
-        given.asked.update(field.theirs)
-        settings |= field.read(given)
-    if unknown := sorted(config.keys() - given.asked):
-        which = ", ".join(f"{name} ({config[name]!r:.40})" for name in unknown)
-        raise ConfigError(
-            f"{source}: the table of {config['model_type']} does not know {which}; what a model computes is never guessed"
-        )
-    if unbuilt := sorted(settings.keys() - {f.name for f in fields(ModelConfig)} - {"vocab_size"}):
-        raise ConfigError(f"{source}: this model needs {', '.join(unbuilt)}, which is not built")
-    return settings
-
-
-def settings_in(root: Path) -> ModelSettings:
-    """`settings_of` the config.json of a folder."""
-    return settings_of(read_json(root / CONFIG), str(root / CONFIG))
 
 
 # ---------------------------------------------------------------- tensors
@@ -133,8 +96,7 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:
     """The folder as a checkpoint of iteration 0: weights, and the settings of their model."""
-    settings = settings_of(folder.config, str(root / CONFIG))
-    words = settings.pop("vocab_size")
+    settings, words = settings_of(folder.config, str(root / CONFIG))
     config = ModelConfig(**settings)
     records = records_of(family_of(folder.config, CONFIG), config, folder.tensors, root)
     ends: dict[str, int] = {}
@@ -145,6 +107,7 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         "log": None,
         "optimizer_steps": 0,
         "model": "GPTModel",
+        "origin": origin_of(folder.config, root),
         "vocab_size": words,
         "config": {
             "transformer": settings,
@@ -155,6 +118,12 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         },
     }
     return Manifest(0, state, ends, {f"model/{name}": record for name, record in records.items()})
+
+
+def origin_of(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """What an export needs beside the model: where the tokenizer's files lie, and the ids that generation begins and ends with."""
+    kept = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    return {"model_type": config["model_type"], "folder": str(root), "kept": kept}
 
 
 def _tokenizer_in(root: Path) -> dict[str, Any]:
@@ -189,8 +158,7 @@ def open_foreign(root: Path | str, world: Axis = ALONE, device: torch.device | s
     with comm.together(world, device):
         if world.is_first:
             folder = read_hf_folder(root)
-            settings = settings_of(folder.config, str(root / CONFIG))
-            settings.pop("vocab_size")
+            settings, _ = settings_of(folder.config, str(root / CONFIG))
             check_tied(folder, family_of(folder.config, CONFIG), ModelConfig(**settings), root)
             text = json.dumps(asdict(folder))
     raw = json.loads(comm.broadcast_text(text, world, device))

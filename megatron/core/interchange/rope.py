@@ -7,6 +7,7 @@ Both are written: transformers 4 reads a file of 5 without a word and computes w
 scaling that is unknown, or two spellings that disagree, is refused.
 """
 
+import json
 from typing import Any
 
 from megatron.core.interchange.fields import Field, Given, ModelSettings
@@ -38,15 +39,14 @@ def rope(
             settings["rope_scaling"] = {"rope_type": _OLD_NAMES.get(kind, kind)} | _without_base(scaling)
         return settings
 
-    def write(s: ModelSettings) -> dict[str, Any]:
-        base, share = s["rotary_base"], s["rotary_percent"]
-        scaling = s.get("rope_scaling")
+    def write(model: Any) -> dict[str, Any]:
+        base, share = model.rotary_base, model.rotary_percent
+        scaling = None if model.rope_scaling is None else json.loads(model.rope_scaling)
         parts = {} if share == partial else {_PARTIAL: share}
         new = {"rope_type": "default", _THETA: base} | parts | (scaling or {})
         return {base_name: base, _SCALING: scaling, _NEW: new} | ({partial_name: share} if parts else {})
 
-    names = (base_name, _SCALING, _NEW, partial_name)
-    return Field(names, ("rotary_base", "rotary_percent", "rope_scaling"), read, write)
+    return Field((base_name, _SCALING, _NEW, partial_name), read, write)
 
 
 def _object(given: Given, name: str) -> dict[str, Any]:

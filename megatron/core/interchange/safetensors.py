@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError
 from megatron.core.storage.files import at, read_start
@@ -105,14 +105,13 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def write_header(file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Write the head of a file whose values follow end to end in this order. tensors: name -> (dtype, shape)."""
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """The head of a file whose values follow end to end in this order. tensors: name -> (dtype, shape)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 refuses a file without it
-    at = 0
+    end = 0
     for name, (dtype, shape) in tensors.items():
-        stop = at + math.prod(shape) * ITEM_BYTES[dtype]
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
-        at = stop
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # values of 8 bytes lie aligned
-    file.write(struct.pack("<Q", len(text)) + text)
+    return struct.pack("<Q", len(text)) + text
