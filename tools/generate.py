@@ -175,7 +175,7 @@ class Prompts:
             tokenizer = build_tokenizer(given)
         except FileNotFoundError as error:
             raise ConfigError(f"{error}; if it has moved since the training, give its new place by this flag") from None
-        if tokenizer.vocab_size != saved.vocab_size:
+        if (given.model_vocab_size or tokenizer.vocab_size) != saved.vocab_size:
             raise ConfigError(
                 f"the checkpoint has a vocabulary of {saved.vocab_size}, the tokenizer ({tokenizer.name}) one of "
                 f"{tokenizer.vocab_size}; give the checkpoint's tokenizer: --tokenizer-type and its files"

@@ -241,6 +241,11 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
                 tokenizer = build_tokenizer(config.tokenizer)
             except ImportError as error:
                 raise ConfigError(f"--tokenizer-type {config.tokenizer.tokenizer_type}: {error}") from error
+    words, rows = tokenizer.vocab_size if tokenizer is not None else 0, config.tokenizer.model_vocab_size
+    if rows is not None and rows < words:
+        problems.append(
+            f"the tokenizer has {words} words, above --model-vocab-size {rows}; give the model's own tokenizer"
+        )
     if tokenizer is not None and config.fim.fim_data:
         with collected(problems):
             FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # raises if the vocabulary lacks its tokens

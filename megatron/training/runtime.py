@@ -119,8 +119,9 @@ class Runtime:
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer | None) -> int | None:
-    """Vocabulary size of the tokenizer, else --vocab-size; None if neither is given."""
-    return config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
+    """Words of the model: --model-vocab-size, else those of the tokenizer, else --vocab-size; None if none is given."""
+    words = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
+    return config.tokenizer.model_vocab_size or words
 
 
 _runtime: Runtime | None = None

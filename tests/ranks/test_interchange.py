@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def model_of(root: Path, mesh=None, **options) -> torch.nn.Module:
     checkpoint = open_foreign(root, **({"world": mesh["world"]} if mesh else {}))
-    config = ModelConfig(**checkpoint.state["config"]["transformer"], make_vocab_size_divisible_by=8, fp64=True)
+    config = ModelConfig(**checkpoint.state["config"]["transformer"] | {"make_vocab_size_divisible_by": 8})
     positions = config.max_position_embeddings
     return load_gpt(
         checkpoint, config, vocab_size=checkpoint.state["vocab_size"], positions=positions, mesh=mesh, **options

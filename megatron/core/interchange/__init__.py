@@ -13,5 +13,9 @@ from megatron.core.lazy import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {".families": "FAMILIES Family Row", ".mapped": "is_foreign open_any open_foreign", ".written": "write_hf_folder"},
+    {
+        ".families": "FAMILIES Family Row",
+        ".mapped": "is_foreign open_any open_foreign settings_in",
+        ".written": "write_hf_folder",
+    },
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.core.interchange.fields import Field, always, count, heads, number, only, switch, unused
+from megatron.core.interchange.fields import Field, always, count, heads, number, only, share, switch, unused
 from megatron.core.interchange.rope import rope
 from megatron.core.open_table import Table
 
@@ -49,7 +49,7 @@ def both(ours: str, operation: str, *theirs: str) -> Iterator[Row]:
 # What a config.json says of how a model was trained, stored or is used, but not of what it computes.
 ABOUT = unused(
     *("model_type", "architectures", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp"),
     *("auto_map", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "name_or_path"),
     *("chunk_size_feed_forward", "problem_type", "id2label", "label2id", "finetuning_task", "task_specific_params"),
     *("tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id", "tie_encoder_decoder", "torchscript"),
@@ -58,7 +58,7 @@ NOT_ENCODERS = (
     *(only(name, False) for name in ("is_encoder_decoder", "add_cross_attention", "is_decoder", "use_bfloat16")),
     only("pruned_heads", {}),
 )
-RMS = {"normalization": "RMSNorm", "add_bias_linear": False}
+RMS = {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0}
 ROTARY = {"position_embedding_type": "rope"}
 
 _STAGE = "language_model."
@@ -96,6 +96,7 @@ LLAMA = Family(
         switch("tie_word_embeddings", "untie_embeddings_and_output_weights", False, opposite=True),
         always("attention_bias", False),
         always("mlp_bias", False),
+        share("attention_dropout", "attention_dropout"),
         *NOT_ENCODERS,
         ABOUT,
     ),
@@ -119,7 +120,9 @@ GPT2 = Family(
         always("scale_attn_by_inverse_layer_idx", False),
         switch("tie_word_embeddings", "untie_embeddings_and_output_weights", True, opposite=True),
         *NOT_ENCODERS,
-        unused("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn"),
+        share("resid_pdrop", "hidden_dropout", 0.1),
+        share("attn_pdrop", "attention_dropout", 0.1),
+        unused("n_ctx", "embd_pdrop", "reorder_and_upcast_attn"),
         unused(*(f"summary_{x}" for x in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))),
         ABOUT,
     ),

@@ -97,6 +97,11 @@ def always(theirs: str, value: Any, *more: Any, default: Any = _NEEDED) -> Field
     return Field((theirs,), read, lambda model: {theirs: value})
 
 
+def share(theirs: str, ours: str, default: float = 0.0) -> Field:
+    """A dropout of training, which is taken and not written: it says nothing of the weights."""
+    return number(theirs, ours, default)._replace(write=lambda model: {})
+
+
 def only(theirs: str, value: Any) -> Field:
     """A key that is left out of files, and has one meaning that is built."""
     return always(theirs, value)._replace(write=lambda model: {})

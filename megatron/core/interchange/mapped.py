@@ -19,7 +19,7 @@ from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.config_json import family_of, settings_of
 from megatron.core.interchange.families import HEAD, Family, Row
-from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, is_hf_folder, read_hf_folder
+from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, is_hf_folder, read_hf_folder, read_json
 from megatron.core.interchange.operations import HeadCounts
 from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
@@ -110,9 +110,8 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         "origin": origin_of(folder.config, root),
         "vocab_size": words,
         "config": {
-            "transformer": settings,
+            **_components(folder.config, root),
             "data": {"seq_length": config.max_position_embeddings},
-            "tokenizer": _tokenizer_in(root),
             "optimizer": {},
             "checkpoint": {"save_optim": False},
         },
@@ -126,9 +125,22 @@ def origin_of(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
     return {"model_type": config["model_type"], "folder": str(root), "kept": kept}
 
 
-def _tokenizer_in(root: Path) -> dict[str, Any]:
-    path = root / "tokenizer.json"
-    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)} if is_file(path) else {}
+def settings_in(root: Path) -> dict[str, dict[str, Any]]:
+    """The settings that a folder's config.json gives to a run, by component."""
+    return _components(read_json(root / CONFIG), root)
+
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def _components(config: Mapping[str, Any], root: Path) -> dict[str, dict[str, Any]]:
+    settings, words = settings_of(config, str(root / CONFIG))
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    precision = {flag: True for name, flag in _PRECISIONS.items() if name == dtype}
+    tokenizer, path = {"model_vocab_size": words}, root / "tokenizer.json"
+    if is_file(path):
+        tokenizer |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
+    return {"transformer": settings | precision, "tokenizer": tokenizer}
 
 
 def is_foreign(root: Path | str) -> bool:

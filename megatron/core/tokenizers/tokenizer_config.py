@@ -38,6 +38,9 @@ class TokenizerConfig(FlagConfig):
         "ids of NullTokenizer (end-of-document is added) or TikTokenizer (special tokens included), or of a model without "
         "tokenizer",
     )
+    model_vocab_size: Count | None = knob(
+        None, "words of the model where they are more than the tokenizer's, as in many published models"
+    )
     vocab_extra_ids: int = knob(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
     null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; default: --vocab-size")
     tiktoken_pattern: Literal["v2", "v1"] = knob("v2", "word pattern of TikTokenizer")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron.core.checkpoint.folder import find, read_manifest
 from megatron.core.checkpoint.format import MANIFEST, CheckpointError, parse_manifest
 from megatron.core.config import ConfigError, FlagParser, build, default_of, flag_of, knobs
-from megatron.core.interchange import settings_in
+from megatron.core.interchange import is_foreign, settings_in
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
@@ -47,8 +47,11 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
 
     Raises ConfigError where --load names no folder of checkpoints, or one whose settings cannot be read.
     """
+    roots = [root for name in ("load", "pretrained_checkpoint") if (root := given.get(name))]
+    if any(is_foreign(root) for root in roots):  # whose settings no command line has given
+        given = {**given, "use_checkpoint_args": True}
     asked = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
-    if not asked or not (given.get("load") or given.get("pretrained_checkpoint")):
+    if not asked or not roots:
         return Taken([], [])
     config, flag = build(CheckpointConfig, dict(given)), flag_of(asked[0])
     start = where_to_start(config)
@@ -58,7 +61,7 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
         saved, iteration = _saved_settings(Path(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"
     else:  # another project's folder
-        saved, where = {"transformer": settings_in(Path(start.root))}, start.root
+        saved, where = settings_in(Path(start.root)), start.root
     words, taken = [], []
     notes = []
     own = [(action.dest, saved.get("own_model", {}).get(action.dest)) for action in parser.own]
@@ -103,6 +106,8 @@ def _wanted(
     kind = tokenizer.get("tokenizer_type")
     if given.get("tokenizer_type", kind) == kind and not config.allow_tokenizer_change:
         yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer)
+    if "model_vocab_size" in tokenizer:
+        yield "model_vocab_size", tokenizer["model_vocab_size"]
     if "seq_length" in saved.get("data", {}):
         yield "seq_length", saved["data"]["seq_length"]
 
