@@ -120,7 +120,7 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
 
 
 def origin_of(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """What an export needs beside the model: where the tokenizer's files lie, and the ids that generation begins and ends with."""
+    """What an export needs beside the model: the place of the tokenizer, and the ids that begin and end a text."""
     kept = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     return {"model_type": config["model_type"], "folder": str(root), "kept": kept}
 
