@@ -22,11 +22,113 @@ _SIZES = {
 _BASE = _SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
 _GPT2 = {"vocab_size": 31, "n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 16, "layer_norm_epsilon": 1e-4}
 
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4, "beta_fast": 2.0}
+_LONG = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0], "original_max_position_embeddings": 8}
+_GEMMA = _BASE | {"head_dim": 6, "pad_token_id": None}
+
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT2},
-    "gpt2-untied": {"model_type": "gpt2", **_GPT2, "n_inner": 36, "tie_word_embeddings": False},
+    "gpt2-untied": {
+        **{"model_type": "gpt2", **_GPT2, "n_inner": 36, "tie_word_embeddings": False},
+        **{"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"},
+    },
     "llama": {"model_type": "llama", **_BASE},
     "llama-tied": {"model_type": "llama", **_BASE, "tie_word_embeddings": True, "head_dim": 6, "rope_theta": 5e5},
+    "llama-biases": {"model_type": "llama", **_BASE, "attention_bias": True, "mlp_bias": True},
+    "llama3": {
+        "model_type": "llama",
+        **_BASE,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **_LLAMA3},
+    },
+    "llama-linear": {
+        **{"model_type": "llama", **_BASE},
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    },
+    "llama-dynamic": {
+        **{"model_type": "llama", **_BASE, "max_position_embeddings": 8},
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
+    },
+    "llama-yarn": {"model_type": "llama", **_BASE, "rope_parameters": _YARN},
+    "llama-yarn-mscale": {
+        **{"model_type": "llama", **_BASE},
+        "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False},
+    },
+    "mistral": {"model_type": "mistral", **_BASE, "sliding_window": 5, "head_dim": 6},
+    "qwen2": {"model_type": "qwen2", **_BASE},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        **_BASE,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", **_BASE, "head_dim": 6, "attention_bias": True},
+    "gemma": {"model_type": "gemma", **_GEMMA},
+    "gemma2": {
+        **{"model_type": "gemma2", **_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9},
+        **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    },
+    "gemma3": {
+        **{"model_type": "gemma3_text", **_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9},
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gpt_neox": {
+        **{"model_type": "gpt_neox", **_SIZES, "max_position_embeddings": 32, "layer_norm_eps": 1e-4},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "gpt_neox-serial": {
+        **{"model_type": "gpt_neox", **_SIZES, "max_position_embeddings": 32, "use_parallel_residual": False},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0},
+        "hidden_act": "gelu_new",
+    },
+    "phi": {
+        **{"model_type": "phi", **_SIZES, "max_position_embeddings": 32, "num_key_value_heads": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "phi-norms": {
+        **{"model_type": "phi", **_SIZES, "max_position_embeddings": 32, "qk_layernorm": True},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "phi3": {"model_type": "phi3", **_BASE, "sliding_window": 5, "pad_token_id": None},
+    "phi3-long": {
+        **{"model_type": "phi3", **_BASE, "pad_token_id": None, "original_max_position_embeddings": 8},
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **_LONG},
+    },
+    "olmo2": {"model_type": "olmo2", **_BASE, "pad_token_id": None},
+    "olmo3": {
+        **{"model_type": "olmo3", **_BASE, "pad_token_id": None, "sliding_window": 5},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": _YARN | {"rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    },
+    "smollm3": {"model_type": "smollm3", **_BASE, "no_rope_layers": [1, 0, 1], "pad_token_id": None},
+    "starcoder2": {
+        **{"model_type": "starcoder2", **_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32},
+        **{"sliding_window": 5, "norm_epsilon": 1e-4},
+    },
+    "granite": {
+        **{"model_type": "granite", **_BASE, "embedding_multiplier": 1.5, "attention_multiplier": 0.3},
+        **{"residual_multiplier": 0.7, "logits_scaling": 3.0},
+    },
+    "cohere": {"model_type": "cohere", **_SIZES, "num_key_value_heads": 2, "logit_scale": 0.5, "pad_token_id": None},
+    "cohere-norms": {
+        "model_type": "cohere",
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "use_qk_norm": True,
+        "pad_token_id": None,
+    },
+    "cohere2": {
+        **{"model_type": "cohere2", **_SIZES, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": None},
+        **{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    },
 }
 
 

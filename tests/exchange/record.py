@@ -58,7 +58,7 @@ def record(name: str) -> None:
         "config": config,
         "shapes": shapes,
         "scores": scores.tolist(),
-        "gradients": gradients_of(model, ids),
+        "gradients": gradients_of(model, ids, shapes),
         "losses": losses_of(model, ids),
     }
     FOLDER.mkdir(exist_ok=True)
@@ -73,11 +73,13 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def gradients_of(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, float]:
+def gradients_of(model: torch.nn.Module, ids: torch.Tensor, shapes: dict) -> dict[str, float]:
     """The product of each parameter's gradient with a draw of its own."""
     loss_of(model, ids).backward()
     found = {}
     for name, parameter in model.named_parameters():
+        if name not in shapes:  # version 5 has another name for the module than for the tensor of a folder
+            name = name.replace("lm_head", "embed_out")
         found[name] = (
             (parameter.grad * torch.tensor(cases.weight(f"direction of {name}", parameter.shape))).sum().item()
         )

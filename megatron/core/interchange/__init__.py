@@ -2,7 +2,8 @@
 
     safetensors.py, hf_folder.py   what lies in a folder, checked (no torch)
     operations.py                  how their tensors lie in ours, the same list for both directions (no torch)
-    fields.py, families.py         config.json and names of tensors, a table for each family (no torch)
+    fields.py, rope.py, windows.py what keys of a config.json say
+    family.py, *_like.py           the tables: fields of config.json, names of tensors
     strided.py, mapped.py          a folder as a checkpoint that any layout reads
 
 May import: floors 0 to 3 (`checkpoint`, `transformer.model_config`). Names load on first use.
@@ -14,7 +15,8 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".families": "FAMILIES Family Row",
+        ".families": "FAMILIES",
+        ".family": "Family Row",
         ".mapped": "is_foreign open_any open_foreign settings_in",
         ".written": "write_hf_folder",
     },

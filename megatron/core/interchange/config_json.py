@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.config import ConfigError, knobs
-from megatron.core.interchange.families import FAMILIES, Family
+from megatron.core.interchange.families import FAMILIES
+from megatron.core.interchange.family import Family
 from megatron.core.interchange.fields import Given, ModelSettings
 from megatron.core.transformer.model_config import LossConfig, ModelConfig, PrecisionConfig, RecomputeConfig
 

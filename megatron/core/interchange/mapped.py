@@ -18,16 +18,13 @@ from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRec
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.config_json import family_of, settings_of
-from megatron.core.interchange.families import HEAD, Family, Row
+from megatron.core.interchange.family import OUTPUT, WORD_TABLE, Family, Row
 from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, is_hf_folder, read_hf_folder, read_json
 from megatron.core.interchange.operations import HeadCounts
 from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
 from megatron.core.storage.files import is_file
 from megatron.core.transformer.model_config import ModelConfig
-
-_WORDS = "language_model.embedding.word_embeddings.weight"
-
 
 # ---------------------------------------------------------------- tensors
 
@@ -54,7 +51,7 @@ def records_of(
     for ours, operation, theirs in rows:
         there = [name for name in theirs if name in tensors]
         used.update(there)
-        if not there or (ours == HEAD.ours and not config.untie_embeddings_and_output_weights):
+        if not there or (ours == f"{OUTPUT}.weight" and not config.untie_embeddings_and_output_weights):
             continue
         if lacking := sorted({*theirs} - {*there}):
             problems.append(f"holds {there[0]!r} without {', '.join(map(repr, lacking))}")
@@ -81,7 +78,9 @@ def _with_prefix(family: Family, rows: list[Row], tensors: Mapping[str, TensorIn
 
 def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path) -> None:
     """Refuse a head that differs from the word table with which the model is tied."""
-    (head,), (table,) = (next(row.theirs for row in family.rows if row.ours == ours) for ours in (HEAD.ours, _WORDS))
+    (head,), (table,) = (
+        next(row.theirs for row in family.rows if row.ours == ours) for ours in (f"{OUTPUT}.weight", WORD_TABLE)
+    )
     mine = _with_prefix(family, list(family.rows), folder.tensors)
     if config.untie_embeddings_and_output_weights or head not in mine or table not in mine:
         return

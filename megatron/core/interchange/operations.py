@@ -94,6 +94,12 @@ def _qkv_transposed(heads: HeadCounts, theirs: list[View]) -> Places:
     return _qkv_rows(heads, [x.transposed() for x in theirs])
 
 
+def _flat(heads: HeadCounts, theirs: list[View]) -> Places:
+    """Ours has no dimension of heads."""
+    for x in theirs:
+        yield whole((prod(x.shape),)), x._replace(shape=(prod(x.shape),), strides=(1,))
+
+
 def _same(heads: HeadCounts, ours: Shape) -> list[Shape]:
     return [ours]
 
@@ -105,6 +111,7 @@ def _reversed(heads: HeadCounts, ours: Shape) -> list[Shape]:
 OPERATIONS = {
     "copy": Operation(_stacked, _same),
     "transpose": Operation(_transposed, _reversed),  # GPT-2's Conv1D has [in, out]
+    "flat": Operation(_flat, lambda heads, ours: [(ours[0] // heads.width, heads.width)]),
     "gate_up": Operation(_stacked, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "qkv": Operation(_qkv, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),
     "qkv_rows": Operation(_qkv_rows, _same),

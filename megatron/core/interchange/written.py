@@ -25,7 +25,8 @@ from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, build
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.config_json import config_of, kind_of
-from megatron.core.interchange.families import FAMILIES, Row
+from megatron.core.interchange.families import FAMILIES
+from megatron.core.interchange.family import Row
 from megatron.core.interchange.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.operations import OPERATIONS, HeadCounts, View

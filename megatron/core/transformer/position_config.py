@@ -120,7 +120,8 @@ def read_rope_scaling(text: str) -> str:
         ) from None
     defaults = {f.name: f.default for f in fields(RopeScaling)}
     values = {key: getattr(scaling, key) for key in defaults}
-    return json.dumps({key: value for key, value in values.items() if value != defaults[key]})
+    needed, _ = ROPE_SCALINGS[scaling.rope_type]
+    return json.dumps({key: value for key, value in values.items() if value != defaults[key] or key in needed})
 
 
 class Rope(NamedTuple):

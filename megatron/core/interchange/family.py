@@ -1,0 +1,97 @@
+"""A family of models that other libraries have, as a table: fields of config.json, and a row for each tensor."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.core.interchange.fields import Field, Given, ModelSettings, only, unused
+
+
+class Row(NamedTuple):
+    """One tensor of ours, and the tensors of theirs that it is made of by an operation; {i} is a layer."""
+
+    ours: str
+    operation: str
+    theirs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: how its models are described and stored.
+
+    architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`. ignored:
+    names of tensors, as regular expressions, that hold nothing to learn. prefix: of names, which some old files leave out.
+    vocab_size: the class's own, where a config.json says none.
+    """
+
+    architecture: str
+    settings: Mapping[str, Any]
+    fields: tuple[Field, ...]
+    rows: tuple[Row, ...]
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+    vocab_size: int | None = None
+
+
+STAGE = "language_model."
+LAYER = f"{STAGE}decoder.layers.{{i}}."
+WORD_TABLE = f"{STAGE}embedding.word_embeddings.weight"
+OUTPUT = f"{STAGE}output_layer"
+
+
+def both(ours: str, operation: str, *theirs: str) -> Iterator[Row]:
+    """The rows of a weight and of a bias, which only some models of a family have."""
+    plain = {"transpose": "copy", "qkv_transpose": "qkv_rows"}
+    for part, how in (("weight", operation), ("bias", plain.get(operation, operation))):
+        yield Row(f"{ours}.{part}", how, tuple(f"{name}.{part}" for name in theirs))
+
+
+# What a config.json says of how a model was trained, stored or is used, but not of what it computes.
+ABOUT = unused(
+    *("model_type", "architectures", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "output_router_logits"),
+    *("auto_map", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "name_or_path"),
+    *("chunk_size_feed_forward", "problem_type", "id2label", "label2id", "finetuning_task", "task_specific_params"),
+    *("tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id", "tie_encoder_decoder", "torchscript"),
+    *("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "classifier_dropout"),
+)
+NOT_ENCODERS = (
+    *(only(name, False) for name in ("is_encoder_decoder", "add_cross_attention", "is_decoder", "use_bfloat16")),
+    only("pruned_heads", {}),
+)
+
+_ACTIVATIONS = {
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu-tanh"),
+    **{"gelu": "gelu", "relu": "relu", "relu2": "squared-relu", "quick_gelu": "quick-gelu"},
+    **dict.fromkeys(("silu", "swish"), "silu"),
+}
+_THEIR_NAMES = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+
+
+def activation(key: str, default: str, *, gated: bool) -> Field:
+    """The activation of the MLP; default: the class's own."""
+
+    def read(given: Given) -> ModelSettings:
+        found = _ACTIVATIONS[given.choice(key, default, _ACTIVATIONS)]
+        return {"swiglu": True} if gated and found == "silu" else {"gated": gated, "activation": found}
+
+    return Field((key,), read, lambda model: {key: _THEIR_NAMES[model.activation_region.removeprefix("gated_")]})
+
+
+def bias(key: str, *ours: str, default: bool = False) -> Field:
+    """One switch for several biases of ours."""
+    read = lambda given: dict.fromkeys(ours, given.choice(key, default, (False, True)))  # noqa: E731
+    has = {"add_qkv_bias": "has_qkv_bias", "add_attention_output_bias": "has_proj_bias", "add_mlp_bias": "has_mlp_bias"}
+    return Field((key,), read, lambda model: {key: getattr(model, has.get(ours[-1], ours[-1]))})
+
+
+def multiplier(key: str, ours: str, default: float, *, inverse: bool = False) -> Field:
+    """A factor, or its inverse."""
+    turned = (lambda x: 1 / x) if inverse else (lambda x: x)
+
+    def read(given: Given) -> ModelSettings:
+        if not (value := given.number(key, default)) > 0:
+            raise given.wrong(key, "it must be positive")
+        return {ours: turned(value)}
+
+    return Field((key,), read, lambda model: {key: turned(getattr(model, ours) or 1.0)})
