@@ -39,7 +39,7 @@ PURE = """
     core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot
     core.datasets.index_map training.guard.guard_config training.watch.contention training.watch.flops training.watch.heartbeat
     core.interchange.safetensors core.interchange.hf_folder core.interchange.operations core.interchange.fields
-    core.interchange.families core.whereabouts
+    core.whereabouts
 """
 MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 500  # code lines; code_lines.py has those of megatron/ and tools/
 

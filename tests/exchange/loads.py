@@ -1,0 +1,52 @@
+"""Does transformers load what is written here? python tests/exchange/loads.py FOLDER [CASE ...]
+
+Run in an environment with transformers (5.x, then 4.57). FOLDER: a folder of folders that `python tests/exchange/loads.py write
+FOLDER` has made before, in the project's own environment. Prints a line for each case: the largest difference of the scores, in
+float64, from the record, and the number of tensors that are missing or unexpected.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import cases
+
+
+def write(root: Path) -> None:
+    from megatron.core.interchange import open_foreign, write_hf_folder
+
+    for name in cases.CASES:
+        cases.write_folder(root / "in" / name, cases.read_record(name))
+        write_hf_folder(open_foreign(root / "in" / name), root / "out" / name, most_bytes=20_000)
+
+
+def check(root: Path, names: list[str]) -> None:
+    import torch
+
+    torch.float = torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    print(f"transformers {transformers.__version__}")
+    for name in names or cases.CASES:
+        try:
+            model, told = AutoModelForCausalLM.from_pretrained(
+                root / "out" / name, attn_implementation="eager", torch_dtype=torch.float64, output_loading_info=True
+            )
+            with torch.no_grad():
+                scores = model.eval()(torch.tensor(cases.ids())).logits
+            difference = (scores - torch.tensor(cases.read_record(name)["scores"])).abs().max().item()
+            names_off = sum(len(told[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+            print(f"{name:20} {difference:.1e} {names_off}")
+        except Exception as error:  # the table is for every case
+            print(f"{name:20} {type(error).__name__}: {str(error)[:160]}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        write(Path(sys.argv[2]))
+    else:
+        check(Path(sys.argv[1]), sys.argv[2:])
