@@ -40,7 +40,7 @@ _SAID_TOGETHER = {
 _NOT_OF_THE_MODEL = {
     *("hidden_dropout", "attention_dropout", "init_method_std", "attention_backend", "make_vocab_size_divisible_by"),
     *(f.name for kind in (LossConfig, PrecisionConfig, RecomputeConfig) for f in fields(kind)),
-    *("compile",),
+    *("compile", "init_method_xavier_uniform", "embedding_init_method_std"),
 }
 
 
