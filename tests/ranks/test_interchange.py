@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from local_ranks import run_ranks
+from whole_run import run
 
 from megatron.core.boxes import slices
 from megatron.core.checkpoint import placed_tensor, save_checkpoint
@@ -121,3 +122,20 @@ def test_every_rank_reads_its_boxes_of_a_folder(case: str, folders: dict[str, Pa
                 assert torch.equal(mine[slices(local)], whole[name][slices(box)]), name
 
     run_ranks({"tp": 2, "pp": 2}, work)
+
+
+def test_a_run_starts_from_a_folder_and_what_it_saves_is_written_as_one(
+    folders: dict[str, Path], tmp_path: Path, capsys
+):
+    """The folder gives the model's flags; a flag that says another model is refused."""
+    rest = "--mock-data --tokenizer-type NullTokenizer --vocab-size 25 --micro-batch-size 1 --lr 0.1 --eval-iters 0 --device cpu"
+    words = f"--load {folders['llama']} --seq-length 16 --train-iters 1"
+    run(f"{words} --save {tmp_path / 'run'}", tiny=rest.split())
+    assert "loaded weights of iteration 0" in capsys.readouterr().out
+    assert checkpoint_convert.main(["--load", str(tmp_path / "run"), "--save-hf", str(tmp_path / "out")]) == 0
+    found, before = read_tensors(tmp_path / "out"), read_tensors(folders["llama"])
+    assert found.keys() == before.keys() and all(found[name][:2] == before[name][:2] for name in found)
+    assert found != before
+    with pytest.raises(SystemExit):
+        run(f"{words} --num-layers 2", tiny=rest.split())
+    assert "num_layers: the checkpoint has 3, this run has 2" in capsys.readouterr().err
