@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from local_ranks import run_ranks
+from option_cases import BUNDLES
 from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 from megatron.core.inference.generate import generate_batch
@@ -20,6 +21,7 @@ MODELS = {
     "half rotary": replace(LLAMA, num_query_groups=1, init_method_std=0.3, rotary_percent=0.5),
     "windows": replace(LLAMA, init_method_std=0.3, window_size="2,0", window_attn_skip_freq="2"),
     "plain kernel": replace(GPT2, init_method_std=0.3, attention_backend="unfused"),
+    **{name: replace(LLAMA, init_method_std=0.3, **BUNDLES[name]) for name in ("gemma3", "oss", "cohere2")},
 }
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
 PROMPTS = [[3], [7, 1, 4], [60, 2, 9, 9, 5]]
