@@ -61,7 +61,8 @@ class ParallelTransformer(nn.Module):
         if cache is not None:
             if self.rows.length_of(1) > 1:
                 raise ValueError(
-                    "a cache needs the whole sequence on every rank; build the model without sequence and context parallelism"
+                    "a cache needs the whole sequence on every rank; build the model without sequence parallelism, and without "
+                    "context parallelism"
                 )
             mask = cache.mask(length)
         if self.ropes:
