@@ -31,6 +31,7 @@ def dumped(folder: Path, flags: str, layout: Layout = ALONE, **how) -> str:
     return told
 
 
+@pytest.mark.full
 def test_a_dumped_step_comes_again_to_the_bit(tmp_path, anything_is_a_spike, capfd):
     told = dumped(tmp_path / "bad", DROPS)
     assert (

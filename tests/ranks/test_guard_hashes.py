@@ -70,7 +70,9 @@ def copies_of_norms(mesh: Mesh, layout: Layout) -> None:
     tiny.close()
 
 
-@pytest.mark.parametrize("stage", ["0", "1", "3"])
+@pytest.mark.parametrize(
+    "stage", ["0", pytest.param("1", marks=pytest.mark.full), pytest.param("3", marks=pytest.mark.full)]
+)
 def test_a_bit_of_one_copy_is_named_with_its_axis_and_ranks(stage):
     layout = Layout(tp=2, dp=2, data_parallel=DataParallelConfig(**STAGES[stage]), delayed=stage == "1", poison=False)
     run_ranks(layout.sizes, partial(copies_of_norms, layout=layout))
@@ -101,7 +103,7 @@ def test_a_copy_that_is_used_apart_drifts_and_is_named():
 
 # ---------------------------------------------------------------- state at rest
 
-SLOWER = ("hybrid", "pipeline")
+MARKS = {"one process": [], "stage 3": [], "hybrid": [pytest.mark.sweep], "stage 1": [pytest.mark.sweep]}
 AT_REST = {
     "one process": (Layout(), HALF),
     "one process in float64": (Layout(), TINY_GPT2),
@@ -138,7 +140,7 @@ def flips_at_rest(mesh: Mesh, layout: Layout, config, optimizer: OptimizerConfig
     return kinds
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case in SLOWER)) for case in AT_REST])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [pytest.mark.full])) for case in AT_REST])
 def test_any_bit_flipped_at_rest_is_seen_and_named(case):
     layout, config = AT_REST[case]
     kinds = run_ranks(layout.sizes, partial(flips_at_rest, layout=layout, config=config))
@@ -180,5 +182,6 @@ def stops(mesh: Mesh) -> None:
         check.before_update()
 
 
+@pytest.mark.full
 def test_a_changed_bit_stops_every_rank_before_the_next_update():
     run_ranks({"dp": 2}, stops)

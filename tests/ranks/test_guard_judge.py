@@ -114,10 +114,10 @@ WHOLE = Layout(tp=2, sp=True, pp=2, dp=2)
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(Layout(), marks=pytest.mark.full), pytest.param(WHOLE, marks=pytest.mark.full), Layout(dp=2)],
+    [pytest.param(Layout(), marks=pytest.mark.sweep), pytest.param(WHOLE, marks=pytest.mark.full), Layout(dp=2)],
     ids=str,
 )
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.full), True], ids=["forward", "backward"])
 def test_the_first_bad_tensor_is_named_alike_in_every_layout(layout: Layout, backward: bool):
     """Sample 6 is in the second step, microbatch 2 of one process, or microbatch 1 of the first of two data-parallel ranks."""
     for told in stopped(NotFiniteError, "", layout, prepare=spoil_module("layers.1.mlp", 6, backward)):
@@ -133,6 +133,7 @@ def test_the_first_bad_tensor_is_named_alike_in_every_layout(layout: Layout, bac
         assert backward or found[1].endswith("layers.1.mlp") or ".mlp." in found[1]
 
 
+@pytest.mark.full
 def test_a_bad_weight_and_a_bad_loss_are_named():
     def prepare(trainer: Trainer) -> None:
         next(p for n, p in trainer.model[0].module.named_parameters() if "layers.1.input" in n).data[3] = math.inf
@@ -156,6 +157,7 @@ def once(sample: int, factor: float):
     return spoil
 
 
+@pytest.mark.full
 def test_numbers_that_do_not_come_again_are_a_devices():
     (told,) = stopped(NotFiniteError, "", spoil=once(5, math.nan))
     assert (
@@ -171,7 +173,8 @@ def test_without_reruns_a_step_is_computed_once():
     assert "omputed again" not in told
 
 
-@pytest.mark.parametrize("layout", [pytest.param(Layout(), marks=pytest.mark.full), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(), marks=pytest.mark.sweep), Layout(dp=2)], ids=str)
+@pytest.mark.full
 def test_a_skipped_step_changes_nothing_and_training_goes_on(layout: Layout, capfd):
     def work(mesh: Mesh) -> tuple[Tensor, TrainState]:
         before = []
@@ -217,7 +220,7 @@ def test_large_values_are_ten_times_the_largest_of_the_first_hundred():
 FEW = "--check-for-spiky-loss --check-for-large-grads "
 
 
-@pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(dp=2, pp=2), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(dp=2, pp=2), marks=pytest.mark.sweep)], ids=str)
 def test_a_bad_batch_is_a_spike_and_reported_by_microbatch(layout: Layout, capfd, monkeypatch):
     """Sample 9 has a loss thirty times as large, from the third step on 8 microbatches are known."""
     monkeypatch.setattr(large_values, "SAMPLES", 8)
@@ -256,6 +259,7 @@ def test_a_large_gradient_is_found_where_the_loss_is_usual(capfd, monkeypatch):
     assert "WARNING: iteration 4: the gradient's norm is" in printed and "has a loss of" not in printed
 
 
+@pytest.mark.full
 def test_a_spike_that_does_not_come_again_stops_the_run(monkeypatch):
     monkeypatch.setattr(large_values, "SAMPLES", 8)
     (told,) = stopped(WrongNumbersError, FEW, spoil=once(9, 30.0))
@@ -263,7 +267,7 @@ def test_a_spike_that_does_not_come_again_stops_the_run(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", ["", "--zero-stage 3"])
+@pytest.mark.parametrize("stage", [pytest.param("", marks=pytest.mark.sweep), "--zero-stage 3"])
 def test_a_reported_step_is_trained_with_the_numbers_it_had(stage: str, monkeypatch):
     """The step that is computed again leaves the same bits as the one that is computed once."""
     monkeypatch.setattr(large_values, "SAMPLES", 8)

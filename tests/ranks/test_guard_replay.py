@@ -24,7 +24,7 @@ LAYOUTS = {
     "dropout and offload": (Layout(dp=2), "--optimizer-cpu-offload --hidden-dropout 0.3 --recompute-activations"),
 }
 FULL = [pytest.mark.full]
-MARKS = {"dp": [], "tp": FULL, "stage 3": FULL, "pipeline": FULL}
+MARKS = {"dp": [], "stage 3": FULL}  # the others: python -m pytest -m sweep
 CASES = [pytest.param(name, marks=MARKS.get(name, [pytest.mark.sweep])) for name in LAYOUTS]
 
 
@@ -33,6 +33,7 @@ def stages(layout: Layout) -> dict:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.full
 def test_a_replay_changes_no_bit_and_finds_nothing_where_nothing_is_wrong(case: str, capfd):
     layout, flags = LAYOUTS[case]
 
@@ -90,7 +91,7 @@ def test_a_gradient_that_differs_between_two_runs_names_its_rank(case: str):
         pytest.param("persistent_error", "a third run differs from both", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(tp=2, pp=2, dp=2), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(tp=2, pp=2, dp=2), marks=pytest.mark.sweep)], ids=str)
 def test_an_injected_error_is_found(kind: str, said: str, layout: Layout):
     flags = f"--rerun-interval 1 --error-injection-rate 1 --error-injection-type {kind}"
     told = stopped(WrongNumbersError | RuntimeError, flags, layout)
@@ -98,6 +99,7 @@ def test_an_injected_error_is_found(kind: str, said: str, layout: Layout):
     assert said in told[int(wrong)] and "iteration 1," in told[int(wrong)]
 
 
+@pytest.mark.full
 def test_statistics_count_and_do_not_stop(capfd):
     flags = "--rerun-mode report_stats --error-injection-rate 2 --error-injection-type persistent_error --seed 5"
     run_ranks({}, lambda mesh: run(flags, mesh=mesh))
@@ -108,6 +110,7 @@ def test_statistics_count_and_do_not_stop(capfd):
     assert 0 < differed < 4 and printed.count("WARNING: the first microbatch of iteration") == differed
 
 
+@pytest.mark.full
 def test_a_rejected_result_that_comes_again_stops_nothing(capfd):
     run_ranks(
         {},
