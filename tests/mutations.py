@@ -46,7 +46,7 @@ _OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 MUTATIONS = [
     Mutation(*row)
     for row in [
-        ("a call's wait", "comm.py", CALLS, "work.wait()\n        return result", "pass\n        return result"),
+        ("a call's wait", "comm.py", CALLS, "work.wait()\n        whereabouts", "pass\n        whereabouts"),
         (
             "all-reduce",
             "comm.py",

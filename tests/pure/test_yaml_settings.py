@@ -153,7 +153,7 @@ BILLION_LAUGHS = "a0: &a0 {seed: 1}\n" + "".join(f"a{n}: &a{n} {{x0: *a{n - 1}, 
 
 TEXTS_AND_PROBLEMS = [
     ("activation_func: swiglu", "FILE:1 activation_func swiglu"),
-    ("layernorm_zero_centered_gamma: true", "FILE --apply-layernorm-1p"),
+    ("qk_l2_norm: true", "FILE --qk-l2-norm"),
     ("num_layer: 3", "FILE:1 num_layer num-layers"),
     ("model:\n  xyzzy: 3", "FILE:2 xyzzy --help"),
     ("seed: 1\nseed: 2", "FILE:2 1"),

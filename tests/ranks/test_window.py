@@ -22,9 +22,10 @@ from megatron.core.transformer import band
 from megatron.core.transformer.band import blocks_of
 from megatron.core.transformer.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.layer_pattern import read_pattern
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.window import read_pattern, read_window
+from megatron.core.transformer.window import read_window
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.command_line import parse_args
 from megatron.training.resume.compared import compare

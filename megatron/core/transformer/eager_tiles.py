@@ -64,9 +64,10 @@ class _EagerTiled(torch.autograd.Function):
         grad_v = torch.zeros_like(grad_k)  # wide, since it is a sum over tiles
         for tile in masks.tiles(q):
             rows, columns = tile
-            scores = q[rows] @ k[columns].transpose(1, 2)
-            slope = None if masks.scoring is None else masks.scoring.slope(scores.to(grad_k.dtype))
-            whole = masks.softmax(scores, tile, sinks)
+            slope = None
+            if masks.scoring is not None:
+                slope = masks.scoring.slope((q[rows] @ k[columns].transpose(1, 2)).to(grad_k.dtype))
+            whole = masks.softmax(q[rows] @ k[columns].transpose(1, 2), tile, sinks)  # nobody else holds the scores
             probabilities = masks.of_keys(whole, tile)
             by_probabilities = (grad[rows] @ v[columns].transpose(1, 2)).to(probabilities.dtype)
             ones = masks.ones(*words, tile)

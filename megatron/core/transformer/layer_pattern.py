@@ -15,7 +15,7 @@ def is_exception(pattern: str | None, layer: int, *, marked: int) -> bool:
     """
     if pattern is None:
         return False
-    parsed = _parsed(pattern)
+    parsed = _parsed(str(pattern))  # a script may give a list
     return layer % parsed == parsed - 1 if isinstance(parsed, int) else parsed[layer] == marked
 
 
