@@ -325,7 +325,7 @@ BUDGETS = {
     "megatron/core/tensor_parallel": 669,
     "megatron/core/tiers": 580,
     "megatron/core/tokenizers": 460,
-    "megatron/core/transformer": 2_107,
+    "megatron/core/transformer": 2_108,
     "megatron/core/transformer/context_parallel": 429,
     "megatron/deepspeed": 486,
     "megatron/training": 1_968,
