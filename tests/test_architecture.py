@@ -335,7 +335,7 @@ BUDGETS = {
     "megatron/training/memory": 1_162,
     "megatron/training/resume": 794,
     "megatron/training/settings": 1_225,
-    "megatron/training/watch": 955,
+    "megatron/training/watch": 1_062,
     "tools": 2_135,
     "tools/benchmarking": 830,
     "tools/benchmarking/peers": 510,

@@ -110,6 +110,7 @@ class Whereabouts:
             file.truncate(_BYTES)
             self._map = mmap.mmap(file.fileno(), _BYTES)
         self._words = words = memoryview(self._map).cast("Q")
+        self.waited, self._since = 0, 0  # nanoseconds in calls; when the present one began
         self._slots: dict[tuple[str, int, int, str, int], int] = {}
         words[_PID], words[_STARTED] = os.getpid(), started
         words[_RANK], words[_RANKS] = rank, ranks
@@ -141,15 +142,17 @@ class Whereabouts:
         words[slot + _OP] = OPS.index(op)
         words[slot + _SIZE] = nbytes
         words[_LAST] = words[_WAITING] = slot
-        words[_WENT_ON] = time.monotonic_ns()
+        words[_WENT_ON] = self._since = time.monotonic_ns()
         return slot
 
     def wait(self, slot: int) -> None:
         self._words[_WAITING] = slot
+        self._since = time.monotonic_ns()
 
     def come_back(self) -> None:
         self._words[_WAITING] = 0
-        self._words[_WENT_ON] = time.monotonic_ns()
+        now = self._words[_WENT_ON] = time.monotonic_ns()
+        self.waited += now - self._since
 
     @property
     def went_on(self) -> float:
@@ -234,6 +237,11 @@ def wait(slot: int) -> None:
 def come_back() -> None:
     if _mine is not None:
         _mine.come_back()
+
+
+def waited() -> float:
+    """Seconds that this process has spent in calls."""
+    return 0.0 if _mine is None else _mine.waited / 1e9
 
 
 def go_on() -> None:

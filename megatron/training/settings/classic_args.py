@@ -181,7 +181,7 @@ _TABLE = """
     0.2: inference_dynamic_batching_buffer_guaranteed_fraction
     1: checkpoint_num_layers dino_freeze_last_layer fp8_amax_history_len fp8_interval inprocess_last_call_wait
         inprocess_termination_grace_time moe_layer_freq moe_upcycling_granularity num_dataset_builder_threads
-        num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 retro_attention_gate straggler_minmax_count
+        num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 retro_attention_gate
     1.0: classes_fraction data_per_class_fraction head_lr_mult inprocess_monitor_process_interval
         inprocess_monitor_thread_interval inprocess_progress_watchdog_interval mask_factor mscale mscale_all_dim
         rl_default_temperature rotary_scaling_factor sample_rate

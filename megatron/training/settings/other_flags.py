@@ -62,6 +62,7 @@ def parse_table(table: Mapping[str, str]) -> dict[str, OtherFlag]:
 NO_EFFECT_BY_REASON: dict[str, str] = {
     # ---- the model and its numbers
     "samples are read ahead by threads of the run itself, which hear no signal": "--exit-signal-handler-for-dataloader",
+    "nothing listens on a port: --log-straggler measures from the start": "--straggler-ctrlr-port N",
     "there is one implementation": "--use-mcore-models --use-legacy-models --enable-experimental",
     "--compile regions fuses this work, for all kinds at once": """
         --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion""",
@@ -185,8 +186,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --relative-attention-num-buckets N --relative-attention-max-distance N
         --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
         --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME
-        --adlr-autoresume-interval N --one-logger-async --disable-straggler-on-startup --straggler-ctrlr-port N
-        --straggler-minmax-count N --inprocess-max-iterations N --inprocess-monitor-thread-interval X
+        --adlr-autoresume-interval N --one-logger-async --inprocess-max-iterations N --inprocess-monitor-thread-interval X
         --inprocess-monitor-process-interval X --inprocess-progress-watchdog-interval X
         --inprocess-heartbeat-interval X --inprocess-soft-timeout X --inprocess-hard-timeout X
         --inprocess-heartbeat-timeout X --inprocess-barrier-timeout X --inprocess-completion-timeout X
@@ -278,8 +278,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "how a device sums products is PyTorch's choice; leave it out": "--disable-bf16-reduced-precision-matmul",
     # ---- what guards a run
     "is not built yet; leave it out: a wrong number is told in the log": "--result-rejected-tracker-filename FILE",
-    "is not measured; leave it out: --timing-log-level 2 --timing-log-option all shows which rank is slow": """
-        --log-straggler""",
+    "is not switched while a run goes; leave it out: --log-straggler measures from the start": """
+        --disable-straggler-on-startup""",
     "is not measured; leave it out": "--log-energy",
     "one timeout holds for the whole run; use --distributed-timeout-minutes": """
         --distributed-timeout-seconds-after-init N""",

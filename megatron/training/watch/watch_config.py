@@ -30,6 +30,23 @@ class LogConfig(FlagConfig):
         "JSONL file with one record per log interval and validation; a resumed run truncates to its start, then appends",
         metavar="FILE",
     )
+    heartbeat_file: str | None = knob(
+        None,
+        "file replaced once a second, for supervisors: time, iteration, losses, tokens/s and the last save, in JSON",
+        metavar="FILE",
+    )
+    prometheus_file: str | None = knob(
+        None,
+        "the same numbers as a text file for Prometheus' textfile collector, such as DIR/megatron.prom",
+        metavar="FILE",
+    )
+    log_straggler: bool = knob(
+        False,
+        "at each log interval a line with the ranks that were busy longest, and shortest, without waiting for others",
+    )
+    straggler_minmax_count: Count = knob(
+        1, "ranks that --log-straggler lists as the slowest, and as the fastest", metavar="N"
+    )
     inspect: Count | None = knob(
         None,
         "iterations between statistics (mean, std, max, zeros, non-finite) of parameters, gradients and layer outputs",

@@ -10,22 +10,26 @@ The loop calls it around each step:
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_last
+from megatron.training.watch.beacon import Beacon
 from megatron.training.watch.log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
 from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
 from megatron.training.watch.statistics import Inspector, Statistics, TensorKey
+from megatron.training.watch.stragglers import Stragglers
 from megatron.training.watch.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that counts an action's time.
@@ -63,6 +67,18 @@ class Watch:
         self._inspector: Inspector | None = None
         self._steps = 0  # since the timers were last read
         self.sinks: list[Sink] = make_sinks(runtime, state.iteration) if mesh["world"].rank == mesh.reporter() else []
+        log = config.log
+        is_reporter = mesh["world"].rank == mesh.reporter()
+        files = (log.heartbeat_file, log.prometheus_file) if is_reporter else (None, None)
+        length, tokens = config.training.train_iters, config.data.seq_length
+        self._beacon = Beacon(*files, train_iters=length, tokens_per_sample=tokens, say=print_rank_last)
+        self._stragglers = None
+        if log.log_straggler and runtime.device.module is not None:
+            raise ConfigError(
+                "--log-straggler is not built yet for accelerators, whose waits the host does not see; leave it out"
+            )
+        if log.log_straggler:
+            self._stragglers = Stragglers(mesh["world"], runtime.device.torch_device, log.straggler_minmax_count)
         if self.timers.level >= 2 or self.profiler.wanted:
             pipeline.around = self._around
         self.note_progress("Starting job")
@@ -81,8 +97,13 @@ class Watch:
         if self.config.log.inspect is not None and iteration % self.config.log.inspect == 0:
             parallel = self.config.parallel.sequence_parallel_on
             self._inspector = Inspector(self.chunks, self._mesh, sequence_parallel=parallel)
+        if self._stragglers is not None:
+            self._stragglers.begin_step()
+        began = time.monotonic()
         with self.profiler.step(iteration):
             yield
+        if self._stragglers is not None:
+            self._stragglers.end_step(time.monotonic() - began)
 
     def measure(self) -> tuple[dict[str, float], Measured]:
         """(num_zeros and params_norm, statistics of --inspect) of the last step, where due. Every rank must call."""
@@ -113,6 +134,9 @@ class Watch:
         self, step: StepNumbers, losses: Mapping[str, float], interval: Interval | None, tensors: Measured
     ) -> None:
         """Send the last step's numbers to the sinks. interval: of its log line, None if none was due. Every rank must call."""
+        self._beacon.step(step.iteration, step.consumed_samples, losses)
+        if self._line_is_due and self._stragglers is not None:
+            print_rank_last(self._stragglers.line())
         if self._curves_are_due and self.sinks:
             self._send("step", self._curve_values(step, losses))
         if interval is not None:
@@ -134,7 +158,9 @@ class Watch:
         self._send("validation", values, {"split": what, "at": "end" if at_end else "step"})
 
     def note_progress(self, event: str) -> None:
-        """Append a line to progress.txt, with --log-progress."""
+        """Append a line to progress.txt, with --log-progress, and tell supervisors of a checkpoint."""
+        if number := event.partition("Saved checkpoint\tIteration: ")[2]:
+            self._beacon.saved(int(number))
         if not self.config.log.log_progress or not self._mesh["world"].is_first:
             return
         job = os.environ.get("SLURM_JOB_ID", "")

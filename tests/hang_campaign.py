@@ -1,0 +1,195 @@
+"""Stops one rank of small jobs (SIGSTOP) at each place of a run, and checks what the others say of it and how the job ends.
+
+    python tests/hang_campaign.py results.jsonl --write docs/reliability.md
+
+Goes on where it stopped. A case is a place (each phase of the start-up, each kind of collective before and after it is issued, a save, a
+validation), a rank (the first, the last) and a launcher (none, torchrun). It is right if within the deadline the stopped rank is named with its
+process, by operation and axis where there is a call and by phase where there is none, if every other rank ends with code 4 and nothing is left.
+`--calm` trains 1,000 steps with validations and saves instead, and counts alarms.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from shlex import split
+
+from processes import Job, free_port
+
+SCRIPT = str(Path(__file__).with_name("gloo") / "hanging_script.py")
+BEGIN, END = "<!-- hangs: begin -->", "<!-- hangs: end -->"
+FLOOR = 2.0
+DEADLINE = FLOOR + 6.0  # seconds from the stop to the end of the last rank; torchrun needs some of them to end itself
+MODEL = split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --make-vocab-size-divisible-by 96 --device cpu "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 --micro-batch-size 2 --global-batch-size 12 "
+    "--log-interval 1 --eval-interval 5 --eval-iters 2 --save-interval 3"
+)
+PHASES = {
+    "connecting": "connecting",
+    "agreeing on settings": "any@agreeing_on_settings",
+    "making groups": "making_groups",
+    "building the model": "building_the_model",
+    "loading the checkpoint": "loading_the_checkpoint",
+    "building the data sets": "building_the_data_sets",
+    "validating": "validating",
+    "saving": "saving",
+    "a collective of a save": "any@saving",
+}
+# kind of call -> (ranks, flags of a layout that issues it)
+CALLS = {
+    "all_reduce": (2, ""),
+    "all_gather": (3, "--zero-stage 1"),
+    "reduce_scatter": (3, "--zero-stage 1"),
+    "all_to_all": (2, "--zero-stage 1"),
+    "broadcast": (2, "--tensor-model-parallel-size 2"),
+    "send": (2, "--pipeline-model-parallel-size 2"),
+    "recv": (2, "--pipeline-model-parallel-size 2"),
+}
+
+
+def cases() -> list[dict]:
+    found = [{"place": name, "where": f"{where} 1", "ranks": 2, "flags": ""} for name, where in PHASES.items()]
+    for op, (ranks, flags) in CALLS.items():
+        for when, sign in (("before", "@"), ("within", "+")):
+            found.append({"place": f"{when} {op}", "where": f"{op}{sign}training 30", "ranks": ranks, "flags": flags})
+    return [
+        {**case, "victim": victim, "launcher": launcher}
+        for case in found
+        for victim in (0, case["ranks"] - 1)
+        for launcher in ("none", "torchrun")
+    ]
+
+
+def run_case(case: dict, folder: str) -> dict:
+    """Start the job, and watch it end after one of its ranks has stopped."""
+    os.environ["HANG"] = f"{case['victim']} stop {case['where']}"
+    limits = ["--train-iters", "60", "--hang-timeout", "3", "--hang-timeout-floor", str(FLOOR)]
+    words = [SCRIPT, *MODEL, *limits, *case["flags"].split(), "--save", folder]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(case["ranks"]), "--master-port", str(free_port())]
+    with Job([[*launch, *words]] if case["launcher"] == "torchrun" else [words] * case["ranks"]) as job:
+        streams = range(len(job.processes))
+
+        def stopped() -> list[str]:
+            return re.findall(r"hanging in process (\d+)", "".join(job.stdout(stream) for stream in streams))
+
+        while not stopped() and job.running():
+            time.sleep(0.02)
+        began = time.monotonic()
+        ended = job.wait(60)
+        seconds = time.monotonic() - began
+    return case | _found(
+        case, stopped_in=re.findall(r"hanging in process (\d+)", ended.everything), ended=ended, seconds=seconds
+    )
+
+
+def _found(case: dict, *, stopped_in: list[str], ended: object, seconds: float) -> dict:
+    if not stopped_in:
+        return {"outcome": "did not come there", "said": str(ended)[-1500:]}
+    said, process = "".join(ended.stderr), stopped_in[0]
+    headline = re.search(rf"^rank {case['victim']} \(on \S+, process {process}\) has hung.*$", said, re.MULTILINE)
+    text = headline[0] if headline else ""
+    call = re.search(r"rank \d+ waits in (\w+).* on axis (\w+)", text)
+    if case["launcher"] == "torchrun":
+        codes = sorted({int(code) for code in re.findall(r"exitcode  : (-?\d+)", said)})
+        right = ended.codes == (1,) and 4 in codes and set(codes) <= {4, -9}
+    else:
+        codes = list(ended.codes)
+        right = codes == [-9 if rank == case["victim"] else 4 for rank in range(case["ranks"])]
+    return {
+        "outcome": "right" if headline and right and seconds < DEADLINE and not _lives(process) else "wrong",
+        "by": " ".join(call.groups()) if call else "phase" if headline else "",
+        "seconds": round(seconds, 2),
+        "codes": codes,
+        "said": text or str(ended)[-3000:],
+    }
+
+
+def _lives(process: str) -> bool:
+    return Path(f"/proc/{process}").exists()
+
+
+def calm(folder: str) -> dict:
+    """1,000 steps with 200 validations and 333 saves, which nobody disturbs."""
+    os.environ.pop("HANG", None)
+    limits = [
+        "--train-iters",
+        "1000",
+        "--hang-timeout",
+        "10",
+        "--hang-timeout-floor",
+        str(FLOOR),
+        "--keep-checkpoints",
+        "2",
+    ]
+    with Job([[SCRIPT, *MODEL, *limits, "--save", folder]] * 2) as job:
+        ended = job.wait(900)
+    said = "".join(ended.stderr)
+    return {
+        "place": "calm",
+        "codes": list(ended.codes),
+        "alarms": said.count("has hung"),
+        "slow": said.count("is slow"),
+    }
+
+
+def table(results: list[dict]) -> str:
+    """One row a place: cases, how many were right, by what the rank was named, seconds from the stop to the end."""
+    rows, by_place = (
+        ["| stopped | cases | named, ended | by | seconds, median and most |", "|---|--:|--:|---|--:|"],
+        defaultdict(list),
+    )
+    for one in results:
+        if one["place"] != "calm":
+            by_place[one["place"]].append(one)
+    for place, found in by_place.items():
+        right = [one for one in found if one["outcome"] == "right"]
+        times = sorted(one["seconds"] for one in right)
+        by = ", ".join(sorted({one["by"] for one in right}))
+        spread = f"{times[len(times) // 2]:.1f}, {times[-1]:.1f}" if times else ""
+        rows.append(f"| {place} | {len(found)} | {len(right)} | {by} | {spread} |")
+    for one in results:
+        if one["place"] == "calm":
+            rows.append(
+                f"\n1,000 steps with 200 validations and 333 saves over two ranks: {one['alarms']} alarms, exit codes {one['codes']}."
+            )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many seconds")
+    parser.add_argument("--calm", action="store_true")
+    parser.add_argument("--write", type=Path, help="document whose table is replaced")
+    given = parser.parse_args()
+    lines = given.results.read_text().splitlines() if given.results.exists() else []
+    results, began = [json.loads(line) for line in lines], time.monotonic()
+    done = {(one["place"], one.get("victim"), one.get("launcher")) for one in results}
+    todo = [{"place": "calm"}] if given.calm else cases()
+    for case in todo:
+        if (
+            case["place"],
+            case.get("victim"),
+            case.get("launcher"),
+        ) in done or time.monotonic() - began > given.seconds:
+            continue
+        folder = f"{given.results}.saved"
+        os.system(f"rm -rf {folder}")
+        found = calm(folder) if given.calm else run_case(case, folder)
+        results.append(found)
+        with given.results.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(json.dumps({k: v for k, v in found.items() if k not in ("flags", "said")}), file=sys.stderr, flush=True)
+    if given.write:
+        text = given.write.read_text()
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        given.write.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
