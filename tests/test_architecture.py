@@ -310,7 +310,7 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # Code lines of each package, without those below it. Raised by nothing but a feature, in its commit, by what it adds.
 BUDGETS = {
     "megatron": 210,
-    "megatron/core": 2_731,
+    "megatron/core": 2_736,
     "megatron/core/checkpoint": 1_366,
     "megatron/core/classic": 1_647,
     "megatron/core/datasets": 1_963,
