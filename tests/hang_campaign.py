@@ -134,6 +134,7 @@ def calm(folder: str) -> dict:
         "codes": list(ended.codes),
         "alarms": said.count("has hung"),
         "slow": said.count("is slow"),
+        "said": said[-6000:],
     }
 
 

@@ -81,6 +81,7 @@ def test_a_rank_that_writes_in_a_save_is_slow_until_the_back_end_gives_up():
     ranks = [seen(0, calls("world", "0:2:1", 6), phase="saving", rested=0.5), waiting]
     assert judge(ranks, rest=5.0, patience=100.0).slow
     assert not judge([replace(ranks[0], rested=6.0), waiting], rest=5.0, patience=100.0).slow
+    assert judge([replace(ranks[0], rested=6.0, state=ProcessState("D")), waiting], rest=5.0, patience=100.0).slow
     assert not judge(ranks, rest=5.0, patience=8.0).slow
     assert not judge([replace(ranks[0], state=STOPPED), waiting], rest=5.0, patience=100.0).slow
 

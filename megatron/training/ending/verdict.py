@@ -79,7 +79,8 @@ def judge(seen: Sequence[Seen], unheard: Iterable[int] = (), *, rest: float = 0.
 
 
 def _may_be_slow(one: Seen, rest: float) -> bool:
-    return not is_hurried(one.place) and one.rested < rest
+    # R: it would compute, and other work has the core. D: the disk does not answer.
+    return not is_hurried(one.place) and (one.rested < rest or one.state.state in ("R", "D"))
 
 
 def _awaited_by(one: Seen, by_rank: dict[int, Seen], gone: set[int]) -> tuple[int, ...]:
