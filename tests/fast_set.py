@@ -67,15 +67,16 @@ ONE_IN = {
 
 # Of these tests' cases the test command has one in so many: each walks a product, of which the rest takes minutes.
 COMMAND_ONE_IN = {
-    "ranks/test_option_parity.py::test_options_give_the_numbers_of_one_process": 2,
-    "ranks/test_recipes.py::test_its_tiny_form_trains_at_tp_2_and_pp_2": 11,
-    "ranks/test_families.py::test_every_option_of_a_family_is_seen": 3,
     "pure/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 2,
-    "ranks/test_base_product.py::test_every_layout_equals_one_process": 2,
-    "ranks/test_memory_measured.py::test_recorded_peaks_are_the_predicted": 2,
-    "ranks/test_parity.py::test_every_triple_of_choices_equals_one_process": 3,
-    "ranks/test_zero.py::test_shards_equal_one_process": 2,
-    "ranks/test_zero_matrix.py::test_every_triple_of_choices_equals_one_process": 2,
+    "ranks/test_base_product.py::test_every_layout_equals_one_process": 4,
+    "ranks/test_bert.py::test_every_layout_equals_one_process": 2,
+    "ranks/test_bitwise.py::test_a_layout_in_fixed_order_has_the_bits_of_one_process": 2,
+    "ranks/test_cache.py::test_cached_scores_equal_the_plain_forward": 2,
+    "ranks/test_memory_measured.py::test_recorded_peaks_are_the_predicted": 4,
+    "ranks/test_parity.py::test_every_triple_of_choices_equals_one_process": 6,
+    "ranks/test_precision.py::test_what_is_not_frozen_trains_as_in_one_process": 2,
+    "ranks/test_zero.py::test_shards_equal_one_process": 4,
+    "ranks/test_zero_matrix.py::test_every_triple_of_choices_equals_one_process": 4,
 }
 
 

@@ -65,7 +65,7 @@ def ended(root: Path) -> dict[str, object]:
     manifest = json.loads((last / "manifest.json").read_text())
     config = manifest["state"]["config"]
     del manifest["sha256"], config["checkpoint"], config["training"]["exit_interval"]
-    manifest["state"]["train"].pop("checkpoints", None)  # which it has saved; a removal that failed leaves more
+    manifest["state"].pop("checkpoints", None)  # which it has saved; a removal that failed leaves more
     names = sorted(path.name for path in root.iterdir())
     return {"manifest": manifest, "names": names} | {name: (last / name).read_bytes() for name in manifest["files"]}
 

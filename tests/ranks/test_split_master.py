@@ -11,6 +11,7 @@ from test_offload import MODELS, STAGES, offload, tiny_trainer, trained
 from tiny_run import Layout, TinyTrainer, assert_same_bits, run
 from torch import Tensor
 
+from megatron.core.checkpoint import open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
@@ -211,7 +212,7 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
     def load(mesh: Mesh) -> None:
         tiny = made(mesh, after, second)
         tiny.load(tmp_path / "save")
-        whole = checkpointing.open_checkpoint(tmp_path / "save")
+        whole = open_checkpoint(tmp_path / "save")
         weights = checkpointing.model_tensors(tiny.model, mesh)
         state = checkpointing.optimizer_tensors(tiny.adam, mesh)
         source = "model" if before is None else "optimizer/master"

@@ -32,8 +32,11 @@ class HFFolder:
 
 
 def is_hf_folder(root: Path) -> bool:
-    """Whether a folder has a config.json, and no checkpoints of ours."""
-    return is_file(root / CONFIG) and not exists(root / LATEST)
+    """Whether a folder has a config.json, and no checkpoints of ours. A name that the system does not take is none."""
+    try:
+        return is_file(root / CONFIG) and not exists(root / LATEST)
+    except OSError:
+        return False
 
 
 def read_hf_folder(root: Path) -> HFFolder:
