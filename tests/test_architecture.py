@@ -316,7 +316,7 @@ BUDGETS = {
     "megatron/core/datasets": 1_963,
     "megatron/core/distributed": 1_492,
     "megatron/core/inference": 350,
-    "megatron/core/interchange": 1_470,
+    "megatron/core/interchange": 1_473,
     "megatron/core/job": 664,
     "megatron/core/models": 323,
     "megatron/core/optimizer": 1_316,
