@@ -38,6 +38,7 @@ def test_what_is_in_a_checkpoint_is_told_and_verified(tool, tmp_path):
     assert code == 1 and out.count("DAMAGED") == 2 and tells(err, "2 iter_0000003") and err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_two_checkpoints_are_compared_bit_by_bit_and_drawn(tool, tmp_path):
     y = X.clone()
     y[30:40, 10:20] += 0.5

@@ -42,6 +42,7 @@ def flip_a_bit(path, dice):
 
 
 @pytest.mark.parametrize("samples_of", [gpt, bert])
+@pytest.mark.full
 def test_a_bit_that_flips_changes_no_sample(tmp_path, samples_of):
     """In every file of the cache of a blend in turn: it is built again with a warning, and the samples are the same."""
     paths = ["0.6", write(tmp_path / "a"), "0.4", write(tmp_path / "bc")]

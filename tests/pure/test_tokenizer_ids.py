@@ -111,6 +111,7 @@ def test_gpt2_equals_transformers():
 
 @needs_gpt2
 @pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.full) for k in ("v1", "v2"))])
+@pytest.mark.full
 def test_remembered_words_are_cut_as_the_library_cuts_them(tmp_path, kind):
     """Batches go through Python's re, single texts through the library: a seventh of all characters, in several surroundings."""
     if kind == "gpt2":

@@ -137,6 +137,7 @@ def said_by(capsys, flags):
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_run_that_saves_beside_training_goes_on_as_one_that_waits(tmp_path, capsys):
     """To the byte, but for the settings in the manifests; and the lines of its log."""
     for folder, more in (("beside", "--async-save"), ("in its way", "")):

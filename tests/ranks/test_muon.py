@@ -203,6 +203,7 @@ def test_all_axes_give_the_numbers_of_one_process():
     assert_equal(*outcomes(MuonCase("tp2sp-pp2-v2", "1 overlapped", "one group", "nesterov")), TOLERANCE)
 
 
+@pytest.mark.full
 def test_states_are_torchs_and_a_run_goes_on_bit_for_bit_and_in_another_layout(tmp_path):
     sharded = Layout(tp=2, dp=2, data_parallel=DataParallelConfig(zero_stage=1))
 

@@ -14,6 +14,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", COUNTS)
+@pytest.mark.full
 def test_what_is_spoiled_is_found_and_named_or_does_no_harm(part: str, base: Path):
     cases = list(checkpoint_campaign.results_of(base, {**dict.fromkeys(COUNTS, 0), part: COUNTS[part]}, [], seed=2))
     assert len(cases) == COUNTS[part]

@@ -71,6 +71,7 @@ def test_a_rank_with_more_stages_than_another_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["", UNTIED], ids=["tied", "untied"])
+@pytest.mark.full
 def test_a_run_logs_and_validates_once_where_the_last_stage_is(words, capsys):
     expected = weights(ALONE, words)
     alone = [line for line in capsys.readouterr().out.splitlines() if "lm loss" in line]

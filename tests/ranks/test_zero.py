@@ -261,6 +261,7 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
         for wide, stage in product((False, True), (1, 2, 3))
     ],
 )
+@pytest.mark.full
 def test_gradients_may_be_kept_in_bfloat16(stage: int, wide: bool):
     """What is summed over ranks is float32 all the same, as are masters; the norm is that of float32 gradients to rounding."""
     model = replace(MODELS["gpt2-tied"], fp64=False, bf16=True)

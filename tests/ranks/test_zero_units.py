@@ -234,6 +234,7 @@ def open_at_once() -> Iterator[dict[int, int]]:
     ("schedule", "stage"),
     [("zb-h1", 3), *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("zb-h1", 2), ("1f1b", 2), ("1f1b", 3)))],
 )
+@pytest.mark.full
 def test_a_unit_is_there_only_while_it_computes(schedule: str, stage: int):
     """One unit's parameters and one's gradients, and, where weight gradients are put off, those of a table that a stage holds: the
     embedding writes in the backward, the output layer after it. Four units a stage, all of them would be eight."""
