@@ -41,6 +41,7 @@ LAYOUTS = [
     Layout(pp=2, m=4),
     Layout(pp=2, v=2, m=4, schedule="interleaved", tp=2, sp=True),
     Layout(dp=2, pp=2, m=2, delayed=True),
+    Layout(cp=2, pp=2, m=2, delayed=True),
     *(Layout(dp=2, pp=2, m=2, delayed=True, data_parallel=shards) for shards in SHARDS),
     Layout(dp=2, tp=2, m=3, data_parallel=SHARDS[2]),
 ]

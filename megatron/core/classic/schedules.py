@@ -73,13 +73,14 @@ def forward_backward(
     here, trains = current(), not (forward_only or collect_non_loss_data)
     scale = grad_scale_func or _config_of(chunks[0], "grad_scale_func") if trains else None
     finalize = _config_of(chunks[0], "finalize_model_grads_func")
+    tokens = seq_length // here.mesh["cp"].size  # of a sample on this rank
     reports = run_step(
         chunks,
         iterators,
         forward_step_func,
         here.mesh,
-        BatchShape(micro_batch_size, num_microbatches, seq_length),
-        boundary=_boundary(chunks[0], here.mesh, seq_length, micro_batch_size),
+        BatchShape(micro_batch_size, num_microbatches, tokens),
+        boundary=_boundary(chunks[0], here.mesh, tokens, micro_batch_size),
         first_sample=here.samples,
         training=trains,
         non_loss=collect_non_loss_data,
