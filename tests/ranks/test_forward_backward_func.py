@@ -79,10 +79,10 @@ def run_by_func(mesh, config, layout, **options):
 def test_it_gives_the_losses_and_gradients_of_the_train_step(layout, model):
     """Dropout included. The train step runs on one rank: the oracle knows neither this layout nor this function."""
     expected = run(model, Layout(), steps=1, global_batch=BATCH, optimizer=OptimizerConfig(clip_grad=0.0))
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp}
     ranks = run_ranks(sizes, partial(run_by_func, config=model, layout=layout), delayed=layout.delayed)
     of_last = [reports for reports, _ in ranks if reports]
-    assert len(of_last) == layout.tp * layout.dp and all(len(reports) == layout.m for reports in of_last)
+    assert len(of_last) == layout.tp * layout.dp * layout.cp and all(len(reports) == layout.m for reports in of_last)
     pairs = torch.stack([report["lm loss"] for reports in of_last[:: layout.tp] for report in reports]).sum(0)
     got = replace(
         expected, grads=[put_together([pieces for _, pieces in ranks])], losses=[(pairs[0] / pairs[1]).item()]
