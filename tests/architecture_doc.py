@@ -2,8 +2,8 @@
 
 python tests/architecture_doc.py
 
-The floors are the rows of tests/test_architecture.py, with the code lines of each package. The way is recorded: one training step of
-both ranks of a pipeline of two, ranks as threads. Each file stands once, where a function of it is entered first, below its caller's.
+The floors are the rows of tests/test_architecture.py. The way is recorded: one training step of both ranks of a pipeline of two, ranks
+as threads. Each file stands once, where a function of it is entered first, below its caller's.
 """
 
 import sys
@@ -14,7 +14,6 @@ from types import CodeType, FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from code_lines import code_lines
 from local_ranks import run_ranks
 from script_run import trainer_of
 from test_architecture import ROWS
@@ -48,14 +47,14 @@ BESIDE = (
 )
 
 
-def floors(counted: bool = True) -> str:
-    """A line or more for each floor, from the top: its packages and files with their code lines, rounded to tens."""
+def floors() -> str:
+    """A line or more for each floor, from the top: its packages and files."""
     upper = [["tools", "pretrain_*.py", "examples", "tests", "megatron/deepspeed"], ["megatron/training"]]
     rows = [*upper, *([f"megatron/core/{name}" for name in sorted(row.split())] for row in reversed(ROWS))]
     lines = []
     for number, row in zip(range(len(rows) - 1, -1, -1), rows):
         head = f"{number}  "
-        for box in (_box(name, counted) for name in row):
+        for box in (_box(name) for name in row):
             if len(head) + len(box) > WIDTH:
                 lines, head = [*lines, head.rstrip()], "   "
             head += f"{box} "
@@ -63,13 +62,9 @@ def floors(counted: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _box(name: str, counted: bool) -> str:
-    """[transformer 640]"""
-    path, short = ROOT / name, name.removeprefix("megatron/core/").removeprefix("megatron/")
-    if not counted or not name.startswith(("megatron", "tools")):
-        return f"[{short}]"
-    files = [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else sorted(path.rglob("*.py"))
-    return f"[{short} {round(sum(len(code_lines(file.read_text())) for file in files), -1):,}]"
+def _box(name: str) -> str:
+    """[transformer]"""
+    return f"[{name.removeprefix('megatron/core/').removeprefix('megatron/')}]"
 
 
 @dataclass
