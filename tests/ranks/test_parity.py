@@ -4,8 +4,8 @@ And for just the traffic that the algebra says: recomputation, interleaving, par
 buckets included, each rank's calls are those of `traffic.py`.
 
 The tolerance, 1e-10 of a tensor's largest value, leaves room for another order of summation over two steps (about 1e-15
-each, amplified by Adam's division) and for nothing else. The fast set covers every pair of choices of layout_space; `full` and `sweep`
-together every triple that fits on 16 ranks; tests/parity_sweep.py runs the product.
+each, amplified by Adam's division) and for nothing else. The fast set has every choice of layout_space, the full one every pair of them; it and
+`sweep` together every triple that fits on 16 ranks; tests/parity_sweep.py runs the product.
 """
 
 from functools import cache
@@ -18,6 +18,7 @@ from layout_space import (
     NOT_COVERED,
     Case,
     all_cases,
+    cases_of_each_choice,
     combinations_of,
     count_cases,
     covering_cases,
@@ -27,7 +28,7 @@ from parity_cases import TOLERANCE, assert_as_one_process
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
 MODELS = {"gpt2-tied": GPT2, "llama-untied": LLAMA}
-PAIRS = covering_cases(2)
+PAIRS, FAST = covering_cases(2), cases_of_each_choice()
 TRIPLES = covering_cases(3)[len(PAIRS) :]
 
 
@@ -36,7 +37,9 @@ def one_process(model: str) -> Outcome:
     return run(MODELS[model], Layout())
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in FAST else pytest.mark.full) for case in PAIRS], ids=str
+)
 def test_every_pair_of_choices_equals_one_process(case: Case):
     assert_as_one_process(case)
 
