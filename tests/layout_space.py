@@ -242,7 +242,9 @@ def cases_of_each_choice() -> tuple[Case, ...]:
     """Few cases of the pairs in which every choice of every dimension stands once or more; greedy, of equals that of more ranks."""
     missing, chosen = set(_CHOICE) & {number for pair in combinations_of(2) for number in pair}, []
     while missing:
-        chosen.append(max(covering_cases(2), key=lambda case: (len(missing & set(numbers_of(case.choices))), case.ranks)))
+        chosen.append(
+            max(covering_cases(2), key=lambda case: (len(missing & set(numbers_of(case.choices))), case.ranks))
+        )
         missing -= set(numbers_of(chosen[-1].choices))
     return tuple(chosen)
 
