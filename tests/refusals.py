@@ -33,6 +33,16 @@ REFUSALS = {
         MOCK + "--context-parallel-size 2 --seq-length 30",
         "--seq-length 30 4 --context-parallel-size 2",
     ),
+    "heads of context-parallel ranks": (
+        3,
+        MOCK + "--context-parallel-size 3 --cp-comm-type a2a --seq-length 36",
+        "--cp-comm-type a2a 4 --context-parallel-size 3 p2p all_gather",
+    ),
+    "a context-parallel communication for each layer": (
+        1,
+        MOCK + "--cp-comm-type p2p a2a a2a",
+        "--cp-comm-type 3 --num-layers 4",
+    ),
     "context-parallel communication": (1, MOCK + "--cp-comm-type ring", "--cp-comm-type ring p2p all_gather a2a"),
     "contradiction": (
         1,

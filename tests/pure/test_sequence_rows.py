@@ -3,11 +3,15 @@
 from itertools import product
 
 import pytest
+from said import tells
 
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.sequence_rows import SequenceRows, chunks_of
 from megatron.core.transformer.context_parallel.blocks import blocks_between, tiles_between
+from megatron.core.transformer.context_parallel.problems import context_parallel_problems
+from megatron.core.transformer.model_config import ModelConfig
 
 SHAPES = list(product((1, 2, 3, 4, 8), (1, 3)))  # context-parallel ranks, rows of a chunk
 
@@ -85,3 +89,11 @@ def test_a_length_that_does_not_divide_is_refused():
         SequenceRows(axis("cp", 2, 0)).held_of(30)
     with pytest.raises(ConfigError, match="and 6 of 4; change --seq-length"):
         SequenceRows(axis("cp", 2, 0), axis("tp", 4, 0)).held_of(12)
+
+
+def test_rows_that_sequence_parallelism_cannot_divide_are_refused():
+    sizes = ParallelConfig(context_parallel_size=2, tensor_model_parallel_size=4, sequence_parallel=True)
+    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    (problem,) = context_parallel_problems(sizes, model, 36)
+    assert tells(problem, "--sequence-parallel 18 --tensor-model-parallel-size 4 --seq-length 36")
+    assert not [*context_parallel_problems(sizes, model, 32)]

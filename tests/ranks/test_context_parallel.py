@@ -1,79 +1,53 @@
 """Context parallelism: every way to communicate gives one process's numbers, in float64, with ranks as threads."""
 
-from collections import Counter
-from dataclasses import replace
+from itertools import combinations
+from math import prod
+from pathlib import Path
 
+import context_matrix
 import pytest
 import torch
+from context_matrix import DIMENSIONS, NEW, RANKS, ContextCase, covering_cases, main, outcomes
 from layouts import Layout
 from local_ranks import run_ranks
-from tiny_run import GPT2, LLAMA, SEQ, Outcome, Texts, assert_equal, run
+from parity_cases import TOLERANCE
+from tiny_run import LLAMA, SEQ, assert_equal, run
 
-from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
-from megatron.core.transformer.context_parallel import block_kernels
 from megatron.core.transformer.context_parallel.method import ContextParallel
-from megatron.core.transformer.model_config import ModelConfig
-
-PLAIN = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
-WINDOWS = replace(LLAMA, window_size="3,0", window_attn_skip_freq="2")
-NUMBERS, MASKS = Texts(documents=True, as_mask=False), Texts(documents=True)
-EACH = ("p2p", "all_gather", "a2a", "p2p")  # one for each layer
 
 
-def zero(stage: int) -> DataParallelConfig:
-    return DataParallelConfig(zero_stage=stage, overlap_grad_reduce=stage > 1)
+@pytest.mark.parametrize("case", covering_cases(2, NEW), ids=str)
+def test_a_shared_sequence_gives_the_numbers_of_one_process(case: ContextCase):
+    """With the calls of the type's formula, and its kernels; tests/context_matrix.py runs the other pairs, and triples."""
+    assert_equal(*outcomes(case, steps=1), TOLERANCE)
 
 
-CASES: dict[str, tuple[ModelConfig, Texts, Layout]] = {
-    "ring": (GPT2, Texts(), Layout(cp=2, delayed=True)),
-    "ring of 4, grouped queries": (LLAMA, Texts(), Layout(cp=4, delayed=True)),
-    "flash ring of 4, zb-h1": (PLAIN, Texts(), Layout(cp=4, pp=2, m=2, schedule="zb-h1", delayed=True)),
-    "gathered, sp, documents": (GPT2, NUMBERS, Layout(cp=2, cp_types=("all_gather",), tp=2, sp=True)),
-    "gathered, recomputed, ZeRO 1": (
-        PLAIN,
-        Texts(),
-        Layout(cp=2, cp_types=("all_gather",), dp=2, recompute="selective", data_parallel=zero(1)),
-    ),
-    "heads, interleaved": (LLAMA, NUMBERS, Layout(cp=4, cp_types=("a2a",), pp=2, v=2, m=2, schedule="interleaved")),
-    "heads, tp, ZeRO 2": (GPT2, MASKS, Layout(cp=2, cp_types=("a2a",), tp=2, dp=2, data_parallel=zero(2))),
-    "one for each layer, ZeRO 3": (GPT2, MASKS, Layout(cp=2, cp_types=EACH, dp=2, data_parallel=zero(3))),
-    "one for each layer, windows, all recomputed": (
-        WINDOWS,
-        Texts(),
-        Layout(cp=2, cp_types=EACH, recompute="uniform 2"),
-    ),
-    "ring of 4, windows and documents": (WINDOWS, NUMBERS, Layout(cp=4)),
-}
+@pytest.mark.full
+def test_the_cases_have_every_pair_and_triple_that_fits():
+    sizes = {name: len(choices) for name, choices in DIMENSIONS.items()}
+    pairs = {pair for case in covering_cases(2, NEW) for pair in combinations(zip(DIMENSIONS, case.choices), 2)}
+    new = [pair for pair in combinations(DIMENSIONS, 2) if {*pair} & {*NEW}]
+    for names in new:
+        assert sum(tuple(name for name, _ in pair) == names for pair in pairs) == sizes[names[0]] * sizes[names[1]]
+    triples = {three for case in covering_cases(3) for three in combinations(zip(DIMENSIONS, case.choices), 3)}
+    everything = sum(prod(sizes[name] for name in names) for names in combinations(DIMENSIONS, 3))
+    assert len(triples) == everything and max(case.ranks for case in covering_cases(3)) == RANKS
+    assert len({str(case) for case in covering_cases(3)}) == len(covering_cases(3))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_shared_sequence_gives_the_numbers_of_one_process(name: str, computed: Counter):
-    model, texts, layout = CASES[name]
-    assert_equal(run(model, layout, global_batch=4, steps=2, texts=texts), one_process(model, texts), 1e-10)
-    over_blocks = "a2a" not in layout.cp_types or len(layout.cp_types) > 1
-    flash = over_blocks and model.attention_dropout == 0 and texts == Texts()
-    assert bool(computed["FlashBlocks"]) == flash
-    assert bool(computed["TiledBlocks"]) == (over_blocks and (not flash or model is WINDOWS))
-
-
-def one_process(model: ModelConfig, texts: Texts) -> Outcome:
-    return run(model, Layout(), global_batch=4, steps=2, texts=texts)
-
-
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """How often each kernel of blocks has run."""
-    found: Counter = Counter()
-    for kind in (block_kernels.FlashBlocks, block_kernels.TiledBlocks):
-
-        def add(self, *arguments, kind=kind, before=kind.add):
-            found[kind.__name__] += 1
-            return before(self, *arguments)
-
-        monkeypatch.setattr(kind, "add", add)
-    return found
+def test_the_command_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cases, path, page = list(covering_cases(2, NEW)[:2]), tmp_path / "results.jsonl", tmp_path / "page.md"
+    monkeypatch.setattr(context_matrix, "covering_cases", lambda strength, only=(): tuple(cases))
+    found = {str(cases[0]): (1e-14, "losses of step 0"), str(cases[1]): (1e-3, "weight w")}
+    monkeypatch.setattr(context_matrix, "worst_difference", lambda case: found[str(case)])
+    assert main([str(path), "--only", str(cases[0])]) == 0
+    assert main([str(path)]) == 1
+    assert len(path.read_text().splitlines()) == 2
+    assert main([str(path), "--report", str(page)]) == 1
+    assert "**2 of 2 cases have been run; 1 differ.**" in page.read_text()
+    assert f"DIFFERS: `{cases[1]}`: weight w, 0.001" in page.read_text()
 
 
 BYTES = 8  # of an element

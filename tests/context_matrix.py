@@ -1,0 +1,332 @@
+"""Context parallelism in every way, with every other axis and with what attention may be: against one process.
+
+    python tests/context_matrix.py results.jsonl --limit-minutes 30       goes on where it stopped
+    python tests/context_matrix.py results.jsonl --report docs/context_matrix.md
+
+Ranks are threads, in float64: losses, norms, gradients and weights of two steps, each tensor to 1e-10 of its largest value. In each
+case the ledger must show the calls that the type's formula says and no other over the axis, and the kernels that ran must be the
+type's own. Cases come in a fixed order: those in which every pair of choices with the axis or the type occurs (the tests run
+them), then all other pairs, then all triples, of jobs up to 16 ranks. Exit code 1 if any case differs.
+"""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import combinations, product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parity_cases import BUCKET, TOLERANCE, worst_of
+from parity_sweep import read_results, run_case, sweep
+from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, run
+
+from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.transformer.context_parallel import block_kernels
+from megatron.core.transformer.model_config import ModelConfig
+
+PIPELINES = {  # ranks, chunks of each, schedule
+    "1 stage": (1, 1, "1f1b"),
+    "1f1b": (2, 1, "1f1b"),
+    "zb-h1": (2, 1, "zb-h1"),
+    "interleaved": (2, 2, "interleaved"),
+    "zb-v": (2, 2, "zb-v"),
+}
+GROUPS = {"8 groups": 8, "2 groups": 2, "1 group": 1}  # of 8 heads
+TEXTS = {"one text": Texts(), "documents": Texts(documents=True, as_mask=False), "mask": Texts(documents=True)}
+DIMENSIONS: dict[str, tuple] = {
+    "cp": (2, 4),
+    "kind": ("p2p", "all_gather", "a2a", "mixed"),  # mixed: another type in each layer
+    "tp": ("1", "2", "2sp"),
+    "pipeline": tuple(PIPELINES),
+    "dp": (1, 2),
+    "zero": (0, 1, 2, 3),
+    "groups": tuple(GROUPS),
+    "windows": (False, True),
+    "texts": tuple(TEXTS),
+    "dropout": (0.0, 0.1),
+    "recompute": ("none", "selective", "uniform 2", "block 1"),
+    "positions": ("learned", "rope"),
+    "delayed": (False, True),
+}
+NEW = ("cp", "kind")  # the pairs with one of these are the tests'
+RANKS = 16
+BATCH = 4
+BYTES = 8  # of an element
+_CANDIDATES = 60  # completions looked at for each case of a covering set
+
+
+@dataclass(frozen=True)
+class ContextCase:
+    """One choice of each dimension, in the order of DIMENSIONS."""
+
+    cp: int
+    kind: str
+    tp: str
+    pipeline: str
+    dp: int
+    zero: int
+    groups: str
+    windows: bool
+    texts: str
+    dropout: float
+    recompute: str
+    positions: str
+    delayed: bool
+
+    @property
+    def choices(self) -> tuple:
+        return tuple(getattr(self, name) for name in DIMENSIONS)
+
+    @property
+    def ranks(self) -> int:
+        return self.cp * int(self.tp[0]) * PIPELINES[self.pipeline][0] * self.dp
+
+    def __str__(self) -> str:
+        parts = [f"cp{self.cp}-{self.kind}-tp{self.tp}-{self.pipeline}-dp{self.dp}-zero{self.zero}", self.groups]
+        parts += ["windows"] * self.windows + [self.texts] * (self.texts != "one text")
+        parts += ["dropout"] * (self.dropout > 0) + [self.recompute] * (self.recompute != "none")
+        return "-".join([*parts, self.positions, *["delayed"] * self.delayed]).replace(" ", "")
+
+    @property
+    def model(self) -> ModelConfig:
+        pp, v, _ = PIPELINES[self.pipeline]
+        return replace(
+            GPT2 if self.positions == "learned" else LLAMA,
+            num_layers=max(2, pp * v),
+            group_query_attention=True,
+            num_query_groups=GROUPS[self.groups],
+            hidden_dropout=self.dropout,
+            attention_dropout=self.dropout,
+            window_size="3,0" if self.windows else None,
+        )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of each layer."""
+        each = ("p2p", "all_gather", "a2a") if self.kind == "mixed" else (self.kind,)
+        return tuple(each[layer % len(each)] for layer in range(self.model.num_layers))
+
+    @property
+    def layout(self) -> Layout:
+        pp, v, schedule = PIPELINES[self.pipeline]
+        return Layout(
+            tp=int(self.tp[0]),
+            sp=self.tp.endswith("sp"),
+            pp=pp,
+            dp=self.dp,
+            cp=self.cp,
+            cp_types=self.kinds if self.kind == "mixed" else (self.kind,),
+            m=pp,
+            v=v,
+            schedule=schedule,
+            recompute=self.recompute,
+            data_parallel=DataParallelConfig(
+                zero_stage=self.zero,
+                overlap_grad_reduce=self.zero > 1,
+                ddp_bucket_size=BUCKET if self.zero > 1 else None,
+            ),
+            delayed=self.delayed,
+        )
+
+
+# ---------------------------------------------------------------- covering sets
+
+_FIRST = {name: choices[0] for name, choices in DIMENSIONS.items()}
+
+
+def _parts(case: ContextCase, strength: int, only: tuple[str, ...]) -> set[tuple]:
+    """Its combinations of so many choices; only: those with one of these dimensions."""
+    named = list(zip(DIMENSIONS, case.choices))
+    return {part for part in combinations(named, strength) if not only or any(name in only for name, _ in part)}
+
+
+def _all_parts(strength: int, only: tuple[str, ...]) -> list[tuple]:
+    found = []
+    for names in combinations(DIMENSIONS, strength):
+        if only and not set(names) & set(only):
+            continue
+        for choices in product(*(DIMENSIONS[name] for name in names)):
+            part = tuple(zip(names, choices))
+            if _completed(dict(part), _FIRST).ranks <= RANKS:
+                found.append(part)
+    return found
+
+
+def _completed(fixed: dict[str, Any], others: dict[str, Any]) -> ContextCase:
+    return ContextCase(**(others | fixed))
+
+
+@cache
+def covering_cases(strength: int, only: tuple[str, ...] = ()) -> tuple[ContextCase, ...]:
+    """Cases of at most RANKS ranks in which every `strength` choices occur together that can; those for NEW, and of the smaller
+    strength, come first. only: of combinations with one of these dimensions."""
+    if strength == 2 and not only:
+        chosen = list(covering_cases(2, NEW))
+    else:
+        chosen = list(covering_cases(strength - 1)) if strength > 2 else []
+    missing = dict.fromkeys(_all_parts(strength, only))
+    for case in chosen:
+        for part in _parts(case, strength, only):
+            missing.pop(part, None)
+    random = Random(strength)
+    while missing:
+        seed = dict(next(iter(missing)))
+        drawn = ({name: random.choice(values) for name, values in DIMENSIONS.items()} for _ in range(_CANDIDATES))
+        fits = [case for case in (_completed(seed, others) for others in drawn) if case.ranks <= RANKS]
+        fits.append(_completed(seed, _FIRST))
+        gains = [(sum(part in missing for part in _parts(case, strength, only)), case) for case in fits]
+        chosen.append(max(gains, key=lambda pair: pair[0] / (8 + pair[1].ranks))[1])
+        for part in _parts(chosen[-1], strength, only):
+            missing.pop(part, None)
+    return tuple(chosen)
+
+
+# ---------------------------------------------------------------- one case
+
+
+@cache
+def one_process(model: ModelConfig, texts: Texts, steps: int) -> Outcome:
+    return run(model, Layout(), global_batch=BATCH, steps=steps, texts=texts)
+
+
+def outcomes(case: ContextCase, steps: int = 2) -> tuple[Outcome, Outcome]:
+    """What the case computes, and what one process does. AssertionError if calls or kernels are not those of its types."""
+    with kernels_that_run() as computed:
+        got = run(case.model, case.layout, global_batch=BATCH, steps=steps, texts=TEXTS[case.texts])
+    assert computed.keys() == expected_kernels(case), f"kernels that ran: {dict(computed)}"
+    for pp_rank, calls in got.calls:
+        over = Counter({(op, nbytes): n for (op, axis, nbytes), n in calls.items() if axis == "cp"})
+        expected = expected_calls(case, pp_rank)
+        assert over == expected, f"calls of pipeline rank {pp_rank}: {dict(over)}, by the formulas {dict(expected)}"
+    return got, one_process(case.model, TEXTS[case.texts], steps)
+
+
+def worst_difference(case: ContextCase) -> tuple[float, str]:
+    return worst_of(*outcomes(case))
+
+
+class kernels_that_run:
+    """Counts the kernels of blocks, by name, while it is open."""
+
+    def __enter__(self) -> Counter:
+        self.found, self.usual = Counter(), {}
+        for kind in (block_kernels.FlashBlocks, block_kernels.TiledBlocks):
+            self.usual[kind] = kind.add
+
+            def add(blocks: Any, *arguments: Any, before=kind.add) -> None:
+                self.found[type(blocks).__name__] += 1
+                before(blocks, *arguments)
+
+            kind.add = add
+        return self.found
+
+    def __exit__(self, *_: object) -> None:
+        for kind, usual in self.usual.items():
+            kind.add = usual
+
+
+def expected_kernels(case: ContextCase) -> set[str]:
+    if {*case.kinds} == {"a2a"}:
+        return set()
+    plain = case.texts == "one text" and not case.windows and case.dropout == 0
+    return {"FlashBlocks" if plain else "TiledBlocks"}
+
+
+def expected_calls(case: ContextCase, pp_rank: int) -> Counter:
+    """(op, bytes) -> how often a rank of this pipeline stage calls it over the axis in a step: the formulas of each type."""
+    layout, calls = case.layout, Counter()
+    chunk = case.model.num_layers // (layout.pp * layout.v)
+    for stage in layout.stages.of_rank(pp_rank):
+        for place, layer in enumerate(range(stage * chunk, (stage + 1) * chunk)):
+            again = layout.recompute in ("selective", "uniform 2") or (layout.recompute == "block 1" and place == 0)
+            for call, count in _of_layer(case, case.kinds[layer], again).items():
+                calls[call] += count * layout.m
+    return calls
+
+
+def _of_layer(case: ContextCase, kind: str, again: bool) -> Counter:
+    layout, model, c = case.layout, case.model, case.cp
+    rows, b = SEQ // c, BATCH // case.dp // layout.m
+    heads, groups = model.num_attention_heads // layout.tp, max(1, model.query_groups // layout.tp)
+    head = rows * b * model.head_width * BYTES
+    if kind == "p2p":
+        return Counter({("send", 2 * groups * head): (c - 1) * (2 + again) + c})
+    if kind == "all_gather":
+        pair = 2 * groups * head
+        return Counter({("all_gather", pair): 1 + again, ("reduce_scatter", c * pair): 1})
+    # The result's exchange keeps nothing, so that a recomputed core ends before it.
+    results, calls = 2 + (again and layout.recompute != "selective"), Counter()
+    calls[("all_to_all", heads * head)] += 2 + again + results
+    calls[("all_to_all", math.lcm(groups, c) * head)] += 2 * (2 + again)
+    if case.texts == "mask":
+        calls[("all_gather", rows * b * SEQ)] += 1 + again
+    return calls
+
+
+# ---------------------------------------------------------------- the command
+
+
+def report(results: Sequence[dict]) -> str:
+    """The page in docs."""
+    failed = [result for result in results if not result["ok"]]
+    names = {result["case"] for result in results}
+    worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
+    sets = {
+        "every pair of choices with the axis or the type (the tests)": covering_cases(2, NEW),
+        "every pair": covering_cases(2),
+        "every triple, up to 16 ranks": covering_cases(3),
+    }
+    lines = [
+        "# Context parallelism: the matrix of types, axes, masks, dropout, recompute and positions",
+        "",
+        "Written by `python tests/context_matrix.py results.jsonl --report docs/context_matrix.md`, whose text says what a case is.",
+        "",
+        f"**{len(names)} of {len(covering_cases(3))} cases have been run; {len(failed)} differ.**",
+        "",
+        *(f"- {what}: {len(names & set(map(str, cases)))} of {len(cases)} cases" for what, cases in sets.items()),
+        "- code that was run: "
+        + ", ".join(f"{code} ({n})" for code, n in Counter(result["code"] for result in results).items()),
+    ]
+    if worst:
+        lines += [
+            f"- worst relative difference: {worst['worst']:.1e} (allowed {TOLERANCE:.0e}), {worst['where']} of `{worst['case']}`"
+        ]
+    lines += ["", "| dimension | cases run, by choice |", "|---|---|"]
+    for name, choices in DIMENSIONS.items():
+        counts = Counter(result["choices"][name] for result in results)
+        lines.append(f"| {name} | {', '.join(f'{choice}: {counts[choice]}' for choice in choices)} |")
+    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a file of JSON lines, one per finished case, that is added to")
+    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument("--only", default="", help="only cases whose name has this in it, such as a2a")
+    parser.add_argument("--report", type=Path, help="write this page of the results so far, and run nothing")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    cases = [case for case in covering_cases(3) if given.only in str(case)]
+    if given.report is None:
+        run_one = partial(run_case, compare=worst_difference, dimensions=DIMENSIONS)
+        sweep(cases, len(cases), [given.results], given.limit_minutes * 60, run_one)
+    results = [result for result in read_results(given.results).values() if result["case"] in set(map(str, cases))]
+    if given.report is not None:
+        given.report.write_text(report(results))
+    failed = sum(not result["ok"] for result in results)
+    print(f"{len(results)} of {len(cases)} cases have been run, {failed} differ")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
