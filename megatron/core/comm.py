@@ -170,7 +170,8 @@ class TorchGroup:
 
         def finish() -> None:
             exchanging.wait()
-            torch.add(*parts.chunk(2), out=out)
+            half = out.shape[0]
+            torch.add(parts[:half], parts[half:], out=out)
 
         return Pending(finish)
 
@@ -247,34 +248,31 @@ def _issue(
     op: str, axis: Axis, x: Tensor, start: Callable[[], Pending[Any]], result: Tensor | None = None, peer: int = -1
 ) -> Pending[Tensor]:
     """Records the call and starts it. result: the output tensor; default: `x`. peer: the other rank of a transfer."""
-    call = Call(op, axis.name, x.numel() * x.element_size(), axis.size)
-    axis.ledger.note(call)
+    ledger = axis.ledger
+    call = Call(op, axis.name, x.nbytes, axis.size)
+    ledger.note(call)
     slot = whereabouts.issue(op, axis.name, axis.ranks, call.bytes, peer)
-    span = record_function if axis.ledger.profiled else _not_shown
     result = x if result is None else result
-    if axis.ledger.listener is not None:
-        axis.ledger.listener(call, x, is_result=False)
-    with span(f"{op} {axis.name} ({call.bytes} bytes)"):
-        work = start()
+    if ledger.listener is not None:
+        ledger.listener(call, x, is_result=False)
+    work = _shown(f"{op} {axis.name} ({call.bytes} bytes)", start) if ledger.profiled else start()
     whereabouts.come_back()
 
     def finish() -> Tensor:
         whereabouts.wait(slot)
-        with span(f"wait for {op} {axis.name}"):
-            work.wait()
+        _shown(f"wait for {op} {axis.name}", work.wait) if ledger.profiled else work.wait()
         whereabouts.come_back()
-        if axis.ledger.listener is not None:
-            axis.ledger.listener(call, result, is_result=True)
+        if ledger.listener is not None:
+            ledger.listener(call, result, is_result=True)
         return result
 
     return Pending(finish, result, x)
 
 
-_NOTHING: contextlib.nullcontext[None] = contextlib.nullcontext()
-
-
-def _not_shown(_: str) -> contextlib.nullcontext[None]:
-    return _NOTHING
+def _shown(name: str, run: Callable[[], Any]) -> Any:
+    """The result of `run`, which is a range of this name in torch's profiler."""
+    with record_function(name):
+        return run()
 
 
 # ---------------------------------------------------------------- collectives: every rank of the axis must call
@@ -317,8 +315,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Start to sum `x` over the axis; the result is this rank's shard of dimension 0."""
     if axis.size == 1:
         return done(x)
-    x = x.contiguous()
-    out = torch.empty_like(x[my_part(x.shape[0], axis)])
+    x, mine = x.contiguous(), my_part(x.shape[0], axis)
+    out = x.new_empty((mine.stop - mine.start, *x.shape[1:]))
     return _issue("reduce_scatter", axis, x, lambda: axis.group.reduce_scatter(out, x), out)
 
 

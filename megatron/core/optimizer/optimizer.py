@@ -180,7 +180,8 @@ class FlatOptimizer:
             if buffer.axes.model.ranks == model.ranks:  # dense or expert parameters: their copies span other ranks
                 shard_axes = (buffer.axes.shard, buffer.axes.outer)
                 for weight, part in weighted:
-                    total += weight * _sum_of_squares(part)  # 0 x infinity is NaN
+                    squares = _sum_of_squares(part)
+                    total += squares if weight == 1 else weight * squares  # 0 x infinity is NaN
         for axis in shard_axes:
             comm.all_reduce(total, axis)
         return comm.all_reduce(total, model)
@@ -350,10 +351,13 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in x.split(_WIDENED_AT_ONCE)]
         return torch.stack(norms).square().sum()
-    pieces = x.split(2**16 * torch.get_num_threads())
-    wide = torch.empty(pieces[0].numel() if pieces else 0, dtype=torch.float64)
-    sums = [torch.dot(part, part) for part in (wide[: piece.numel()].copy_(piece) for piece in pieces)]
-    return torch.stack(sums).sum() if sums else x.new_zeros((), dtype=torch.float64)
+    at_once = 2**16 * torch.get_num_threads()
+    if x.numel() <= at_once:  # most shards of a small model's units: as few calls as can be
+        wide = x.double()
+        return torch.dot(wide, wide)
+    pieces = x.split(at_once)
+    wide = torch.empty(at_once, dtype=torch.float64)
+    return torch.stack([torch.dot(part, part) for part in (wide[: len(piece)].copy_(piece) for piece in pieces)]).sum()
 
 
 def _weighted_gradients(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list[tuple[float, Tensor]]:
