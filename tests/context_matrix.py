@@ -52,6 +52,7 @@ DIMENSIONS: dict[str, tuple] = {
     "groups": tuple(GROUPS),
     "windows": (False, True),
     "texts": tuple(TEXTS),
+    "scores": ("plain", "capped, sinks"),
     "dropout": (0.0, 0.1),
     "recompute": ("none", "selective", "uniform 2", "block 1"),
     "positions": ("learned", "rope"),
@@ -77,6 +78,7 @@ class ContextCase:
     groups: str
     windows: bool
     texts: str
+    scores: str
     dropout: float
     recompute: str
     positions: str
@@ -93,7 +95,7 @@ class ContextCase:
     def __str__(self) -> str:
         parts = [f"cp{self.cp}-{self.kind}-tp{self.tp}-{self.pipeline}-dp{self.dp}-zero{self.zero}", self.groups]
         parts += ["windows"] * self.windows + [self.texts] * (self.texts != "one text")
-        parts += ["dropout"] * (self.dropout > 0) + [self.recompute] * (self.recompute != "none")
+        parts += ["capped"] * (self.scores != "plain") + ["dropout"] * (self.dropout > 0) + [self.recompute] * (self.recompute != "none")
         return "-".join([*parts, self.positions, *["delayed"] * self.delayed]).replace(" ", "")
 
     @property
@@ -107,6 +109,7 @@ class ContextCase:
             hidden_dropout=self.dropout,
             attention_dropout=self.dropout,
             window_size="3,0" if self.windows else None,
+            **({} if self.scores == "plain" else {"attn_logit_softcapping": 0.7, "softmax_type": "learnable"}),
         )
 
     @property
@@ -237,7 +240,7 @@ class kernels_that_run:
 def expected_kernels(case: ContextCase) -> set[str]:
     if {*case.kinds} == {"a2a"}:
         return set()
-    plain = case.texts == "one text" and not case.windows and case.dropout == 0
+    plain = case.texts == "one text" and not case.windows and case.dropout == 0 and case.scores == "plain"
     return {"FlashBlocks" if plain else "TiledBlocks"}
 
 

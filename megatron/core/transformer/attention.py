@@ -55,8 +55,8 @@ class CoreAttention(nn.Module):
         if self.method is None:
             out = self.of_whole_samples(*heads, mask)
         else:
-            plain = self.cap is None and not self.sinks
-            shared = SharedAttention(*heads, mask, self.dropout, self.backend, self.of_whole_samples, plain)
+            scoring = self.scoring(heads[0].movedim(2, 1))
+            shared = SharedAttention(*heads, mask, self.dropout, self.backend, self.of_whole_samples, scoring)
             out = self.method.attend(shared, self.cp)
         return out.flatten(2).to(dtype)  # [s, b, n * d]
 

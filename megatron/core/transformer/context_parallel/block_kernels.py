@@ -21,17 +21,23 @@ from megatron.core.dropout_masks import MaskWords, clear_dropped, ones_where_kep
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.context_parallel.blocks import ChunkNumbers, ScoreTile, blocks_between, tiles_between
 from megatron.core.transformer.masks import Documents, Mask, Window
+from megatron.core.transformer.scoring import Scoring
 from megatron.core.transformer.tiles import wide_empty
 
 _QUERIES, _KEYS = 128, 1024  # of a tile
 
 
 class Merged:
-    """The result of attention to the keys so far: out [b, n, rows, d], and L [b, n, rows], both in float32 or wider."""
+    """The result of attention to the keys so far: out [b, n, rows, d], and L [b, n, rows], both in float32 or wider.
 
-    def __init__(self, q: Tensor):
+    sinks: [n], a first key of each head, whose value is 0; None: no key yet.
+    """
+
+    def __init__(self, q: Tensor, sinks: Tensor | None = None):
         self.out = wide_empty(q.shape, q).zero_()
         self.log_sums = wide_empty(q.shape[:3], q).fill_(-math.inf)
+        if sinks is not None:
+            self.log_sums.copy_(sinks.view(-1, 1))
 
     def add(self, rows: slice, out: Tensor, log_sums: Tensor) -> None:
         """Merge the result of the rows' attention to further keys. A row that sees none of them has L = -inf."""
@@ -49,6 +55,16 @@ class Upstream(NamedTuple):
     grad: Tensor  # [b, n, rows, d]
     out: Tensor  # as grad, in its dtype
     log_sums: Tensor  # [b, n, rows]
+
+    @property
+    def inner(self) -> Tensor:
+        """[b, n, rows]: for each row the sum over its keys of probability x the probability's gradient."""
+        return (self.grad.to(self.log_sums.dtype) * self.out).sum(dim=-1)
+
+    def grad_of_sinks(self, sinks: Tensor) -> Tensor:
+        """[n], of my rows. A sink has no value, so that its probability has no gradient of its own."""
+        probabilities = (sinks.view(-1, 1) - self.log_sums).exp()
+        return -(probabilities * self.inner).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 class Grads(NamedTuple):
@@ -133,12 +149,13 @@ class TiledBlocks:
     size: int
     mask: Mask
     dropout: AttentionDropout
+    cap: float | None = None  # as of `Scoring`
     name = "tiled"
 
     def add(self, merged: Merged, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
         k, v = _repeated(q, k, v)
         for tile in self._tiles(theirs):
-            scores = self._scores(q, k, tile)
+            scores = self._masked(self._products(q, k, tile), tile)
             log_sums = scores.logsumexp(dim=-1)
             base = log_sums.masked_fill(log_sums == -math.inf, 0)  # rows that see none of these keys
             probabilities = scores.sub_(base.unsqueeze(-1)).exp_()
@@ -148,15 +165,17 @@ class TiledBlocks:
     def add_grads(self, grads: Grads, up: Upstream, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
         groups = k.shape[1]
         k, v = _repeated(q, k, v)
-        inner = (up.grad.to(up.log_sums.dtype) * up.out).sum(dim=-1, keepdim=True)
+        inner = up.inner.unsqueeze(-1)
         for tile in self._tiles(theirs):
             rows, keys = tile[:2]
-            scores, grad = self._scores(q, k, tile), up.grad[:, :, rows]
+            products, grad = self._products(q, k, tile), up.grad[:, :, rows]
+            slope = self._scoring.slope(products) / math.sqrt(q.shape[-1])
+            scores = self._masked(products, tile)
             probabilities = scores.sub_(up.log_sums[:, :, rows].unsqueeze(-1)).exp_()
             kept = self._kept(q, tile)
             by_probabilities = (grad @ v[:, :, keys].transpose(-1, -2)).to(scores.dtype)
             self._drop(kept, by_probabilities)
-            by_scores = (probabilities * (by_probabilities - inner[:, :, rows]) / math.sqrt(q.shape[-1])).to(q.dtype)
+            by_scores = (probabilities * (by_probabilities - inner[:, :, rows]) * slope).to(q.dtype)
             self._drop(kept, probabilities)
             grads.q[:, :, rows] += by_scores @ k[:, :, keys]
             grads.k[:, :, keys] += _summed(by_scores.transpose(-1, -2) @ q[:, :, rows], groups)
@@ -168,12 +187,19 @@ class TiledBlocks:
         where = {"queries": _QUERIES, "keys": _KEYS, "before": before, "is_causal": is_causal}
         return tiles_between(self.mine, theirs, self.size, **where)
 
-    def _scores(self, q: Tensor, k: Tensor, tile: ScoreTile) -> Tensor:
-        """The tile's scores [b, n, rows, keys], -inf where a key is hidden, in float32 or wider."""
+    @property
+    def _scoring(self) -> Scoring:
+        return Scoring(self.cap, None)
+
+    def _products(self, q: Tensor, k: Tensor, tile: ScoreTile) -> Tensor:
+        """The tile's scores [b, n, rows, keys] before cap and mask, in float32 or wider."""
         q = q[:, :, tile.rows] / math.sqrt(q.shape[-1])  # before the product, which would overflow float16
         scores = q @ k[:, :, tile.keys].transpose(-1, -2)
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return wide.masked_fill_(_hidden(self.mask, tile, wide), -math.inf)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+    def _masked(self, products: Tensor, tile: ScoreTile) -> Tensor:
+        """Capped, and -inf where a key is hidden. May overwrite the products."""
+        return self._scoring.capped(products).masked_fill_(_hidden(self.mask, tile, products), -math.inf)
 
     def _kept(self, q: Tensor, tile: ScoreTile) -> Tensor | None:
         """1 where a probability of the tile is kept, 0 where dropout takes it; None: all are kept."""

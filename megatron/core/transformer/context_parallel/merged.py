@@ -97,22 +97,26 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
     return torch.cat([parts[chunk] for rank in range(ranks) for chunk in chunks_of(rank, ranks)])
 
 
-def attention_over_blocks(q: Tensor, k: Tensor, v: Tensor, travel: Travel, kernel: FlashBlocks | TiledBlocks) -> Tensor:
+def attention_over_blocks(
+    q: Tensor, k: Tensor, v: Tensor, travel: Travel, kernel: FlashBlocks | TiledBlocks, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of my rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d] -> as q.
 
-    Every rank that shares the sample must call, forward and backward."""
-    return _OverBlocks.apply(q, torch.stack((k, v), dim=1), travel, kernel)
+    sinks: [n], as of `Scoring`. Every rank that shares the sample must call, forward and backward."""
+    return _OverBlocks.apply(q, torch.stack((k, v), dim=1), sinks, travel, kernel)
 
 
 class _OverBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, pairs: Tensor, travel: Travel, kernel: FlashBlocks | TiledBlocks) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, pairs: Tensor, sinks: Tensor | None, travel: Travel, kernel: FlashBlocks | TiledBlocks
+    ) -> Tensor:
         """pairs: keys and values [s / c, 2, b, groups, d]."""
         heads = _heads(q)
-        merged = Merged(heads)
+        merged = Merged(heads, sinks)
         saved = travel.forward(pairs, lambda chunks, x: kernel.add(merged, heads, *_pair(x), chunks))
         out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, saved, out, merged.log_sums)
+        ctx.save_for_backward(q, saved, out, merged.log_sums, sinks)
         ctx.travel, ctx.kernel = travel, kernel
         return out.permute(2, 0, 1, 3)
 
@@ -120,7 +124,7 @@ class _OverBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputation fills it when it is read
         q, pairs = saved[:2]
-        up = Upstream(_heads(grad), *saved[2:])
+        up, sinks = Upstream(_heads(grad), *saved[2:4]), saved[4]
         heads = _heads(q)
         of_q = wide_empty(heads.shape, heads).zero_()
 
@@ -130,7 +134,8 @@ class _OverBlocks(torch.autograd.Function):
             return of_pairs
 
         of_pairs = ctx.travel.backward(pairs, visit)
-        return of_q.permute(2, 0, 1, 3).to(q.dtype), of_pairs.to(q.dtype), None, None
+        of_sinks = None if sinks is None else up.grad_of_sinks(sinks)
+        return of_q.permute(2, 0, 1, 3).to(q.dtype), of_pairs.to(q.dtype), of_sinks, None, None
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from megatron.core.transformer.context_parallel.block_kernels import FlashBlocks
 from megatron.core.transformer.context_parallel.merged import Gathered, Ring, Travel, attention_over_blocks, in_order
 from megatron.core.transformer.context_parallel.ulysses import my_rows, whole_sequences
 from megatron.core.transformer.masks import Mask, Window
+from megatron.core.transformer.scoring import Scoring
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class SharedAttention:
     dropout: AttentionDropout
     backend: str
     kernel: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
-    plain: bool = True  # a softmax of the scores, without a cap or a sink
+    scoring: Scoring | None = None  # of all of this tensor-parallel rank's heads; None: a plain softmax
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,7 @@ def over_blocks(travel: Callable[[Axis], Travel], work: SharedAttention, axis: A
     """Each rank computes its own rows, block by block of the keys that come to it."""
     mine = chunks_of(axis.rank, axis.size)
     size = len(work.q) // len(mine)
-    if not work.plain:
-        raise ConfigError(
-            "--cp-comm-type p2p and all_gather have no cap of attention scores and no sinks yet; give --cp-comm-type a2a"
-        )
-    plain = work.mask is None and not work.dropout.is_active and flash_refuses(work.q) is None
+    plain = work.mask is None and work.scoring is None and not work.dropout.is_active and flash_refuses(work.q) is None
     if work.backend not in (*_BY_FLASH, *_BY_TILES):
         raise ConfigError(
             f"--attention-backend {work.backend} computes whole samples, and --cp-comm-type p2p and all_gather need parts of "
@@ -89,8 +86,9 @@ def over_blocks(travel: Callable[[Axis], Travel], work: SharedAttention, axis: A
     if plain and work.backend in _BY_FLASH:
         kernel = FlashBlocks(mine, size)
     else:
-        kernel = TiledBlocks(mine, size, work.mask, work.dropout)
-    return attention_over_blocks(work.q, work.k, work.v, travel(axis), kernel)
+        kernel = TiledBlocks(mine, size, work.mask, work.dropout, None if work.scoring is None else work.scoring.cap)
+    sinks = None if work.scoring is None else work.scoring.sinks
+    return attention_over_blocks(work.q, work.k, work.v, travel(axis), kernel, sinks)
 
 
 _BY_FLASH, _BY_TILES = ("auto", "fused", "flash"), ("tiled", "tiled-eager", "unfused", "local")  # of KERNELS
