@@ -95,7 +95,11 @@ class ContextCase:
     def __str__(self) -> str:
         parts = [f"cp{self.cp}-{self.kind}-tp{self.tp}-{self.pipeline}-dp{self.dp}-zero{self.zero}", self.groups]
         parts += ["windows"] * self.windows + [self.texts] * (self.texts != "one text")
-        parts += ["capped"] * (self.scores != "plain") + ["dropout"] * (self.dropout > 0) + [self.recompute] * (self.recompute != "none")
+        parts += (
+            ["capped"] * (self.scores != "plain")
+            + ["dropout"] * (self.dropout > 0)
+            + [self.recompute] * (self.recompute != "none")
+        )
         return "-".join([*parts, self.positions, *["delayed"] * self.delayed]).replace(" ", "")
 
     @property

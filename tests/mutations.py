@@ -22,6 +22,7 @@ TRAINS = "tests/ranks/test_parity.py::test_no_wait_is_missing"
 CALLS = "tests/ranks/test_local_ranks.py::test_a_collective_has_its_result_when_it_returns"
 IN_PARTS = "tests/ranks/test_parity.py::test_no_wait_is_missing_where_copies_travel_in_parts"
 ZERO = "tests/ranks/test_zero.py::test_shards_equal_one_process"
+RING = "tests/ranks/test_context_parallel.py::test_no_wait_of_the_ring_is_missing"
 _AWAY = "tests/ranks/test_offload.py::test_offload_equals_one_process"
 OWN_CLASS = "tests/ranks/test_odd_models.py::test_a_model_of_plain_modules_is_trained_as_torch_does[of a class-1]"
 BESIDE = "tests/ranks/test_odd_models.py::test_parameters_that_are_used_beside_their_module_are_waited_for"
@@ -41,6 +42,7 @@ class Mutation:
     new: str
 
 
+_MERGED = "transformer/context_parallel/merged.py"
 _OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 # What, in which file, the test that finds it, the text, and the text without the wait.
 MUTATIONS = [
@@ -200,6 +202,29 @@ MUTATIONS = [
             TRAINS,
             f"tensors = {_OWN}.wait()",
             f"tensors = tuple(one._keep[0] for one in {_OWN}._keep)",
+        ),
+        (
+            "keys and values on their way round the ring",
+            _MERGED,
+            RING,
+            "here = coming.wait()\n        return mine",
+            "here = coming._keep[0]\n        return mine",
+        ),
+        (
+            "the same in the backward",
+            _MERGED,
+            RING,
+            "here = coming.wait()\n        return leaving",
+            "here = coming._keep[0]\n        return leaving",
+        ),
+        ("gradients that travel behind them", _MERGED, RING, "grad += leaving.wait()", "grad += leaving._keep[0]"),
+        ("gradients on their last hop", _MERGED, RING, "return leaving.wait()", "return leaving._keep[0]"),
+        (
+            "gradients of gathered keys in half precision",
+            _MERGED,
+            RING,
+            "grad.to(saved.dtype), self.axis).wait()",
+            "grad.to(saved.dtype), self.axis)._keep[0][: len(grad) // self.axis.size]",
         ),
         (
             "a send's memory used again before SENT",

@@ -1,5 +1,6 @@
 """Context parallelism: every way to communicate gives one process's numbers, in float64, with ranks as threads."""
 
+from functools import partial
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -14,8 +15,11 @@ from parity_cases import TOLERANCE
 from tiny_run import LLAMA, SEQ, assert_equal, run
 
 from megatron.core.grid import Axis
+from megatron.core.held_rows import of_my_rows
 from megatron.core.mesh import Mesh
-from megatron.core.transformer.context_parallel.method import ContextParallel
+from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
+from megatron.core.transformer.kernels import plain_attention
 
 
 @pytest.mark.parametrize("case", covering_cases(2, NEW), ids=str)
@@ -88,6 +92,28 @@ def test_the_next_hop_begins_before_the_block_beside_it(monkeypatch: pytest.Monk
         "block (0, 3) after 2 hops",
         "block (1, 2) after 3 hops",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["p2p", "all_gather"])
+def test_no_wait_of_the_ring_is_missing(kind: str, dtype: torch.dtype):
+    """Transfers that complete at their wait, and poison their result until then, change no bit of result or gradients."""
+    late, soon = (
+        run_ranks({"cp": 3}, partial(attention_of, kind, dtype), delayed=delayed) for delayed in (True, False)
+    )
+    for mine, expected in zip(late, soon):
+        assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+def attention_of(kind: str, dtype: torch.dtype, mesh: Mesh) -> list[torch.Tensor]:
+    """The result and the gradients of q, k and v of my rows, of 2 samples of 24 tokens."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs = [of_my_rows(draw(24, 2, heads, 4), mesh["cp"], dim=0).to(dtype) for heads in (6, 3, 3)]
+    q, k, v = (x.requires_grad_() for x in inputs)
+    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", plain_attention), mesh["cp"])
+    out.backward(out.detach().sin())
+    return [out.detach(), q.grad, k.grad, v.grad]
 
 
 def test_a_rank_that_is_given_all_tokens_says_what_to_do():

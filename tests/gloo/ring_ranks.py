@@ -1,0 +1,91 @@
+"""What one rank of test_context_processes.py does: attention over the ranks of the job, by us and by torch, compared on the spot.
+
+torch's own ring is an experiment whose public entry has no kernel on CPUs; its two inner functions have. Causal, without dropout.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core import parallel_state
+from megatron.core.grid import Axis
+from megatron.core.held_rows import of_my_rows
+from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.transformer.context_parallel.method import METHODS, SharedAttention
+
+SAMPLES, HEADS, LENGTH, WIDTH = 2, 4, 96, 8
+
+
+def whole_tensors() -> list[Tensor]:
+    """q, k, v and the gradient of the result, [s, b, n, d], the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (LENGTH, SAMPLES, HEADS, WIDTH)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def ours(kind: str, axis: Axis) -> list[Tensor]:
+    """The result and the gradients of q, k and v, of my rows."""
+    *inputs, grad = (of_my_rows(x, axis, dim=0) for x in whole_tensors())
+    q, k, v = (x.requires_grad_() for x in inputs)
+    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", _whole_samples), axis)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def _whole_samples(q: Tensor, k: Tensor, v: Tensor, _: None) -> Tensor:
+    heads = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3)
+
+
+def of_torch(axis: Axis, rotate: str) -> list[Tensor]:
+    theirs._cp_options.convert_to_f32 = False
+    theirs.set_rotate_method(rotate)
+    q, k, v, grad = (of_my_rows(x, axis, dim=0).permute(1, 2, 0, 3).contiguous() for x in whole_tensors())
+    group, aten = dist.group.WORLD, torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    out, log_sums, *_ = theirs._templated_ring_attention(group, 2, forward, q, k, v, is_causal=True)
+    given = (grad, "grad_out", q, k, v, out, log_sums)
+    grads = theirs._templated_ring_attention_backward(group, 2, backward, *given, is_causal=True, dropout_p=0.0)
+    return [x.permute(2, 0, 1, 3) for x in (out, *grads[:3])]
+
+
+def of_one_process(axis: Axis) -> list[Tensor]:
+    *inputs, grad = whole_tensors()
+    q, k, v = (x.requires_grad_() for x in inputs)
+    out = _whole_samples(q, k, v, None)
+    out.backward(grad)
+    return [of_my_rows(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
+
+
+def compare(what: str, got: list[Tensor], expected: list[Tensor]) -> None:
+    for name, a, b in zip(("result", "dq", "dk", "dv"), got, expected, strict=True):
+        worst = ((a - b).abs().max() / b.abs().max()).item()
+        assert worst <= 1e-14, f"{what}: {name} differs by {worst}"
+    print(f"{what} agree", flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    axis = parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())["cp"]
+    found: dict[str, Callable[[], list[Tensor]]] = {
+        "one process": lambda: of_one_process(axis),
+        "torch's ring": lambda: of_torch(axis, "alltoall"),
+        "torch's gathering": lambda: of_torch(axis, "allgather"),
+    }
+    for kind in METHODS:
+        mine = ours(kind, axis)
+        for name, other in found.items():
+            compare(f"{kind} and {name}", mine, other())
+
+
+if __name__ == "__main__":
+    main()
