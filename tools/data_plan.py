@@ -37,13 +37,12 @@ class PlanConfig(FlagConfig):
         elif (self.train_iters is not None or self.eval_iters) and self.global_batch_size is None:
             yield "--train-iters and --eval-iters need --global-batch-size"
 
-    @property
-    def samples(self) -> list[int]:
-        """Samples of train, valid and test."""
+    def samples_of(self, data: DataConfig) -> list[int | None]:
+        """Samples of train, valid and test; None for a whole set."""
         size = self.global_batch_size or 1
         iters = self.train_iters or self.train_samples // size
         counts = requested_samples(iters, self.eval_interval, self.eval_iters, size)
-        return [self.train_samples or counts[0], *counts[1:]]
+        return [self.train_samples or counts[0], None if data.full_validation else counts[1], counts[2]]
 
 
 def plan(config: PlanConfig, data: DataConfig) -> str:
@@ -51,9 +50,10 @@ def plan(config: PlanConfig, data: DataConfig) -> str:
     problems = data.source_problems() + ([] if data.seq_length else ["--seq-length is needed"])
     if data.mock_data:
         problems.append("--mock-data leaves nothing to plan; give --data-path")
+    problems = problems or data.validation_problems()
     if problems:
         raise ConfigError(problems)
-    plans = plan_reading(data, config.samples)
+    plans = plan_reading(data, config.samples_of(data))
     if not plans[0]:
         raise ValueError(f"--split {data.split_shares} leaves nothing to training")
     if not any(plans[1:]):

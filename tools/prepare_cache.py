@@ -105,10 +105,13 @@ def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str,
     if problems:
         raise ConfigError(problems)
     sizes = samples_to_request(
-        config.training, config.train_iters(world_size), config.batch_sizes(world_size).last, TrainState()
+        config.training, config.data, config.train_iters(world_size), config.batch_sizes(world_size).last, TrainState()
     )
     datasets = script.build(config, tokenizer, sizes, config.training.seed, say=say, progress=say)
-    return {name: len(dataset) for name, dataset in zip(SPLIT_NAMES, datasets) if dataset is not None}
+    several = {
+        name: dataset if isinstance(dataset, list) else [dataset] for name, dataset in zip(SPLIT_NAMES, datasets)
+    }
+    return {name: sum(map(len, sets)) for name, sets in several.items() if sets != [None]}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,6 +26,8 @@ from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room
 from megatron.training.memory.timeline import Forecast
 from megatron.training.runtime import Runtime, get_runtime
+from megatron.training.samples import whole_set
+from megatron.training.validation_sets import sets_of
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 
@@ -104,7 +106,8 @@ def build_train_valid_test_data_iterators(
 ) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
     """This rank's batches of each data set from the start, for a script's own loop. Every rank must call.
 
-    None for a missing data set. Only the first rank of a tensor-parallel group reads data; on the others all three are None.
+    None for a missing data set; a list for several validation sets. Only the first rank of a tensor-parallel group reads data;
+    on the others all three are None.
     """
     runtime = get_runtime()
     training, samples = runtime.config.training, runtime.mesh.samples
@@ -112,9 +115,14 @@ def build_train_valid_test_data_iterators(
     train_iters = runtime.config.train_iters(runtime.world_size)
     sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, runtime.batch_sizes.last)
     sizes[0] = training.train_samples or sizes[0]
+    data, where = runtime.config.data, (training.micro_batch_size, samples.rank, samples.size)
+    if data.full_validation:
+        sizes[1] = whole_set(data, training.eval_iters * runtime.batch_sizes.last)
     with comm.together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
         datasets = build_train_valid_test_datasets_provider(sizes)
+        found = [of.samples for of in sets_of("valid", datasets[1], data, runtime.samples_at_once)]
     if not runtime.mesh["tp"].is_first:
         return None, None, None
-    where = training.micro_batch_size, samples.rank, samples.size
-    return tuple(None if dataset is None else batches(dataset, 0, *where) for dataset in datasets)
+    iterate = lambda one: None if one is None else batches(one, 0, *where)  # noqa: E731
+    valid = [iterate(one) for one in found] if isinstance(datasets[1], list) else iterate(found[0] if found else None)
+    return iterate(datasets[0]), valid, iterate(datasets[2])

@@ -1,12 +1,16 @@
-"""Validation: forwards of the training pipeline over a fixed window of another split."""
+"""Validation: forwards of the training pipeline over a fixed window of another split, or over all of it."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from megatron.core import whereabouts
-from megatron.core.pipeline_parallel.loss import LossTotals
+from megatron.core import comm, whereabouts
+from megatron.core.config import ConfigError
+from megatron.core.pipeline_parallel.loss import LossTotals, keep_reports
 from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.training.settings.config import TrainingConfig
+from megatron.training.validation_sets import EvaluatedSet
 
 
 def window(number: int, num_batches: int, batch_size: int, set_size: int) -> tuple[int, int]:
@@ -21,23 +25,55 @@ def window(number: int, num_batches: int, batch_size: int, set_size: int) -> tup
     return number % (available // num_batches) * num_batches * batch_size, num_batches
 
 
+def where_to_read(
+    of: EvaluatedSet, iteration: int, length: TrainingConfig, batch_size: int, samples_at_once: int
+) -> tuple[int, int]:
+    """(first sample, microbatches of each rank) of the validation of a set after an iteration, from the iteration alone: a
+    resumed run validates on the same samples."""
+    if of.is_whole:
+        return 0, len(of.samples) // samples_at_once
+    earlier = 0
+    if of.split == "valid" and iteration and length.eval_interval:
+        earlier = (iteration - 1) // length.eval_interval
+    first, batches = window(earlier, length.eval_iters, batch_size, len(of.samples))
+    return first, batches * (batch_size // samples_at_once)
+
+
 def evaluate(
     pipeline: Pipeline,
     make_iterators: Callable[[int], Mapping[int, object]],
     *,
-    num_batches: int,
+    num_microbatches: int,
     first_sample: int,
-    global_batch_size: int,
+    has_empty_rows: bool = False,
 ) -> dict[str, float]:
-    """Mean of each report entry over `num_batches` global batches; empty outside the last stage. Every rank must call.
+    """Mean of each report entry over `num_microbatches` of each rank; empty outside the last stage. Every rank must call.
 
-    make_iterators(first sample) -> this rank's data iterators by stage.
+    make_iterators(first sample) -> this rank's data iterators by stage. has_empty_rows: some rows count nothing, by their
+    `loss_mask`; raises ConfigError on every rank for an entry that cannot tell, since it is no pair (sum, count).
     """
     for chunk in pipeline.chunks.values():
         chunk.eval()
-    data_iterators, totals = make_iterators(first_sample), LossTotals()
+    totals, reports = LossTotals(), []
+    data_iterators = make_iterators(first_sample)
+    step = keep_reports(pipeline.forward_step, reports) if has_empty_rows else None
+    at_once, full = pipeline.batch.num_microbatches, pipeline.batch.micro_batch_size * pipeline.mesh.samples.size
     with torch.no_grad():
-        for batch in range(num_batches):
+        for done in range(0, num_microbatches, at_once):
             whereabouts.go_on()
-            totals.add(pipeline.run(data_iterators, first_sample + batch * global_batch_size, training=False))
+            some = min(at_once, num_microbatches - done)
+            options = {"training": False, "num_microbatches": some, "forward_step": step}
+            totals.add(pipeline.run(data_iterators, first_sample + done * full, **options))
+    if has_empty_rows:
+        with comm.together(pipeline.mesh["world"], pipeline.device):
+            _check_counts(reports)
     return pipeline.share_totals(totals).report
+
+
+def _check_counts(reports: list[Mapping[str, Any]]) -> None:
+    for name, value in reports[-1].items() if reports else ():
+        if not isinstance(value, torch.Tensor) or value.numel() != 2:
+            raise ConfigError(
+                f"--full-validation: the loss function reports {name!r} as one number, a mean in which rows that fill up the "
+                "last microbatch count; it must report a pair (sum, count)"
+            )

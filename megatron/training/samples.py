@@ -6,25 +6,37 @@ from megatron.core.config import ConfigError
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_map import parse_split, requested_samples
 from megatron.training.resume.state import TrainState
-from megatron.training.settings.config import TrainingConfig
+from megatron.training.settings.config import Config, TrainingConfig
 
 
-def samples_to_request(training: TrainingConfig, train_iters: int, batch_size: int, state: TrainState) -> list[int]:
+def samples_to_request(
+    training: TrainingConfig, data: DataConfig, train_iters: int, batch_size: int, state: TrainState
+) -> list[int | None]:
     """Samples of [train, valid, test] for a run resumed at `state`. batch_size: global, at the end of a ramp.
 
-    A resumed run requests at least as many training samples as before, as a data set's order may depend on the number requested.
+    None for a validation set that is read whole: one epoch, or where data are made up, --eval-iters batches. A resumed run
+    requests at least as many training samples as before, as a data set's order may depend on the number requested.
     """
     interval, iters = training.eval_interval, training.eval_iters
     done = {"iteration": state.iteration, "consumed": state.consumed_train_samples}
     counts = requested_samples(train_iters, interval, iters, batch_size, **done)
-    return [max(training.train_samples or counts[0], state.requested_train_samples), *counts[1:]]
+    train = max(training.train_samples or counts[0], state.requested_train_samples)
+    valid = whole_set(data, iters * batch_size) if data.full_validation else counts[1]
+    return [train, valid, counts[2]]
+
+
+def whole_set(data: DataConfig, made_up: int) -> int | None:
+    """The samples to request of a validation set that --full-validation reads: None for one epoch, or so many made-up ones."""
+    return made_up if data.mock_data else None
 
 
 SPLITS = ("train", "valid", "test")
 
 
 def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) -> dict[str, Any]:
-    """A provider's data sets by split. Raises ConfigError unless there are three, with `needed` samples for `steps` steps."""
+    """A provider's data sets by split, of validation perhaps a list of several.
+
+    Raises ConfigError unless there are three, with `needed` samples for `steps` steps."""
     if not isinstance(datasets, tuple | list) or len(datasets) != 3:
         given = f"{len(datasets)} of them" if isinstance(datasets, tuple | list) else type(datasets).__name__
         raise ConfigError(
@@ -43,9 +55,10 @@ def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) ->
     return dict(zip(SPLITS, datasets))
 
 
-def notes_of_no_validation(training: TrainingConfig, data: DataConfig, datasets: dict[str, Any]) -> list[str]:
+def notes_of_no_validation(config: Config, datasets: dict[str, Any]) -> list[str]:
     """The note of a run that should validate, but has no validation set."""
-    if datasets["valid"] is not None or training.eval_iters == 0:
+    training, data = config.training, config.data
+    if datasets["valid"] is not None or not config.validates:
         return []
     nothing = "nothing is validated" if datasets["test"] is not None else "nothing is validated or tested"
     is_zero = not data.has_own_splits and parse_split(data.split_shares)[1] == 0

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron.training.build import DatasetsProvider, built_chunks, refused_alik
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.ending import hangs
 from megatron.training.ending.exits import Exits
-from megatron.training.evaluate import evaluate, window
+from megatron.training.evaluate import evaluate, where_to_read
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.guard import Guard
 from megatron.training.initialize import as_settings_problem, available_cores
@@ -42,9 +41,10 @@ from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
+from megatron.training.validation_sets import EvaluatedSet, lines_of, sets_of, too_small
 from megatron.training.watch.contention import Contention
 from megatron.training.watch.heartbeat import heartbeat
-from megatron.training.watch.log import StepNumbers, TrainingLog, validation_line, validation_warning
+from megatron.training.watch.log import StepNumbers, TrainingLog, print_validation
 from megatron.training.watch.watchers import Watch
 
 
@@ -163,10 +163,10 @@ class Trainer:
         return log
 
     def _build_datasets(self, provider: DatasetsProvider) -> dict[str, Any]:
-        """Data sets by split. A split is None if it is missing, or too small for one validation batch."""
+        """Data sets by split: for training one, or None; else a list of those that are evaluated, each large enough."""
         whereabouts.enter("building the data sets")
         state, before = self.state, self.state.requested_train_samples
-        sizes = samples_to_request(self.config.training, self.train_iters, self.batch_size, state)
+        sizes = samples_to_request(self.config.training, self.config.data, self.train_iters, self.batch_size, state)
         if before and sizes[0] > before:
             print_rank_0(
                 f"this run requests {sizes[0]} training samples, the checkpoint's run {before}: the sample order may differ"
@@ -177,13 +177,15 @@ class Trainer:
         building = heartbeat("building the data sets", print_rank_0)
         with comm.together(self.mesh["world"], self.device), as_settings_problem(), building:
             datasets = check_datasets(provider(sizes), steps, needed, state)
-        for note in notes_of_no_validation(self.config.training, self.config.data, datasets):
-            print_rank_0(note)
-        for split in ("valid", "test"):
-            if datasets[split] is not None and (size := len(datasets[split])) < self.batch_size:
-                print_rank_0(f"{split} set of {size} samples is left out: a global batch has {self.batch_size}")
-                datasets[split] = None
-        return datasets
+            at_once = self.runtime.samples_at_once
+            sets = {split: sets_of(split, datasets[split], self.config.data, at_once) for split in ("valid", "test")}
+        for line in (
+            *notes_of_no_validation(self.config, datasets),
+            *lines_of(sets, self.config.data, self.batch_size),
+        ):
+            print_rank_0(line)
+        large = {split: [of for of in found if too_small(of, self.batch_size) is None] for split, found in sets.items()}
+        return {**datasets, **large}
 
     @property
     def _steps_left(self) -> int:
@@ -240,7 +242,7 @@ class Trainer:
 
     def training_data(self) -> dict[int, Iterator | None]:
         """The batches of training by stage, from the next sample on."""
-        return self.guard.keeping(self._iterators("train", self.state.consumed_train_samples))
+        return self.guard.keeping(self._iterators("train", self.datasets["train"], self.state.consumed_train_samples))
 
     def _leave_out(self) -> dict[int, Iterator | None]:
         """Pass over the samples of an iteration, unread; returns the iterators that begin after them."""
@@ -341,31 +343,28 @@ class Trainer:
             self._validate("valid", at_end=False)
 
     def _validate(self, split: str, *, at_end: bool) -> None:
-        dataset, eval_iters = self.datasets[split], self.config.training.eval_iters
-        if dataset is None or eval_iters == 0:
-            return
+        for of in self.datasets[split]:
+            if of.is_whole or self.config.training.eval_iters > 0:
+                self._evaluate(of, at_end=at_end)
+
+    def _evaluate(self, of: EvaluatedSet, *, at_end: bool) -> None:
+        """Evaluate one set and report its losses. Every rank must call."""
         with self.log.paused(), whereabouts.during("validating", then="training"):
-            earlier, size = self._validations_before(split), self.batch_size
-            first, count = window(earlier, eval_iters, size, len(dataset))
-            iterators = partial(self._iterators, split)
-            losses = evaluate(self.pipeline, iterators, num_batches=count, first_sample=first, global_batch_size=size)
-            on_set = f" on {'validation' if split == 'valid' else split} set" if at_end else ""
-            where = f"iteration {self.state.iteration}{on_set}"
-            print_rank_last(validation_line(where, losses))
-            if warning := validation_warning(where, losses):
-                print_rank_last(warning)
-            self.watch.report_validation(split, losses, at_end=at_end)
+            at_once, length = self.runtime.samples_at_once, self.config.training
+            first, num_microbatches = where_to_read(of, self.state.iteration, length, self.batch_size, at_once)
+            losses = evaluate(
+                self.pipeline,
+                lambda first: self._iterators(of.split, of.samples, first),
+                num_microbatches=num_microbatches,
+                first_sample=first,
+                has_empty_rows=of.is_whole and of.samples.has_empty_rows,
+            )
+            print_validation(of.split, of.name, self.state.iteration, losses, at_end=at_end)
+            self.watch.report_validation(of.name, losses, at_end=at_end)
             if self.non_loss.process is not None:
-                self._show_non_loss_data(split, first)
+                self._show_non_loss_data(of, first, num_microbatches)
 
-    def _validations_before(self, split: str) -> int:
-        """Validations so far, from the iteration alone: a resumed run validates on the same samples."""
-        interval = self.config.training.eval_interval
-        if split != "valid" or not self.state.iteration or not interval:
-            return 0
-        return (self.state.iteration - 1) // interval
-
-    def _show_non_loss_data(self, split: str, first_sample: int) -> None:
+    def _show_non_loss_data(self, of: EvaluatedSet, first_sample: int, num_microbatches: int) -> None:
         """Call the script's hooks; the last rank gets the data. Every rank must call: all run one more batch."""
         data = []
         with torch.no_grad():
@@ -373,7 +372,10 @@ class Trainer:
                 data = self.non_loss.collect(self.model)
             else:
                 step = keep_reports(self.pipeline.forward_step, data, non_loss=True)
-                self.pipeline.run(self._iterators(split, first_sample), first_sample, training=False, forward_step=step)
+                few = min(num_microbatches, self.pipeline.batch.num_microbatches)
+                options = {"training": False, "num_microbatches": few, "forward_step": step}
+                data_iterators = self._iterators(of.split, of.samples, first_sample)
+                self.pipeline.run(data_iterators, first_sample, **options)
         if is_last_rank():
             self.non_loss.process(data, self.state.iteration, None)
 
@@ -387,8 +389,8 @@ class Trainer:
             self.guard.before_save()
             self.saves.save(self.log.state())
 
-    def _iterators(self, split: str, first_sample: int) -> dict[int, Iterator | None]:
-        """Batches by stage; None except on the first rank of each tensor-parallel group, which alone reads data.
+    def _iterators(self, split: str, dataset: Any, first_sample: int) -> dict[int, Iterator | None]:
+        """Batches of a data set by stage; None except on the first rank of each tensor-parallel group, which alone reads data.
 
         Middle stages have iterators too, as scripts may ask before they look at their stage. Nothing is read until asked for.
         """
@@ -401,8 +403,7 @@ class Trainer:
             "num_workers": self.config.data.num_workers,
         }
         return {
-            stage: loader(kind, self.datasets[split], split, **where) if self.mesh["tp"].is_first else None
-            for stage in self.chunks
+            stage: loader(kind, dataset, split, **where) if self.mesh["tp"].is_first else None for stage in self.chunks
         }
 
     def _announce(self) -> None:

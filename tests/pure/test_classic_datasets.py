@@ -71,5 +71,21 @@ def test_a_blend_takes_numbers_or_words_and_leaves_out_what_weighs_nothing(prefi
 
 
 def test_a_field_that_is_not_built_is_refused_by_name():
-    with pytest.raises(ConfigError, match="GPTDatasetConfig: full_validation=True"):
-        BlendedMegatronDatasetBuilder(MockGPTDataset, [4, 4, 4], config(full_validation=True)).build()
+    with pytest.raises(ConfigError, match="GPTDatasetConfig: hybrid_context_parallel=True"):
+        BlendedMegatronDatasetBuilder(MockGPTDataset, [4, 4, 4], config(hybrid_context_parallel=True)).build()
+
+
+@pytest.mark.parametrize("cls", [GPTDataset, Doubled])
+def test_several_validation_sets_are_a_list_of_whole_epochs(prefixes, cls):
+    told = config(
+        blend_per_split=[(prefixes, [0.5, 0.5]), (prefixes, None), None],
+        multiple_validation_sets=True,
+        full_validation=True,
+    )
+    train, valid, test = BlendedMegatronDatasetBuilder(cls, [20, None, 0], lambda: True, told).build()
+    assert len(train) >= 20 and test is None and isinstance(valid, list)
+    epochs = [
+        BlendedMegatronDatasetBuilder(cls, [9, None, 0], config(blend_per_split=[([p], None), ([p], None), None]))
+        for p in prefixes
+    ]
+    assert [len(one) for one in valid] == [len(builder.build()[1]) for builder in epochs]

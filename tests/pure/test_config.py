@@ -298,6 +298,6 @@ def test_a_vocabulary_size_that_is_read_is_not_noted(tokenizer: str):
 )
 def test_a_run_without_a_validation_set_says_so(flags: str, valid: list | None, test: list | None, said: str):
     config = parse_args(flags.split())[0]
-    notes = notes_of_no_validation(config.training, config.data, {"valid": valid, "test": test})
+    notes = notes_of_no_validation(config, {"valid": valid, "test": test})
     assert tells_each(notes, said)
     assert ("--split" in "".join(notes)) == ("--split" in (said or ""))

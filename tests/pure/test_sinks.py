@@ -209,7 +209,7 @@ def test_losses_have_a_perplexity_and_shares_of_right_answers_have_none():
     watch = SimpleNamespace(
         config=SimpleNamespace(tensorboard=curves), _send=lambda kind, values, labels: sent.update(values)
     )
-    Watch.report_validation(watch, "valid", {"sop loss": 0.5, "sop accuracy": 0.75}, at_end=False)
+    Watch.report_validation(watch, "validation", {"sop loss": 0.5, "sop accuracy": 0.75}, at_end=False)
     assert sent == {
         "sop loss validation": 0.5,
         "sop accuracy validation": 0.75,

@@ -62,10 +62,9 @@ def train(mesh: Mesh, flags: str) -> tuple[list, dict[str, float]]:
         trainer._train()
         validation = evaluate(
             trainer.pipeline,
-            partial(trainer._iterators, "valid"),
-            num_batches=2,
+            partial(trainer._iterators, "valid", trainer.datasets["valid"][0].samples),
+            num_microbatches=2 * trainer.pipeline.batch.num_microbatches,
             first_sample=0,
-            global_batch_size=trainer.batch_size,
         )
         return steps, validation
 

@@ -91,8 +91,7 @@ class Ours:
 
     def loss(self) -> float | None:
         """Every rank must call."""
-        size = self.work.global_batch_size
-        options = {"num_batches": 1, "first_sample": 0, "global_batch_size": size}
+        options = {"num_microbatches": self.trainer.pipeline.batch.num_microbatches, "first_sample": 0}
         found = evaluate(self.trainer.pipeline, lambda first: self._new_batches(), **options)
         self.phases.take()
         return sum(found.values()) - found.get("sop accuracy", 0.0) if found else None

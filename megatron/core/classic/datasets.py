@@ -49,7 +49,8 @@ class BlendedMegatronDatasetConfig(_fields_of("common")):
             raise ConfigError(problems)
         own = [words_of(blend) for blend in self.blend_per_split or (None,) * 3]
         names = ("train_data_path", "valid_data_path", "test_data_path")
-        about_ends = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        flags += ("full_validation", "multiple_validation_sets")
         return DataConfig(
             data_path=words_of(self.blend),
             **dict(zip(names, own)),
@@ -59,7 +60,7 @@ class BlendedMegatronDatasetConfig(_fields_of("common")):
             mid_level_dataset_surplus=self.mid_level_dataset_surplus,
             mmap_bin_files=self.mmap_bin_files,
             mock_data=self.mock,
-            **{name: bool(getattr(self, name, False)) for name in about_ends},
+            **{name: bool(getattr(self, name, False)) for name in flags},
         )
 
 
@@ -216,7 +217,8 @@ def _gpt(config: GPTDatasetConfig, sizes: list[int | None], building: dict[str, 
     made = gpt.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **building)
     if model_parallel_is_initialized() and current().run is not None:  # a run's batches need no mask of s x s
         return list(made)
-    return [None if one is None else WithMask(one, config) for one in made]
+    masked = lambda one: None if one is None else WithMask(one, config)  # noqa: E731
+    return [[masked(part) for part in one] if isinstance(one, list) else masked(one) for one in made]
 
 
 def _bert(config: BERTMaskedWordPieceDatasetConfig, sizes: list[int | None], building: dict[str, Any]) -> list[Any]:
@@ -268,6 +270,8 @@ class BlendedMegatronDatasetBuilder:
 
     def _split(self, data: DataConfig, split: Any, words: Blend, size: int | None) -> Any:
         files = blend.parse_blend(words_of(words))
+        if split == Split.valid and data.multiple_validation_sets and len(files.prefixes) > 1:
+            return [self._split(data, split, [prefix], size) for prefix in files.prefixes]
         alone = len(files.prefixes) == 1 and (files.weights is None or data.has_own_splits)
         counts = [size] if alone else samples_of_files(files, size, data.mid_level_dataset_surplus)
         made = []

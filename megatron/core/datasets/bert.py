@@ -88,6 +88,11 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
         for name in _OF_GPT
         if getattr(config, name)
     ]
+    if config.full_validation and masking.bert_binary_head:
+        problems.append(
+            "--full-validation fills up the last microbatch with rows that mask no word, and the loss of the order of sentences "
+            "would count them; leave it out, or give --bert-no-binary-head"
+        )
     length = config.seq_length
     if length is not None and length < _SPECIAL + 2:
         problems.append(

@@ -65,6 +65,15 @@ class DataConfig(FlagConfig):
     eod_mask_loss: bool = knob(False, "mask the loss where the input is the end-of-document token")
     reset_position_ids: bool = knob(False, "restart position ids after each end-of-document token")
     reset_attention_mask: bool = knob(False, "attend within a document only")
+    full_validation: bool = knob(
+        False, "each validation reads every sample of the validation set once, instead of --eval-iters batches"
+    )
+    multiple_validation_sets: bool = knob(
+        False, "evaluate each prefix of --valid-data-path on its own, with a loss for each; the list has no weights"
+    )
+    validation_set_names: list[str] | None = knob(
+        None, "names of the sets of --multiple-validation-sets in logs; default: 0, 1, ...", metavar="NAME"
+    )
 
     def problems(self) -> Iterator[str]:
         for name in ("data_path", *_OWN):
@@ -76,6 +85,51 @@ class DataConfig(FlagConfig):
                 parse_split(self.split)
             except ValueError as error:
                 yield str(error)
+        yield from self._problems_of_several_sets()
+
+    def _problems_of_several_sets(self) -> Iterator[str]:
+        names, external = self.validation_set_names, self.dataloader_type == "external"
+        if names is not None and not self.multiple_validation_sets:
+            yield "--validation-set-names names the sets of --multiple-validation-sets; give both, or leave it out"
+        if names is not None and (twice := sorted({name for name in names if names.count(name) > 1})):
+            yield f"--validation-set-names gives {', '.join(twice)} twice; each set needs a name of its own"
+        if self.multiple_validation_sets and not (self.valid_data_path or self.per_split_data_args_path):
+            yield (
+                "--multiple-validation-sets needs files of validation's own: give --valid-data-path A B, or a list under valid "
+                "in --per-split-data-args-path"
+            )
+        for name in ("full_validation", "multiple_validation_sets"):
+            if getattr(self, name) and external:
+                yield (
+                    f"{flag_of(name)} counts the samples of a set, and a loader of --dataloader-type external does not tell "
+                    "them; leave one of them out"
+                )
+
+    def validation_problems(self) -> list[str]:
+        """What the validation files contradict; reads the lists that files hold. Needs data without `source_problems`."""
+        blend = None if self.mock_data else self.blends()[1]
+        if blend is None:
+            return []
+        several, names = self.multiple_validation_sets, self.validation_set_names
+        weights = " ".join(f"{weight:g}" for weight in blend.weights or ())
+        is_blend = len(blend.prefixes) > 1 or not self.has_own_splits
+        problems = []
+        if weights and several:
+            problems.append(
+                f"--multiple-validation-sets evaluates each set on its own, and the validation list has weights ({weights}); "
+                "leave the weights out"
+            )
+        elif weights and is_blend and self.full_validation:
+            problems.append(
+                f"--full-validation reads a set to its end, and a validation blend with weights ({weights}) has none; leave the "
+                "weights of --valid-data-path out, or give --multiple-validation-sets"
+            )
+        if several and names is not None and len(names) != len(blend.prefixes):
+            problems.append(
+                f"--validation-set-names gives {len(names)} names ({' '.join(names)}), and there are {len(blend.prefixes)} "
+                f"validation sets ({' '.join(blend.prefixes)}); give one for each"
+            )
+        return problems
 
     @property
     def split_shares(self) -> str:

@@ -184,8 +184,39 @@ class SplitPlan:
         return BlendedDataset(datasets, indices, [part.indexed.prefix for part in self.parts])
 
 
+@dataclass(frozen=True)
+class SeveralSets:
+    """Plans of one split whose data sets stay apart, as the sets of --multiple-validation-sets; in the place of a `SplitPlan`."""
+
+    plans: list[SplitPlan]
+
+    @property
+    def split(self) -> str:
+        return self.plans[0].split
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for plan in self.plans for part in plan.parts]
+
+    @property
+    def order_folder(self) -> Path:
+        return self.plans[0].order_folder
+
+    def readings(self) -> list[Reading]:
+        return [reading for plan in self.plans for reading in plan.readings()]
+
+    def build(self, building: Building, described: Described) -> None:
+        for plan in self.plans:
+            plan.build(building, described)
+
+    def load(self) -> list[Any]:
+        """A data set for each."""
+        return [plan.load() for plan in self.plans]
+
+
 def build_datasets(config: DataConfig, kind: SampleKind, num_samples: list[int | None], building: Building) -> tuple:
     """(train, valid, test) of the files that `config` names; None for a split without a share, documents, or samples asked for.
+    With --multiple-validation-sets and several prefixes, valid is a list of data sets.
 
     num_samples: of each split, None for one epoch. Every process calls. Raises ValueError on every process for data or settings
     that cannot work; if the cache cannot be written, with the reason on the builder and a pointer to it on the others.
@@ -202,7 +233,7 @@ def build_datasets(config: DataConfig, kind: SampleKind, num_samples: list[int |
     return tuple(plan and plan.load() for plan in plans)
 
 
-def _build(plans: list[SplitPlan], kind: SampleKind, building: Building) -> None:
+def _build(plans: list[SplitPlan | SeveralSets], kind: SampleKind, building: Building) -> None:
     files = {part.indexed.prefix: part.indexed for plan in plans for part in plan.parts}
     kind.look_at_all(list(files.values()), building)
     for folder in {folder for plan in plans for folder in (plan.order_folder, *(p.cache.folder for p in plan.parts))}:
@@ -214,7 +245,7 @@ def _build(plans: list[SplitPlan], kind: SampleKind, building: Building) -> None
 
 def plan_splits(
     config: DataConfig, kind: SampleKind, num_samples: list[int | None], say: Say
-) -> list[SplitPlan | None]:
+) -> list[SplitPlan | SeveralSets | None]:
     """The plans of train, valid and test; None for one that is left out. Raises ValueError where samples cannot be given."""
 
     @cache
@@ -238,7 +269,16 @@ def plan_splits(
         cache = IndexCache(folder, kind.name, name, {**asdict(request), **fingerprint}, kind.arrays)
         return Part(kind, indexed, name, request, cache, kind.count_samples(indexed, request))
 
-    def plan_split(name: str, blend: Blend, count: int | None) -> SplitPlan | None:
+    def plan_set(name: str, prefix: str, count: int | None) -> SplitPlan:
+        """One of several sets, of one file."""
+        plan = plan_split(name, Blend((prefix,)), count)
+        if plan is None:
+            raise ValueError(f"{prefix} has no document, so it is no validation set; leave it out of --valid-data-path")
+        return plan
+
+    def plan_split(name: str, blend: Blend, count: int | None) -> SplitPlan | SeveralSets | None:
+        if name == "valid" and config.multiple_validation_sets and len(blend.prefixes) > 1:
+            return SeveralSets([plan_set(name, prefix, count) for prefix in blend.prefixes])
         # Files of a split's own are not blended when there is one, whatever its weight.
         alone = blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1)
         counts = [count] if alone else samples_of_files(blend, count, config.mid_level_dataset_surplus)

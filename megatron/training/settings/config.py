@@ -219,6 +219,11 @@ class Config:
         return RunLength(training.train_iters, "iters", self.batch_sizes(world_size).rows[-1][1])
 
     @property
+    def validates(self) -> bool:
+        """Whether a validation set is read at all, if there is one."""
+        return self.training.eval_iters > 0 or self.data.full_validation
+
+    @property
     def chunks_per_rank(self) -> int:
         """Model chunks (virtual stages) per pipeline rank. Raises ConfigError if the layers do not divide into them."""
         parallel, num_layers = self.parallel, self.transformer.num_layers

@@ -314,8 +314,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --pipeline-model-parallel-split-rank N --standalone-embedding-stage --encoder-tensor-model-parallel-size 0|N
         --encoder-pipeline-model-parallel-size 0|N""",
     # ---- data
-    "several validation sets are not built yet; blend them with --valid-data-path": "--multiple-validation-sets",
-    "is not built yet; use --eval-iters": "--full-validation",
     "every sample has --seq-length tokens; leave it out": "--variable-seq-lengths",
     "a pad that is also a word of the text is never masked; leave it out": "--allow-ambiguous-pad-tokens",
     "the tokenizer is what --tokenizer-type and its files say; leave it out": "--tokenizer-metadata FILE",

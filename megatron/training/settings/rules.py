@@ -50,7 +50,7 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         yield "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
     if checkpoint.load is None and checkpoint.exit_on_missing_checkpoint:
         yield "--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing"
-    if checkpoint.load is None and config.training.skip_train and config.training.eval_iters == 0:
+    if checkpoint.load is None and config.training.skip_train and not config.validates:
         yield (
             "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (with --load DIR), or leave "
             "out --skip-train to train"
@@ -115,7 +115,13 @@ def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[s
 
 
 def _data_problems(config: Config, _: int) -> Iterator[str]:
-    yield from config.data.source_problems(needed=False)
+    data = config.data
+    unclear = data.source_problems(needed=False)
+    yield from unclear or data.validation_problems()
+    if data.full_validation and data.mock_data and config.training.eval_iters == 0:
+        yield (
+            "--full-validation reads --mock-data, which have no end, for --eval-iters batches, and that is 0; raise --eval-iters"
+        )
     if config.fim.fim_data and config.data.mock_data:
         yield "--fim-data rearranges text, and --mock-data has no text; leave one of them out"
 

@@ -178,9 +178,18 @@ def _progress(done: str, of: Interval, seq_length: int, more: list[str]) -> str:
     return "   progress: " + ", ".join([done, f"{left} left", speed, *more])
 
 
-def validation_line(where: str, losses: Mapping[str, float]) -> str:
-    """Megatron's validation line."""
-    parts = [f" validation loss at {where}"]
+def print_validation(split: str, name: str, iteration: int, losses: Mapping[str, float], *, at_end: bool) -> None:
+    """The line of a set of `split`, and a warning if it is due. name: as Megatron's lines have it, but for the test set's."""
+    where = f"iteration {iteration}" + f" on {'validation' if split == 'valid' else split} set" * at_end
+    what = name if split == "valid" else "validation"
+    print_rank_last(validation_line(where, losses, what))
+    if warning := validation_warning(where + what.removeprefix("validation"), losses):
+        print_rank_last(warning)
+
+
+def validation_line(where: str, losses: Mapping[str, float], what: str = "validation") -> str:
+    """Megatron's validation line. what: `validation`, and the name of one of several sets."""
+    parts = [f" {what} loss at {where}"]
     for name, value in losses.items():
         parts.append(f"{name} value: {value:.6E}")
         if has_perplexity(name):

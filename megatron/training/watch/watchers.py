@@ -149,9 +149,9 @@ class Watch:
         for (what, name), statistics in tensors.items():
             self._send("inspect", statistics.values(), {"what": what, "name": name})
 
-    def report_validation(self, split: str, losses: Mapping[str, float], *, at_end: bool) -> None:
-        """Send validation or test losses to the sinks. at_end: after the last step."""
-        what = "test" if split == "test" else "validation"
+    def report_validation(self, what: str, losses: Mapping[str, float], *, at_end: bool) -> None:
+        """Send losses to the sinks. what: test, validation, or validation-NAME for one of several sets. at_end: after the last
+        step."""
         values = {f"{name} {what}": value for name, value in losses.items()}
         if self.config.tensorboard.log_validation_ppl_to_tensorboard:
             values |= {f"{name} {what} ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)}
