@@ -44,7 +44,7 @@ GROUPS = {"8 groups": 8, "2 groups": 2, "1 group": 1}  # of 8 heads
 TEXTS = {"one text": Texts(), "documents": Texts(documents=True, as_mask=False), "mask": Texts(documents=True)}
 DIMENSIONS: dict[str, tuple] = {
     "cp": (2, 4),
-    "kind": ("p2p", "all_gather", "a2a", "mixed"),  # mixed: another type in each layer
+    "kind": ("p2p", "all_gather", "a2a", "a2a+p2p", "mixed"),  # mixed: another type in each layer
     "tp": ("1", "2", "2sp"),
     "pipeline": tuple(PIPELINES),
     "dp": (1, 2),
@@ -119,7 +119,7 @@ class ContextCase:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of each layer."""
-        each = ("p2p", "all_gather", "a2a") if self.kind == "mixed" else (self.kind,)
+        each = ("p2p", "all_gather", "a2a", "a2a+p2p") if self.kind == "mixed" else (self.kind,)
         return tuple(each[layer % len(each)] for layer in range(self.model.num_layers))
 
     @property
@@ -131,6 +131,7 @@ class ContextCase:
             pp=pp,
             dp=self.dp,
             cp=self.cp,
+            cp_heads=2,
             cp_types=self.kinds if self.kind == "mixed" else (self.kind,),
             m=pp,
             v=v,
@@ -211,7 +212,7 @@ def outcomes(case: ContextCase, steps: int = 2) -> tuple[Outcome, Outcome]:
         got = run(case.model, case.layout, global_batch=BATCH, steps=steps, texts=TEXTS[case.texts])
     assert computed.keys() == expected_kernels(case), f"kernels that ran: {dict(computed)}"
     for pp_rank, calls in got.calls:
-        over = Counter({(op, nbytes): n for (op, axis, nbytes), n in calls.items() if axis == "cp"})
+        over = Counter({(op, nbytes): n for (op, axis, nbytes), n in calls.items() if axis.startswith("cp")})
         expected = expected_calls(case, pp_rank)
         assert over == expected, f"calls of pipeline rank {pp_rank}: {dict(over)}, by the formulas {dict(expected)}"
     return got, one_process(case.model, TEXTS[case.texts], steps)
@@ -272,10 +273,14 @@ def _of_layer(case: ContextCase, kind: str, again: bool) -> Counter:
         return Counter({("all_gather", pair): 1 + again, ("reduce_scatter", c * pair): 1})
     # The result's exchange keeps nothing, so that a recomputed core ends before it.
     results, calls = 2 + (again and layout.recompute != "selective"), Counter()
+    dealt, ring = (c, 1) if kind == "a2a" else (layout.cp_heads, c // layout.cp_heads)
+    pairs = math.lcm(groups, dealt)
     calls[("all_to_all", heads * head)] += 2 + again + results
-    calls[("all_to_all", math.lcm(groups, c) * head)] += 2 * (2 + again)
+    calls[("all_to_all", pairs * head)] += 2 * (2 + again)
     if case.texts == "mask":
         calls[("all_gather", rows * b * SEQ)] += 1 + again
+    if ring > 1:  # all rows of the neighbours, of a share of the heads: as many elements
+        calls[("send", 2 * pairs * head)] += (ring - 1) * (2 + again) + ring
     return calls
 
 

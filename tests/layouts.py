@@ -19,6 +19,7 @@ class Layout:
     dp: int = 1
     cp: int = 1
     cp_types: tuple[str, ...] = ("p2p",)
+    cp_heads: int = 1  # of a2a+p2p: neighbours that exchange heads
     m: int = 1  # microbatches of one rank and step
     v: int = 1  # model chunks of each pipeline rank
     schedule: str = "1f1b"
@@ -59,7 +60,14 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Of the axes, as `run_ranks` takes them."""
         replicas = self.data_parallel.num_distributed_optimizer_instances
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "replicas": replicas}
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "dp": self.dp,
+            "cp": self.cp,
+            "cp_heads": self.cp_heads,
+            "replicas": replicas,
+        }
 
     def applied_to(self, config: ModelConfig) -> ModelConfig:
         """The model with this layout's recomputation."""

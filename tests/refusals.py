@@ -44,6 +44,16 @@ REFUSALS = {
         "--cp-comm-type 3 --num-layers 4",
     ),
     "context-parallel communication": (1, MOCK + "--cp-comm-type ring", "--cp-comm-type ring p2p all_gather a2a"),
+    "a ring of groups": (
+        4,
+        MOCK + "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4",
+    ),
+    "sizes of groups": (
+        4,
+        MOCK + "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 3",
+        "--hierarchical-context-parallel-sizes 2 3 --context-parallel-size 4",
+    ),
     "contradiction": (
         1,
         MOCK + "--recompute-activations --checkpoint-activations",

@@ -100,6 +100,7 @@ class AxisSizes:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    cp_heads: int = 1  # neighbours on cp that deal heads out among them; see `mesh.py`
     ep: int = 1
     etp: int | None = None  # tp when None
     replicas: int = 1

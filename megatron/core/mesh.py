@@ -6,6 +6,8 @@
     pp_forward    the same, own communicators               activations to the next stage,
     pp_backward                                             gradients to the previous stage
     cp            the shard of each sequence
+    cp_heads      neighbours in cp: cp is cp_ring x         heads dealt out among ranks that share
+    cp_ring       cp_heads                                  a part of the sequence (a2a+p2p)
     dp            the samples: dp_outer x dp_inner          data loading
     dp_cp         the tokens                                losses, gradients
     etp, ep, edp  the shard of each expert, the experts,    experts and their gradients
@@ -182,6 +184,9 @@ def build_mesh(
         if strangers := set(members) - set(pipeline):
             raise ConfigError(f"ranks {sorted(strangers)} of {name} are not in the pipeline {pipeline}")
         add(name, members if rank in members else (rank,))
+    shared, at = axes["cp"].ranks, axes["cp"].rank
+    add("cp_heads", shared[at // sizes.cp_heads * sizes.cp_heads :][: sizes.cp_heads])
+    add("cp_ring", shared[at % sizes.cp_heads :: sizes.cp_heads])
     first = axes["tp"].rank // ranks_per_kv_head * ranks_per_kv_head
     add("kv", axes["tp"].ranks[first : first + ranks_per_kv_head])
     return Mesh(axes, ledger, sharing, stages)

@@ -24,6 +24,7 @@ def initialize_model_parallel(
     pipeline_model_parallel_split_rank: int | None = None,
     *,
     context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     expert_model_parallel_size: int = 1,
     num_distributed_optimizer_instances: int = 1,
     ranks_per_kv_head: int = 1,
@@ -56,6 +57,8 @@ def initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes
+        and [*hierarchical_context_parallel_sizes],
         expert_model_parallel_size=expert_model_parallel_size,
     )
     if not dist.is_initialized() and launched_world_size() > 1:
@@ -125,7 +128,6 @@ _OF_BACK_ENDS = {  # Megatron's other arguments, mostly of communicators -> the 
     "expert_tensor_parallel_size": (None, 1),
     "pipeline_model_parallel_split_rank": (None,),
     "pipeline_model_parallel_comm_backend": (None,),
-    "hierarchical_context_parallel_sizes": (None,),
     "nccl_communicator_config_path": (None,),
     "high_priority_stream_groups": (None, []),
     "use_sharp": (False,),

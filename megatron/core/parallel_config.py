@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from megatron.core.config import ConfigError, Count, FlagConfig, knob
 from megatron.core.grid import ORDER, AxisSizes
@@ -18,8 +19,13 @@ class ParallelConfig(FlagConfig):
     cp_comm_type: list[str] = knob(
         ["p2p"],
         "how context-parallel ranks see each other's tokens: p2p (keys and values travel round a ring), all_gather (of keys and "
-        "values), a2a (heads are exchanged for tokens); one for all layers, or one for each",
+        "values), a2a (heads are exchanged for tokens), a2a+p2p (a2a among neighbours, p2p between groups of them); one for all "
+        "layers, or one for each",
         metavar="TYPE",
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = knob(
+        None,
+        "--cp-comm-type a2a+p2p: neighbours that exchange heads, and groups of them on the ring; their product is c",
     )
     expert_model_parallel_size: int = knob(1, "expert-parallel ranks: shards of the experts")
     num_layers_per_virtual_pipeline_stage: Count | None = knob(
@@ -53,6 +59,13 @@ class ParallelConfig(FlagConfig):
         if self.expert_model_parallel_size != 1:  # `AxisSizes` has it, no layer does yet
             given = f"--expert-model-parallel-size is {self.expert_model_parallel_size}"
             yield f"{given}, but expert parallelism is not built yet; use 1"
+        if (parts := self.hierarchical_context_parallel_sizes) is not None and (
+            len(parts) != 2 or min(parts) < 1 or prod(parts) != self.context_parallel_size
+        ):
+            yield (
+                f"--hierarchical-context-parallel-sizes {' '.join(map(str, parts))} must be two numbers whose product is "
+                f"--context-parallel-size ({self.context_parallel_size}); change one"
+            )
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             yield "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
 
@@ -80,6 +93,7 @@ class ParallelConfig(FlagConfig):
             pp=pipeline,
             dp=world_size // self.ranks_per_sample,
             cp=self.context_parallel_size,
+            cp_heads=(self.hierarchical_context_parallel_sizes or [1])[0],
             ep=self.expert_model_parallel_size,
             replicas=replicas,
             order=order or self.order,

@@ -84,6 +84,14 @@ get_context_parallel_rank = _rank("cp")
 get_context_parallel_world_size = _size("cp")
 get_tensor_and_context_parallel_group = _group("tp_cp")
 
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
+    """The groups of --cp-comm-type a2a+p2p: the neighbours that exchange heads, and the ring between groups of them."""
+    if not check_initialized and not model_parallel_is_initialized():
+        return None
+    return [_group(name)() for name in ("cp_heads", "cp_ring")]
+
+
 get_expert_model_parallel_group = _group("ep")
 get_expert_model_parallel_rank = _rank("ep")
 get_expert_model_parallel_world_size = _size("ep")
@@ -265,7 +273,6 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 _NOT_BUILT = {
     "get_tensor_and_data_parallel_group": "use the tensor- and data-parallel groups one after the other",
-    "get_hierarchical_context_parallel_groups": "context parallelism is not built yet",
     "get_amax_reduction_group": "8-bit numbers are not built yet",
     "get_pipeline_model_parallel_split_rank": "models of an encoder and a decoder are not built yet",
     "is_pipeline_stage_before_split": "models of an encoder and a decoder are not built yet",

@@ -103,6 +103,7 @@ def initialize_megatron(
         config.parallel.pipeline_model_parallel_size,
         stages=config.stages,
         context_parallel_size=config.parallel.context_parallel_size,
+        hierarchical_context_parallel_sizes=config.parallel.hierarchical_context_parallel_sizes,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
         num_distributed_optimizer_instances=config.data_parallel.num_distributed_optimizer_instances,
         ranks_per_kv_head=config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size),

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.grid import Axis
 from megatron.core.held_rows import of_my_rows
 from megatron.core.random import AttentionDropout, DropoutKeys
-from megatron.core.transformer.context_parallel.method import METHODS, SharedAttention
+from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
 SAMPLES, HEADS, LENGTH, WIDTH = 2, 4, 96, 8
 
@@ -30,12 +30,12 @@ def whole_tensors() -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
 
 
-def ours(kind: str, axis: Axis) -> list[Tensor]:
+def ours(kind: str, cp: ContextParallel) -> list[Tensor]:
     """The result and the gradients of q, k and v, of my rows."""
-    *inputs, grad = (of_my_rows(x, axis, dim=0) for x in whole_tensors())
+    *inputs, grad = (of_my_rows(x, cp.axis, dim=0) for x in whole_tensors())
     q, k, v = (x.requires_grad_() for x in inputs)
     dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
-    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", _whole_samples), axis)
+    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", _whole_samples), cp)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -75,14 +75,18 @@ def compare(what: str, got: list[Tensor], expected: list[Tensor]) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    axis = parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())["cp"]
+    ranks = dist.get_world_size()
+    sizes = {"context_parallel_size": ranks, "hierarchical_context_parallel_sizes": [2, ranks // 2]}
+    mesh = parallel_state.initialize_model_parallel(**sizes)
+    axis = mesh["cp"]
+    cp = ContextParallel(axis, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
     found: dict[str, Callable[[], list[Tensor]]] = {
         "one process": lambda: of_one_process(axis),
         "torch's ring": lambda: of_torch(axis, "alltoall"),
         "torch's gathering": lambda: of_torch(axis, "allgather"),
     }
     for kind in METHODS:
-        mine = ours(kind, axis)
+        mine = ours(kind, cp)
         for name, other in found.items():
             compare(f"{kind} and {name}", mine, other())
 

@@ -111,7 +111,8 @@ def attention_of(kind: str, dtype: torch.dtype, mesh: Mesh) -> list[torch.Tensor
     inputs = [of_my_rows(draw(24, 2, heads, 4), mesh["cp"], dim=0).to(dtype) for heads in (6, 3, 3)]
     q, k, v = (x.requires_grad_() for x in inputs)
     dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
-    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", plain_attention), mesh["cp"])
+    cp = ContextParallel(mesh["cp"])
+    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", plain_attention), cp)
     out.backward(out.detach().sin())
     return [out.detach(), q.grad, k.grad, v.grad]
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.compiler import compiles
+from megatron.core.grid import ALONE
 from megatron.core.lazy import lazy_names
 from megatron.core.placement import Normal, Placement, Rows
 from megatron.core.random import AttentionDropout
@@ -32,11 +33,11 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
-        self.cp, self.method = context.cp.axis, context.cp.method_of(layer)
-        place, shares = context.tp.axis.rank, context.tp.axis.size
-        if self.method is not None and self.method.divides_heads:
-            place, shares = place * self.cp.size + self.cp.rank, shares * self.cp.size
-        first_head = place * config.num_attention_heads // shares
+        self.cp, self.method = context.cp, context.cp.method_of(layer)
+        # Of the ranks that share the heads of a tensor-parallel rank.
+        self.sharing = ALONE if self.method is None else self.method.deals_over(context.cp)
+        place = context.tp.axis.rank * self.sharing.size + self.sharing.rank
+        first_head = place * config.num_attention_heads // (context.tp.axis.size * self.sharing.size)
         self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
         self.backend, self.way = config.attention_backend, context.tp.products.attention
         self.factor, self.cap = config.query_factor(layer), config.attn_logit_softcapping
@@ -76,7 +77,7 @@ class CoreAttention(nn.Module):
         ones = q.new_zeros(q.shape[1]) if self.sinks and self.softmax_offset is None else None
         if self.softmax_offset is None:
             return Scoring(self.cap, ones)
-        first = self.cp.rank * q.shape[1] if q.shape[1] < len(self.softmax_offset) else 0
+        first = self.sharing.rank * q.shape[1] if q.shape[1] < len(self.softmax_offset) else 0
         return Scoring(self.cap, self.softmax_offset[first : first + q.shape[1]])
 
 

@@ -45,7 +45,8 @@ class LayerContext:
         """The context of this rank's chunks. cp_types, longest: of `ContextParallel`. of_tensors: further fields of
         `TensorParallel`, by name."""
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **of_tensors)
-        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, ContextParallel(mesh["cp"], cp_types, longest))
+        cp = ContextParallel(mesh["cp"], cp_types, longest, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
+        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, cp)
 
     @property
     def rows(self) -> SequenceRows:

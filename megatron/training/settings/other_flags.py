@@ -107,7 +107,6 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
         --pipeline-model-parallel-comm-backend NAME --high-priority-stream-groups NAME...
         --nccl-communicator-config-path FILE --use-nccl-ub --nccl-ub --disable-symmetric-registration --use-sharp
         --sharp-enabled-group NAME --disable-gloo-process-groups --enable-gloo-process-groups""",
-    "only --cp-comm-type a2a+p2p reads it, and that is not built yet": "--hierarchical-context-parallel-sizes N...",
     "memory stays as it is": "--no-clone-scatter-output-in-embedding",
     "Python collects its garbage as it always does": "--manual-gc --manual-gc-interval N --no-manual-gc-eval",
     "every rank keeps in step with its device as it is": "--train-sync-interval N",
@@ -315,6 +314,8 @@ REFUSED_BY_REASON: dict[str, str] = {
         --encoder-pipeline-model-parallel-size 0|N""",
     # ---- data
     "every sample has --seq-length tokens; leave it out": "--variable-seq-lengths",
+    "every sample is cut over all --context-parallel-size ranks alike; leave it out": """
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank N""",
     "a pad that is also a word of the text is never masked; leave it out": "--allow-ambiguous-pad-tokens",
     "the tokenizer is what --tokenizer-type and its files say; leave it out": "--tokenizer-metadata FILE",
     "data are read from local files; copy them, and give --data-path and --data-cache-path": """

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +27,8 @@ class ContextParallel:
     axis: Axis = ALONE
     types: tuple[str, ...] = ("p2p",)
     longest: int | None = None  # tokens of the longest sample; None: not known
+    heads: Axis = ALONE  # with a2a+p2p the axis is ring x heads
+    ring: Axis = ALONE
 
     def check(self, length: int) -> None:
         """Raises ValueError if samples of `length` tokens cannot be: a rank was given all tokens instead of its own."""
@@ -65,12 +66,12 @@ class SharedAttention:
 class Method:
     """One way for the ranks of an axis to compute the attention of a sample that they share; all ways give the same numbers.
 
-    attend(work, axis) -> [s / c, b, n, d]; every rank of the axis must call.
-    divides_heads: a rank computes its share of the heads.
+    attend(work, cp) -> [s / c, b, n, d]; every rank of cp.axis must call.
+    deals_over(cp): the axis over whose ranks the heads are dealt out.
     """
 
-    attend: Callable[[SharedAttention, Axis], Tensor]
-    divides_heads: bool = False
+    attend: Callable[[SharedAttention, ContextParallel], Tensor]
+    deals_over: Callable[[ContextParallel], Axis] = lambda cp: ALONE
 
 
 def over_blocks(travel: Callable[[Axis], Travel], work: SharedAttention, axis: Axis) -> Tensor:
@@ -95,23 +96,39 @@ _BY_FLASH, _BY_TILES = ("auto", "fused", "flash"), ("tiled", "tiled-eager", "unf
 
 
 def over_heads(work: SharedAttention, axis: Axis) -> Tensor:
-    """Each rank computes whole samples of its share of the heads. Key and value heads that several need are sent to each."""
+    """Each rank computes whole samples of its share of the heads."""
+    whole = _dealt_out(work, axis)
+    return my_rows(work.kernel(whole.q, whole.k, whole.v, whole.mask), axis)
+
+
+def over_heads_and_blocks(work: SharedAttention, cp: ContextParallel) -> Tensor:
+    """Neighbours deal their heads out, and each then has the rows of all of them: chunks o and 2 r - 1 - o of 2 r, of a ring of
+    r groups, since the chunks of neighbours lie side by side (arXiv:2405.07719)."""
+    return my_rows(over_blocks(Ring, _dealt_out(work, cp.heads), cp.ring), cp.heads)
+
+
+def _dealt_out(work: SharedAttention, axis: Axis) -> SharedAttention:
+    """This rank's share of the heads, with the rows of all ranks of the axis. Key and value heads that several need are sent to
+    each."""
     heads, groups = work.q.shape[2], work.k.shape[2]
     if heads % axis.size:
         raise ConfigError(
-            f"--cp-comm-type a2a deals {heads} attention heads of a tensor-parallel rank out to {axis.size} context-parallel "
-            "ranks; use a --context-parallel-size that divides them, or --cp-comm-type p2p or all_gather"
+            f"--cp-comm-type a2a and a2a+p2p deal {heads} attention heads of a tensor-parallel rank out to {axis.size} "
+            "context-parallel ranks; use a --context-parallel-size that divides them, or --cp-comm-type p2p or all_gather"
         )
     again = math.lcm(groups, axis.size) // groups
     pair = (x if again == 1 else x.repeat_interleave(again, dim=2) for x in (work.k, work.v))
-    whole = (whole_sequences(x, axis) for x in (work.q, *pair))
-    return my_rows(work.kernel(*whole, _of_whole_samples(work.mask, axis)), axis)
+    whole = {name: whole_sequences(x, axis) for name, x in zip("qkv", (work.q, *pair))}
+    scoring = work.scoring
+    if scoring is not None and scoring.sinks is not None:
+        scoring = scoring._replace(sinks=scoring.sinks.chunk(axis.size)[axis.rank])
+    return replace(work, **whole, mask=_with_all_rows(work.mask, axis), scoring=scoring)
 
 
-def _of_whole_samples(mask: Mask, axis: Axis) -> Mask:
-    """The mask with all rows of a tensor."""
+def _with_all_rows(mask: Mask, axis: Axis) -> Mask:
+    """The mask with the rows of all ranks of the axis, if it is a tensor."""
     if isinstance(mask, Window):
-        return replace(mask, within=_of_whole_samples(mask.within, axis))
+        return replace(mask, within=_with_all_rows(mask.within, axis))
     if not isinstance(mask, Tensor):
         return mask
     rows = comm.all_gather(mask.movedim(-2, 0).to(torch.uint8), axis)
@@ -122,8 +139,9 @@ METHODS: Table[Method] = Table(
     "METHODS",
     Method,
     {
-        "p2p": Method(partial(over_blocks, Ring)),
-        "all_gather": Method(partial(over_blocks, Gathered)),
-        "a2a": Method(over_heads, divides_heads=True),
+        "p2p": Method(lambda work, cp: over_blocks(Ring, work, cp.axis)),
+        "all_gather": Method(lambda work, cp: over_blocks(Gathered, work, cp.axis)),
+        "a2a": Method(lambda work, cp: over_heads(work, cp.axis), deals_over=lambda cp: cp.axis),
+        "a2a+p2p": Method(over_heads_and_blocks, deals_over=lambda cp: cp.heads),
     },
 )

@@ -31,9 +31,17 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
             f"--sequence-parallel divides {seq_length // ranks} tokens of a context-parallel rank by "
             f"--tensor-model-parallel-size ({tensor}); change --seq-length ({seq_length}) or one of the sizes"
         )
-    heads = model.num_attention_heads // tensor
-    if any(METHODS[name].divides_heads for name in types) and heads % ranks:
+    both, parts = "a2a+p2p" in types, parallel.hierarchical_context_parallel_sizes
+    if both and parts is None:
         yield (
-            f"--cp-comm-type a2a deals {heads} attention heads of a tensor-parallel rank out to --context-parallel-size "
-            f"({ranks}) ranks; change a size, or use p2p or all_gather"
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: two numbers whose product is "
+            f"{ranks}, the ranks that exchange heads and the ranks of a ring"
         )
+    heads = model.num_attention_heads // tensor
+    dealt = {"a2a": ranks, "a2a+p2p": (parts or [1])[0]}
+    for name in sorted(dealt.keys() & {*types}):
+        if heads % dealt[name]:
+            yield (
+                f"--cp-comm-type {name} deals {heads} attention heads of a tensor-parallel rank out to {dealt[name]} ranks "
+                f"of --context-parallel-size ({ranks}); change a size, or use p2p or all_gather"
+            )
