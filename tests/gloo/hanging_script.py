@@ -1,10 +1,11 @@
-"""pretrain_gpt.py, of which one rank hangs, or is signalled: HANG="rank how place nth" says who, how and where.
+"""pretrain_gpt.py, of which one rank hangs, or is signalled: HANG="rank how place nth" says who, how and where; of a run that a launcher
+starts again "first attempt;second attempt;...", and in the attempts after those nothing happens.
 
     how     stop (SIGSTOP), loop (in Python), lock (in C, with the interpreter's lock), sleep; or a signal, by its name
     place   a phase of `core/whereabouts.py` with _ for blanks, or op@phase: before its nth call of a collective in that phase;
             op: a name, or "any"; op+phase: after it has issued the call, before it waits
 
-tests/gloo/test_hanging_ranks.py, tests/gloo/test_signals.py and tests/hang_campaign.py run it.
+tests/gloo/test_hanging_ranks.py, test_signals.py, test_launchers.py and tests/hang_campaign.py run it.
 """
 
 import ctypes
@@ -21,7 +22,9 @@ from megatron.core import whereabouts
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 
-RANK, HOW, PLACE, NTH = os.environ.get("HANG", "-1 stop none 1").split()
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
+NOTHING = "-1 stop none 1"
+RANK, HOW, PLACE, NTH = [*os.environ.get("HANG", NOTHING).split(";"), *[NOTHING] * (ATTEMPT + 1)][ATTEMPT].split()
 
 
 def hang() -> None:
@@ -63,7 +66,7 @@ class Hanging:
 
 
 if __name__ == "__main__":
-    if os.environ.get("RANK", "0") == RANK:
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == RANK:
         hanging = Hanging()
         whereabouts.Whereabouts.issue = lambda *words: hanging.on_issue(*words)
         whereabouts.Whereabouts.enter = lambda *words: hanging.on_enter(*words)

@@ -60,6 +60,10 @@ class NoLineError(ConnectionError):
     """Rank 0 cannot be reached, or refuses this rank; the message says why."""
 
 
+class RefusedError(NoLineError):
+    """Rank 0 answers, and refuses this rank."""
+
+
 def connection_name(rank: int) -> str:
     """The name of this process in messages: "rank 3 (on gpu07, process 4711)"."""
     return f"rank {rank} (on {socket.gethostname()}, process {os.getpid()})"
@@ -186,6 +190,8 @@ class Exchange:
         if message["token"] != self._token:
             raise ValueError("a stranger")
         rank, name = int(message["rank"]), str(message["name"])
+        if self._lost and rank in self._came:
+            raise ValueError("of the next attempt: a launcher has started it again before this one has ended")
         if problem := self._problem_of(rank, name, int(message["ranks"])):
             _say(f"rank 0: {problem}")
             _send(peer.socket, {"refused": problem})
@@ -260,6 +266,7 @@ class Line:
     ):
         """address: `Exchange.address`. near: hosts to try before the hosts in it. Raises NoLineError, OSError."""
         told = json.loads(address)
+        self.token = told["token"]  # the same on all ranks that meet here, and at no other meeting
         self._rank, self._ranks = rank, ranks
         self._end, self._grace = end, grace
         self._began = time.monotonic()
@@ -269,7 +276,9 @@ class Line:
         self._socket.settimeout(_ANSWERS_WITHIN * 10)  # rank 0 may be busy
         greeting = json.loads(self._messages.readline() or "{}")
         if "welcome" not in greeting:
-            raise NoLineError(greeting.get("refused", f"port {told['port']} of rank 0 does not answer"))
+            if "refused" in greeting:
+                raise RefusedError(greeting["refused"])
+            raise NoLineError(f"port {told['port']} of rank 0 does not answer")
         self._socket.settimeout(None)
         self._first, self.lost = greeting["welcome"], ""
         self._complete = False

@@ -7,6 +7,7 @@ import datetime
 import gc
 import itertools
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
 from megatron.core.grid import Axis
 from megatron.core.job.launch import Launch, discover
-from megatron.core.job.lines import SAYS_EVERY, Exchange, Line, answers, listed, waiting
+from megatron.core.job.lines import SAYS_EVERY, Exchange, Line, RefusedError, answers, listed, waiting
 
 _joined = False  # whether start_distributed, not the caller, initialised torch.distributed
 _line: Line | None = None  # to rank 0, while this process is in the job
@@ -86,7 +87,8 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
     global _store
     began = time.monotonic()
     deadline = began + timeout.total_seconds()
-    keeps_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps_store = launch.rank == 0 and not by_agent
 
     def wait_for_first_rank(is_there: Callable[[], bool]) -> None:
         says = began + SAYS_EVERY
@@ -111,15 +113,29 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
         multi_tenant=keeps_store,
         use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as in torch's own rendezvous
     )
-    if launch.world_size > 1:
-        key = f"megatron/lines/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_meetings)}"
-        if launch.rank == 0:
-            store.set(key, _open_exchange(launch.world_size))
-        wait_for_first_rank(lambda: store.check([key]))
-        _open_line(store.get(key).decode(), launch.rank, launch.world_size, [launch.address])
-        if not _line.wait_until_all_have_come(deadline, SAYS_EVERY):
-            raise TimeoutError(_line.lost or f"{_line.missing()} did not come")
-    return store
+    if launch.world_size == 1:
+        return dist.PrefixStore(secrets.token_hex(8), store)
+    key = f"megatron/lines/{next(_meetings)}"
+    if launch.rank == 0:
+        store.set(key, _open_exchange(launch.world_size))
+
+    def first_rank_is_reached() -> bool:
+        """Opens the line. A launcher's store outlives the ranks: it may hold the address of a dead rank 0."""
+        if not store.check([key]):
+            return False
+        try:
+            _open_line(store.get(key).decode(), launch.rank, launch.world_size, [launch.address])
+        except OSError as error:
+            if not by_agent or isinstance(error, RefusedError):
+                raise
+            return False
+        return True
+
+    wait_for_first_rank(first_rank_is_reached)
+    if not _line.wait_until_all_have_come(deadline, SAYS_EVERY):
+        raise TimeoutError(_line.lost or f"{_line.missing()} did not come")
+    # Apart from what earlier attempts of the same launcher have left: addresses of dead processes, reports of failures.
+    return dist.PrefixStore(_line.token, store)
 
 
 def _open_line_of_adopted_job() -> None:
