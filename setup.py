@@ -21,6 +21,7 @@ EXTRAS = {
         "hypothesis",  # inputs that nobody thought of, for the tests of properties
     ],
     "docs": ["mkdocs"],  # the documents as a site, mkdocs.yml
+    "s3": ["s3fs"],  # --save and --load of s3://BUCKET/FOLDER; fsspec, by which it is asked, comes with torch
     "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
     "zstd": ["zstandard"],  # tools/preprocess_data.py --input corpus.jsonl.zst
     "parquet": ["pyarrow"],  # tools/preprocess_data.py --input corpus.parquet

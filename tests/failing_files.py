@@ -27,10 +27,12 @@ from typing import Any, NamedTuple
 from local_ranks import rank_of_thread
 
 from megatron.core.storage import files
+from megatron.core.storage.objects import ObjectFiles
 
 READS = ("read_into", "names", "stat", "is_link")
 WRITES = ("open", "write", "sync", "sync_folder", "rename", "remove", "remove_folder", "make_folder")
 KINDS = WRITES + READS
+OF_OBJECTS = ("sizes", "remove_all")  # of an object store alone: reads, and changes
 
 
 class Killed(BaseException):
@@ -44,7 +46,7 @@ class FileCall(NamedTuple):
 
     @property
     def changes_disk(self) -> bool:
-        return self.kind in WRITES and not (self.kind == "open" and self.name.startswith("rb "))
+        return self.kind in (*WRITES, "remove_all") and not (self.kind == "open" and self.name.startswith("rb "))
 
 
 class FailingFiles:
@@ -60,7 +62,7 @@ class FailingFiles:
         self.inside = threading.local()
 
     def __getattr__(self, kind: str) -> Callable:
-        if kind not in KINDS:
+        if kind not in KINDS + OF_OBJECTS:
             raise AttributeError(kind)
         return lambda *what: self.call(kind, *what)
 
@@ -95,6 +97,8 @@ class FailingFiles:
     def name(self, kind: str, *what: Any) -> str:
         if kind in ("write", "read_into", "sync"):
             return self.names_of.get(id(what[0]), "?")
+        if kind == "remove_all":
+            return ""
         name = "/".join(Path(what[0]).parts[-2:])
         return f"{what[1]} {name}" if kind == "open" else name
 
@@ -111,6 +115,19 @@ class FailingFiles:
             raise Killed(str(self.hit))
         number = getattr(errno, how)
         raise OSError(number, {"ENOSPC": "No space left on device", "EIO": "Input/output error"}.get(how, how))
+
+
+@contextlib.contextmanager
+def failing_store(at: int, how: str, **options: Any) -> Iterator[FailingFiles]:
+    """`failing` of the object store memory://, in which nothing lies before or after the block."""
+    inner = ObjectFiles("memory")
+    inner._store.store.clear()
+    files.stores["memory"] = double = FailingFiles(inner, at, how, **options)
+    try:
+        yield double
+    finally:
+        del files.stores["memory"]
+        inner._store.store.clear()
 
 
 @contextlib.contextmanager

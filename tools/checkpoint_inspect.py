@@ -2,10 +2,11 @@
 
     python tools/checkpoint_inspect.py --load checkpoints/books
     python tools/checkpoint_inspect.py --load checkpoints/books --ckpt-step 100 --verify
+    python tools/checkpoint_inspect.py --load s3://bucket/books --verify
     python tools/checkpoint_inspect.py --load checkpoints/books --compare checkpoints/again --png differ.png
 
-A folder is that of all iterations or of one. Checkpoints of any layout are compared: tensors are put together from their
-pieces. Exit code 1 if there is damage or a difference.
+A folder is that of all iterations or of one, on this machine or in an object store. Checkpoints of any layout are compared:
+tensors are put together from their pieces. Exit code 1 if there is damage or a difference.
 """
 
 import json
@@ -26,6 +27,7 @@ from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, o
 from megatron.core.checkpoint.folder import saved_iterations
 from megatron.core.checkpoint.format import TensorRecord, item_bytes_of, iteration_of, show_box
 from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
+from megatron.core.storage.paths import path_of
 from tools.errors import missing, run_tool
 
 _ROWS, _COLUMNS = 12, 64  # of a picture, in characters
@@ -60,7 +62,7 @@ class CheckpointInspectConfig(FlagConfig):
 
 def opened(folder: str, step: int | None) -> Checkpoint:
     """The checkpoint of a folder of iterations, or of one iteration."""
-    path = Path(folder)
+    path = path_of(folder)
     number = iteration_of(path.absolute().name)
     if number is None:
         return open_checkpoint(path, step)

@@ -13,7 +13,6 @@ import contextlib
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from megatron.core.grid import Axis
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.storage.paths import path_of
 from megatron.training.resume import checks
 from megatron.training.resume.fallback import load_undamaged, newest_readable
 from megatron.training.resume.model_name import model_name
@@ -56,7 +56,7 @@ def save(
     root, device = runtime.config.checkpoint.save, runtime.device.torch_device
     saving = to_save(runtime, chunks, optimizer, state, log_state)
     warn = lambda problem: print_rank_0(f"WARNING: {problem}")  # noqa: E731
-    write_checkpoint(Path(root), state.iteration, *saving, runtime.mesh["world"], device, warn=warn)
+    write_checkpoint(path_of(root), state.iteration, *saving, runtime.mesh["world"], device, warn=warn)
     print_rank_0(f"saved checkpoint at iteration {state.iteration} to {root}")
 
 
@@ -109,7 +109,7 @@ def _delete_older(config: CheckpointConfig, state: TrainState) -> None:
     if config.kept is None:
         return
     spared = () if config.ckpt_step is None else (config.ckpt_step,)
-    found = delete_older(Path(config.save), state.checkpoints, config.kept, config.save_retain_interval, spared)
+    found = delete_older(path_of(config.save), state.checkpoints, config.kept, config.save_retain_interval, spared)
     deleted, problems = found
     state.checkpoints = [number for number in state.checkpoints if number not in deleted]
     for problem in problems:
@@ -201,7 +201,7 @@ def _load_one(
         return TrainState(), None
     train = TrainState.from_json(checkpoint.state["train"])
     before = [*checkpoint.state.get("checkpoints", ()), train.iteration] if loads_what_it_saves(config) else []
-    train.checkpoints = sorted(set(before) & set(saved_iterations(Path(root))))
+    train.checkpoints = sorted(set(before) & set(saved_iterations(path_of(root))))
     return train, checkpoint.state["log"]
 
 

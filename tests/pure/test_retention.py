@@ -9,7 +9,8 @@ from small_checkpoints import refused, save_one
 
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import open_checkpoint
-from megatron.core.checkpoint.folder import clear_leftovers, latest_iteration, pointer_text, saved_iterations
+from megatron.core.checkpoint.folder import latest_iteration, pointer_text, saved_iterations
+from megatron.core.checkpoint.publishing import clear_leftovers
 from megatron.core.checkpoint.retention import delete_older
 from megatron.core.storage import files
 

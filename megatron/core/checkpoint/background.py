@@ -34,6 +34,7 @@ from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.star import Messages
 from megatron.core.checkpoint.writing import Saving
 from megatron.core.grid import Axis
+from megatron.core.storage.paths import path_of
 from megatron.core.storage.stored import StoredTensor
 
 _CHUNK = 16 << 20  # bytes of a tensor in a file that are read at a time
@@ -184,7 +185,7 @@ class BackgroundSaves:
         """Copies `tensors` and returns the seconds that took; `finish` must have been called. Every rank must call. `state` is
         that of the first rank."""
         assert self._flying is None, "one save at a time"
-        began, saving = time.monotonic(), Saving(Path(root), iteration, state, print)
+        began, saving = time.monotonic(), Saving(path_of(root), iteration, state, print)
         with comm.together(self._world, self._device):
             check_savable(saving, tensors, is_first=self._world.is_first)
             self.reserve(tensors)

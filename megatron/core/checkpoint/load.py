@@ -24,6 +24,7 @@ from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import ALONE, Axis
 from megatron.core.storage import files
+from megatron.core.storage.paths import path_of
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
@@ -114,8 +115,7 @@ class Checkpoint:
         buffer, digest = memoryview(data.numpy()), hashlib.sha256()
         at = 0
         try:
-            with files.at(path).open(path, "rb") as file:
-                file.seek(piece.offset - gap)
+            with files.open_span(path, piece.offset - gap, piece.offset + piece.nbytes) as file:
                 zeros = bytearray(max(gap, 0))
                 is_padded = files.read_all(file, memoryview(zeros), path) == len(zeros) and not any(zeros)
                 while at < piece.nbytes and (count := files.read_all(file, buffer[at : at + _CHUNK], path)):
@@ -159,14 +159,14 @@ def open_checkpoint(
     with comm.together(world, device):
         if world.is_first:
             try:
-                choice = folder.find(Path(root), iteration)
+                choice = folder.find(path_of(root), iteration)
             except OSError as error:
                 advice = "check the path and who may read it"
                 raise CheckpointError(root, f"cannot be read ({error})", advice) from error
             found = f"{json.dumps([choice.folder.name, choice.warning])}\n{folder.read_manifest(choice.folder)}"
     head, text = comm.broadcast_text(found, world, device).split("\n", 1)
     name, warning = json.loads(head)
-    path = Path(root) / name
+    path = path_of(root) / name
     with comm.together(world, device):
         manifest = format.parse_manifest(text, path / format.MANIFEST)
         format.check_whole(manifest, path / format.MANIFEST)

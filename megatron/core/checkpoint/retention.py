@@ -3,15 +3,16 @@
     saved by the run   100  200  300  400  500     keep 2, keep every multiple of 200
     deleted            100       300               400 and 500 are the newest two, and 200 is kept for ever
 
-A folder is renamed to `iter_N.1.partial` before it is removed: a kill in between leaves nothing that looks complete, and the next
-start or save removes the rest.
+A folder is renamed to `iter_N.1.partial` before it is removed; in an object store its manifest goes first. So a kill in between
+leaves nothing that looks complete, and the next start or save removes the rest.
 """
 
 from collections.abc import Collection
 from pathlib import Path
 
 from megatron.core.checkpoint import format
-from megatron.core.checkpoint.folder import is_whole, remove, take_name_away
+from megatron.core.checkpoint.folder import is_whole
+from megatron.core.checkpoint.publishing import delete
 from megatron.core.storage import files
 
 
@@ -35,7 +36,7 @@ def delete_older(
         if is_retained or iteration in spared or files.at(folder).is_link(folder) or not files.exists(folder):
             continue
         try:
-            remove(take_name_away(folder))
+            delete(folder)
         except OSError as error:
             problems.append(
                 f"{folder}, which newer checkpoints replace, cannot be deleted ({error}); the next save tries again"

@@ -18,6 +18,7 @@ from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tenso
 from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.writing import HeldPart, Saving, saving_together, write_and_publish
 from megatron.core.grid import Axis
+from megatron.core.storage.paths import path_of
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
@@ -57,7 +58,7 @@ def save_checkpoint(
     and is the latest. If any rank fails, all raise, and `latest` names what it named before. A checkpoint of the same
     iteration is replaced. `warn` is told, on the first rank, of what could not be removed.
     """
-    ranks, saving = _Collectives(world, device), Saving(Path(root), iteration, state, warn)
+    ranks, saving = _Collectives(world, device), Saving(path_of(root), iteration, state, warn)
     with saving_together(saving.root, ranks):
         check_savable(saving, tensors, is_first=world.is_first)
     write_and_publish(saving, {name: part_of(local) for name, local in shares(tensors).items()}, ranks)

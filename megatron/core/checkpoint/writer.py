@@ -29,6 +29,7 @@ from typing import Any
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.star import Messages, Middle, OtherRankError, Star, join
 from megatron.core.checkpoint.writing import HeldPart, Saving, write_and_publish
+from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time
 _LOOKS_EVERY = 0.1  # seconds, whether the rank lives
@@ -92,7 +93,7 @@ def _answer(job: dict[str, Any], handle: int, ranks: Star) -> dict[str, Any]:
     warnings: list[str] = []
     try:
         with _mapped(handle) as memory:
-            saving = Saving(Path(job["root"]), job["iteration"], job["state"], warnings.append)
+            saving = Saving(path_of(job["root"]), job["iteration"], job["state"], warnings.append)
             write_and_publish(saving, _parts(job["parts"], memory), ranks)
     except CheckpointError as error:
         return {"failed": [str(error.file), error.wrong, error.advice]}

@@ -6,6 +6,8 @@
     all ranks   is every tensor I hold in it?
     rank 0      rename to iter_N/, then point latest_checkpointed_iteration.txt to it, then remove what it replaces
 
+(In an object store, which renames nothing, pieces and manifest have other places and the same order: `in_place.py`.)
+
 Each line is one step of an `Agreement`: a rank that fails stops all of them with its message, and the checkpoint before stays
 what `latest` names. All ranks write below one folder, so it must lie on a file system that they share; a rank that does
 not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root: the caller sees to it.
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from megatron.core.boxes import Box
-from megatron.core.checkpoint import folder, format
+from megatron.core.checkpoint import folder, format, publishing
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.storage import files
 
@@ -83,7 +85,7 @@ def write_and_publish(saving: Saving, parts: dict[str, HeldPart], ranks: Agreeme
     except Exception:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):  # the first error is the one to report
-                folder.clear_leftovers(saving.root)
+                publishing.clear_leftovers(saving.root)
         raise
 
 
@@ -115,15 +117,14 @@ def _start(saving: Saving) -> None:
     with _writing(partial):
         files.make_folders(root)
         _clear_leftovers(saving)
-        if files.exists(final) and not files.is_file(final / format.MANIFEST):
+        if files.exists(final) and not publishing.is_ours(final):
             wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
-        folder.make_way(partial)
-        files.at(partial).make_folder(partial)
+        publishing.begin(partial)
 
 
 def _clear_leftovers(saving: Saving) -> None:
-    for problem in folder.clear_leftovers(saving.root):
+    for problem in publishing.clear_leftovers(saving.root):
         saving.warn(problem)
 
 
@@ -139,7 +140,8 @@ def write(saving: Saving, parts: dict[str, HeldPart], ranks: Agreement) -> None:
     summary = None
     with saving_together(saving.root, ranks):
         if ranks.rank == 0:
-            manifest = _merge(partial, saving.iteration, saving.state, all_part_bytes)
+            with _writing(partial):
+                manifest = _merge(partial, saving.iteration, saving.state, all_part_bytes)
             summary = json.dumps({name: [rec.dtype, rec.shape] for name, rec in manifest.tensors.items()})
     summary = ranks.first_says(summary)
     with saving_together(saving.root, ranks):
@@ -151,13 +153,16 @@ def _write_part(partial: Path, iteration: int, rank: int, parts: dict[str, HeldP
     mine = {name: part for name, part in parts.items() if part.is_writer}
     if not mine:
         return 0
-    if not files.is_folder(partial):
-        raise CheckpointError(partial, f"was made by the first rank but is not visible to rank {rank}", _NOT_SHARED)
-    path = partial / format.file_name(rank, ".bin")
+    with _writing(partial):
+        try:
+            path = publishing.file_for(partial, rank)
+        except FileNotFoundError as error:
+            wrong = f"was made by the first rank but is not visible to rank {rank}"
+            raise CheckpointError(partial, wrong, _NOT_SHARED) from error
     with _writing(path):
         records, nbytes = _write_pieces(path, mine)
         text = format.to_json(Manifest(iteration, {}, {path.name: nbytes} if nbytes else {}, records))
-        files.write_synced(path.with_suffix(".json"), text)
+        files.write_synced(partial / format.file_name(rank, ".json"), text)
         files.at(partial).sync_folder(partial)
     return len(text)
 
@@ -194,13 +199,12 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     """Write the manifest of the pieces of all ranks that wrote `part_bytes` of list, each found whole."""
     merged = Manifest(iteration, state, {}, {})
     names = [format.file_name(rank, ".json") for rank, nbytes in enumerate(part_bytes) if nbytes]
+    _check_sizes(partial, dict(zip(names, filter(None, part_bytes))))
     for name, nbytes in zip(names, filter(None, part_bytes)):
-        _check_size(partial / name, nbytes)
         part = format.parse_manifest(files.read_start(partial / name, nbytes).decode(), partial / name)
-        for file, size in part.files.items():
-            _check_size(partial / file, size)
         merged.files.update(part.files)
         _add(merged.tensors, part.tensors, partial / name)
+    _check_sizes(publishing.folder_of_pieces(partial), merged.files)
     format.check_whole(merged, partial, ONE_WRITER)
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
@@ -213,11 +217,12 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     return merged
 
 
-def _check_size(path: Path, expected: int) -> None:
-    found = folder.size_of_file(path)
-    if found != expected:
-        wrong = "is not there" if found is None else f"has {found} bytes"
-        raise CheckpointError(path, f"{wrong}, though its rank wrote {expected} bytes", _NOT_SHARED)
+def _check_sizes(where: Path, expected: dict[str, int]) -> None:
+    for name, found in files.sizes_of(where, expected).items():
+        if found != expected[name]:
+            wrong = "is not there" if found is None else f"has {found} bytes"
+            told = f"{wrong}, though its rank wrote {expected[name]} bytes"
+            raise CheckpointError(where / name, told, _NOT_SHARED)
 
 
 def _add(merged: dict[str, TensorRecord], part: dict[str, TensorRecord], file: Path) -> None:
@@ -259,5 +264,5 @@ def make_latest(saving: Saving, ranks: Agreement) -> None:
     with saving_together(saving.root, ranks):
         if ranks.rank == 0:
             with _writing(saving.partial.with_suffix("")):
-                folder.publish(saving.partial, saving.iteration)
+                publishing.publish(saving.partial, saving.iteration)
             _clear_leftovers(saving)

@@ -24,6 +24,7 @@ from megatron.core.interchange.operations import HeadCounts
 from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
 from megatron.core.storage.files import is_file
+from megatron.core.storage.paths import is_url
 from megatron.core.transformer.model_config import ModelConfig
 
 # ---------------------------------------------------------------- tensors
@@ -144,7 +145,7 @@ def _components(config: Mapping[str, Any], root: Path) -> dict[str, dict[str, An
 
 def is_foreign(root: Path | str) -> bool:
     """Whether a folder holds a model of another project that is read as it lies."""
-    return is_hf_folder(Path(root))
+    return not is_url(root) and is_hf_folder(Path(root))
 
 
 def open_any(

@@ -1,26 +1,22 @@
 """The file layer: every file call of a save and of a load goes through an object with these methods. No torch.
 
-    at(path)                       the file system that holds `path`
+    at(path)                       the file system, or the object store, that holds `path`
     write_synced, read_start, remove_tree, make_folders, ...        what is made of its calls
 
 A test puts a double in the place of `local`, which fails, stops or cuts short any call; nothing of a checkpoint goes beside it.
-To add a file system: a class with the methods of `LocalFiles`.
+To add a file system: a class with the methods of `LocalFiles`. `ObjectFiles` is one for all object stores of fsspec.
 """
 
 import contextlib
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-
-class Stat(NamedTuple):
-    """What a path names; links are followed."""
-
-    is_folder: bool
-    is_file: bool
-    size: int  # bytes
+from megatron.core.storage.objects import ObjectFiles
+from megatron.core.storage.paths import ObjectPath, Stat
 
 
 class LocalFiles:
@@ -84,11 +80,21 @@ class LocalFiles:
 
 
 local = LocalFiles()
+stores: dict[str, ObjectFiles] = {}  # by scheme, once they are asked
 
 
-def at(path: Path) -> LocalFiles:
-    """The file system that holds `path`."""
-    return local
+def at(path: Path) -> LocalFiles | ObjectFiles:
+    """The file system, or the object store, that holds `path`."""
+    if not isinstance(path, ObjectPath):
+        return local
+    if path.scheme not in stores:
+        stores[path.scheme] = ObjectFiles(path.scheme)
+    return stores[path.scheme]
+
+
+def is_object(path: Path) -> bool:
+    """Whether it lies in an object store: no renaming, no locks, no folders without objects."""
+    return isinstance(path, ObjectPath)
 
 
 # ---------------------------------------------------------------- made of these calls
@@ -126,8 +132,42 @@ def read_start(path: Path, most: int) -> bytes:
     """The first `most` bytes of a file, or all if it has fewer."""
     with at(path).open(path, "rb") as file:
         found = at(path).stat(path)
+        if found is None and is_object(path):  # which is opened without being asked for
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
         room = bytearray(min(most, found.size if found else 0))
         return bytes(room[: read_all(file, memoryview(room), path)])
+
+
+def open_span(path: Path, start: int, stop: int) -> BinaryIO:
+    """A file of which the bytes start:stop are to be read, in their order."""
+    file = at(path).open(path, "rb")
+    try:
+        file.seek(start)
+    except BaseException:
+        file.close()
+        raise
+    if is_object(path):
+        file.stop = stop
+    return file
+
+
+def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | None]:
+    """The bytes of files in a folder; None for one that is not there, or cannot be asked for."""
+    if is_object(folder):
+        found = at(folder).sizes(folder)
+        return {name: found.get(name) for name in names}
+    return {name: size_of_file(folder / name) for name in names}
+
+
+def size_of_file(path: Path) -> int | None:
+    """The size in bytes; None if there is no readable file. Raises OSError if an object store does not answer."""
+    try:
+        found = at(path).stat(path)
+    except OSError:
+        if is_object(path):
+            raise
+        return None
+    return found.size if found is not None and found.is_file else None
 
 
 def read_all(file: BinaryIO, buffer: memoryview, path: Path) -> int:
@@ -140,7 +180,7 @@ def read_all(file: BinaryIO, buffer: memoryview, path: Path) -> int:
 
 def make_folders(path: Path) -> None:
     """Makes a folder and those above it, where they are not there."""
-    if is_folder(path):
+    if is_object(path) or is_folder(path):
         return
     if path.parent != path:
         make_folders(path.parent)
@@ -158,6 +198,9 @@ def remove_if_there(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Removes a folder and all in it. Links are removed, not followed."""
+    if is_object(path):
+        at(path).remove_all(path / name for name in at(path).names(path))
+        return
     for name in at(path).names(path):
         inner = path / name
         if is_folder(inner) and not at(path).is_link(inner):

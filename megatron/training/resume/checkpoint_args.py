@@ -16,6 +16,7 @@ from megatron.core.checkpoint.format import MANIFEST, CheckpointError, parse_man
 from megatron.core.config import ConfigError, FlagParser, build, default_of, flag_of, knobs
 from megatron.core.interchange import is_foreign, settings_in
 from megatron.core.parallel_config import ParallelConfig
+from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.resume.compared import NOT_COMPARED, PRECISION
@@ -58,7 +59,7 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
     if start is None:
         return Taken([], [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
     if start.iterations:
-        saved, iteration = _saved_settings(Path(start.root), start.iterations)
+        saved, iteration = _saved_settings(path_of(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"
     else:  # another project's folder
         saved, where = settings_in(Path(start.root)), start.root

@@ -9,12 +9,13 @@ import torch
 
 from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint, open_checkpoint
-from megatron.core.checkpoint.folder import set_aside
-from megatron.core.checkpoint.format import DAMAGED, CheckpointError, folder_name
+from megatron.core.checkpoint.format import DAMAGED, MANIFEST, CheckpointError, folder_name
+from megatron.core.checkpoint.publishing import set_aside
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
 from megatron.core.interchange import open_any
 from megatron.core.storage import files
+from megatron.core.storage.paths import path_of
 from megatron.training.resume.start import Start
 from megatron.training.runtime import print_rank_0
 
@@ -30,7 +31,7 @@ def load_undamaged(
     tensors from any of the checkpoints. owns_root: this run saves there; then damaged folders are renamed, so that nothing takes
     them for checkpoints. Raises CheckpointError, with every damage, if there is nothing else to go back to.
     """
-    root, left = Path(start.root), [*start.iterations] or [None]
+    root, left = path_of(start.root), [*start.iterations] or [None]
     damages: list[tuple[int, str]] = []
     while left:
         iteration, checkpoint = left.pop(0), None
@@ -60,8 +61,8 @@ def newest_readable(start: Start) -> Checkpoint:
     """The first of `start.iterations` whose manifest is undamaged; reads no tensors. For one rank."""
     for iteration in start.iterations[:-1]:
         with contextlib.suppress(CheckpointError):
-            return open_checkpoint(Path(start.root), iteration)
-    return open_checkpoint(Path(start.root), start.iterations[-1])
+            return open_checkpoint(path_of(start.root), iteration)
+    return open_checkpoint(path_of(start.root), start.iterations[-1])
 
 
 def _damage_on_any_rank(error: Exception, world: Axis, device: torch.device | str) -> str | None:
@@ -85,7 +86,8 @@ def _is_ancestor(iteration: int, checkpoint: Checkpoint | None) -> bool:
 def _set_aside(root: Path, iterations: list[int]) -> None:
     for folder in (root / folder_name(number) for number in iterations):
         try:
-            if files.exists(folder):
+            # Objects stay where they are, so a folder of an object store is still there afterwards; its manifest is not.
+            if files.exists(folder / MANIFEST if files.is_object(folder) else folder):
                 print_rank_0(
                     f"WARNING: {folder} is damaged and is now {set_aside(folder).name}: look at it, then remove it"
                 )

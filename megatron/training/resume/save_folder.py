@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 
 from megatron.core import comm
-from megatron.core.checkpoint.folder import clear_leftovers, newest_iteration
+from megatron.core.checkpoint.folder import newest_iteration
+from megatron.core.checkpoint.format import LATEST, PARTIAL
+from megatron.core.checkpoint.publishing import clear_leftovers
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
+from megatron.core.storage import files
 from megatron.core.storage.locks import locked
+from megatron.core.storage.paths import is_url, path_of
 from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
 from megatron.training.settings.config import CheckpointConfig
@@ -20,10 +24,12 @@ from megatron.training.settings.config import CheckpointConfig
 def prepare_folder(root: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
     """Check at the start, not after hours, that `root` is writable. Every rank must call.
 
-    Locks the folder until `held` is closed, and removes incomplete checkpoints of earlier runs.
+    Locks the folder until `held` is closed, and removes incomplete checkpoints of earlier runs. An object store has no locks.
     """
     with comm.together(world, device):
-        if root is not None and world.is_first:
+        if root is not None and world.is_first and is_url(root):
+            _prepare_url(root)
+        elif root is not None and world.is_first:
             try:
                 if not Path(root).exists():
                     Path(root).mkdir(parents=True)
@@ -35,8 +41,21 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device, held: co
                     f"--save {root} cannot be written: {error.strerror}; choose another folder"
                 ) from error
             if _lock(root, held):
-                for problem in clear_leftovers(Path(root)):
-                    print_rank_0(f"WARNING: {problem}")
+                _clear(path_of(root))
+
+
+def _clear(root: Path) -> None:
+    for problem in clear_leftovers(root):
+        print_rank_0(f"WARNING: {problem}")
+
+
+def _prepare_url(root: str) -> None:
+    path = path_of(root)
+    try:
+        files.write_synced(path / (LATEST + PARTIAL), "")  # a name that is cleared away in any case
+    except OSError as error:
+        raise ConfigError(f"--save {root} cannot be written: {error.strerror}; choose another folder") from error
+    _clear(path)
 
 
 def _remove_if_empty(root: str) -> None:
@@ -70,7 +89,7 @@ def warn_of_other_checkpoints(config: CheckpointConfig, iteration: int, world: A
         return
     if iteration and loads_what_it_saves(config):
         return  # already reported when the checkpoint was found
-    newest = newest_iteration(Path(config.save))
+    newest = newest_iteration(path_of(config.save))
     if newest is not None and newest > iteration:
         instead = f"give --load {config.save} to resume from them, or " if config.load is None else ""
         print_rank_0(

@@ -9,6 +9,7 @@ from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, f
 from megatron.core.config import ConfigError
 from megatron.core.interchange import is_foreign
 from megatron.core.storage.files import at, exists, is_file, is_folder
+from megatron.core.storage.paths import is_url, path_of
 from megatron.training.settings.config import CheckpointConfig
 
 
@@ -47,16 +48,16 @@ def _choose(config: CheckpointConfig) -> Start | None:
         return None
     if is_foreign(root):
         return Start("--pretrained-checkpoint", root, True, [])
-    if not is_file(Path(root) / LATEST):
-        mistake = mistake_in(Path(root)) or f"holds no checkpoint ({_content(Path(root))})"
+    if not is_file(path_of(root) / LATEST):
+        mistake = mistake_in(path_of(root)) or f"holds no checkpoint ({_content(path_of(root))})"
         raise ConfigError(f"--pretrained-checkpoint {root} {mistake}")
-    found = find(Path(root))
+    found = find(path_of(root))
     return Start("--pretrained-checkpoint", root, True, [found.iteration], found.warning)
 
 
 def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ...]]:
     """(the iteration of --load to start from, then those to go back to where it is damaged; a warning; spoiled ones)."""
-    root, step = Path(config.load), config.ckpt_step
+    root, step = path_of(config.load), config.ckpt_step
     saved, goes_back = saved_iterations(root)[::-1], not (config.finetune or config.exit_on_damaged_checkpoint)
     if step is not None and loads_what_it_saves(config):
         since = next((number for number in saved if number > step and _ckpt_step_of(root, number) == step), None)
@@ -100,7 +101,7 @@ def _ckpt_step_of(root: Path, iteration: int) -> int | None:
 
 
 def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
-    root, alone = Path(config.load), config.pretrained_checkpoint is None
+    root, alone = path_of(config.load), config.pretrained_checkpoint is None
     is_save = loads_what_it_saves(config)
     # A run may be killed between completing its first checkpoint and writing the pointer file.
     if is_file(root / LATEST) or ((is_save or config.ckpt_step is not None) and saved_iterations(root)):
@@ -133,6 +134,8 @@ def loads_what_it_saves(config: CheckpointConfig) -> bool:
     """Whether --load and --save are the same folder, by any path."""
     if config.load is None or config.save is None:
         return False
+    if is_url(config.load) or is_url(config.save):
+        return path_of(config.load) == path_of(config.save)
     if os.path.exists(config.load) and os.path.exists(config.save):
         return os.path.samefile(config.load, config.save)
     return os.path.realpath(config.load) == os.path.realpath(config.save)
@@ -141,7 +144,7 @@ def loads_what_it_saves(config: CheckpointConfig) -> bool:
 def latest_in(root: str) -> str | None:
     """The iteration that --load `root` would resume from; None if there is no checkpoint."""
     try:
-        return str(find(Path(root)).iteration)
+        return str(find(path_of(root)).iteration)
     except (OSError, CheckpointError):
         return None
 

@@ -89,10 +89,12 @@ class TrainingConfig(FlagConfig):
 class CheckpointConfig(FlagConfig):
     """Checkpoints."""
 
-    save: str | None = knob(None, "checkpoint folder to write", metavar="DIR")
+    save: str | None = knob(
+        None, "checkpoint folder to write, or the URL of one in an object store, s3://BUCKET/FOLDER", metavar="DIR"
+    )
     load: str | None = knob(
         None,
-        "checkpoint folder to resume from; an empty folder, or a --save folder without a checkpoint, starts a new run",
+        "checkpoint folder, or URL, to resume from; an empty folder, or a --save folder without a checkpoint, starts a new run",
         metavar="DIR",
     )
     save_interval: Count | None = knob(

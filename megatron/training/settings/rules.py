@@ -10,6 +10,7 @@ from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.storage.paths import is_url, path_of
 from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.settings.config import COMPONENTS, Config
@@ -27,7 +28,7 @@ def check(config: Config, world_size: int) -> None:
         _unit_problems,
         _schedule_problems,
     )
-    rules += (_checkpoint_problems, _guard_problems, _watch_problems)
+    rules += (_checkpoint_problems, _url_problems, _guard_problems, _watch_problems)
     if problems := [problem for rule in rules for problem in rule(config, world_size)]:
         raise ConfigError(problems)
 
@@ -59,6 +60,29 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         yield (
             f"--offload-params offloads parameter shards, and ZeRO stage {stage} has none; give --zero-stage 3, or leave it out"
         )
+
+
+def _url_problems(config: Config, _: int) -> Iterator[str]:
+    """URLs of object stores that this installation cannot read, and those where a folder of this machine is needed."""
+    save = config.checkpoint.save
+    for part in (getattr(config, part.name) for part in fields(config)):
+        for field in (field for field in knobs(type(part)) if field.metadata.get("metavar") == "DIR"):
+            given = getattr(part, field.name)
+            if given is None or not is_url(given):
+                continue
+            if field.name not in ("save", "load", "pretrained_checkpoint"):
+                yield f"{flags_of(field)[0]} {given} is a URL, and what goes there needs a folder of this machine; give one"
+                continue
+            try:
+                path_of(given)
+            except ConfigError as error:
+                yield f"{flags_of(field)[0]} {error}"
+    if save is None or not is_url(save):
+        return
+    if config.log.log_progress:
+        yield f"--log-progress adds lines to a file beside the checkpoints, and --save {save} takes whole objects; leave it out"
+    if config.profile.profile and config.tensorboard.tensorboard_dir is None:
+        yield f"--profile needs a folder of this machine for its trace, and --save {save} is none; give --tensorboard-dir"
 
 
 def _guard_problems(config: Config, _: int) -> Iterator[str]:

@@ -1,0 +1,285 @@
+"""Checkpoints in an object store, here fsspec's memory://, where nothing is renamed: the manifest, written last, makes one of objects."""
+
+import builtins
+import errno
+import json
+import os
+import re
+import warnings
+from dataclasses import replace
+
+import fsspec
+import pytest
+import torch
+from failing_files import Killed, failing_store
+from said import raises_telling, tells
+from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ranks
+
+from megatron.core.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
+from megatron.core.checkpoint import format as disk
+from megatron.core.checkpoint.folder import find, saved_iterations
+from megatron.core.checkpoint.publishing import clear_leftovers, delete, set_aside
+from megatron.core.config import ConfigError
+from megatron.core.storage import files, objects
+from megatron.core.storage.objects import ObjectFiles
+from megatron.core.storage.paths import ObjectPath, is_url, path_of
+
+ROOT = "memory://bucket/run"
+STORE = fsspec.filesystem("memory").store
+
+
+@pytest.fixture(autouse=True)
+def empty_store():
+    STORE.clear()
+    yield
+    STORE.clear()
+
+
+def value(root, iteration=None):
+    """The one value that both tensors of a checkpoint hold; None where there is no checkpoint."""
+    try:
+        values = [loaded(root, iteration, name).unique().tolist() for name in ("w", "v")]
+    except CheckpointError:
+        return None
+    assert values[0] == values[1] and len(values[0]) == 1, "never a part of the old and a part of the new"
+    return values[0][0]
+
+
+def save(iteration, number):
+    x = torch.full((3, 4), float(number))
+    save_one(ROOT, iteration, w=x, v=x)
+
+
+def names():
+    """What is in the store; the mark of a save is left out."""
+    found = [name.removeprefix("/bucket/run/") for name in STORE]
+    return sorted(re.sub(r"\.[0-9a-f]{16}\.", ".", name) for name in found)
+
+
+def of_checkpoints(*iterations):
+    folders = [f"iter_{number:07d}" for number in iterations]
+    return sorted(
+        [disk.LATEST, *(f"{folder}/{name}" for folder in folders for name in (disk.MANIFEST, "rank_00000.bin"))]
+    )
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_a_url_keeps_its_slashes_on_any_way_from_it():
+    path = ObjectPath("s3://bucket/a/iter_0000002.partial")
+    for got, expected in (
+        (path.parent / "x", "s3://bucket/a/x"),
+        (path.with_suffix(""), "s3://bucket/a/iter_0000002"),
+        (path.with_name("y"), "s3://bucket/a/y"),
+        (path.parent.parent, "s3://bucket"),
+        (path.absolute(), str(path)),
+    ):
+        assert (str(got), type(got)) == (expected, ObjectPath)
+    assert path_of("a/b").parts == ("a", "b") and str(path_of("file:///tmp/x")) == "/tmp/x"
+    assert is_url("memory://a/b") and not is_url("a/b") and not is_url("file:///tmp")
+
+
+def test_a_url_that_cannot_be_read_here_is_refused_in_one_line(monkeypatch):
+    with raises_telling(ConfigError, "nope://a/b nope"):
+        path_of("nope://a/b")
+    with raises_telling(ConfigError, "memory://"):
+        path_of("memory://")
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda scheme: (_ for _ in ()).throw(ImportError("Install it")))
+    with pytest.raises(ConfigError) as error:
+        path_of("s3://bucket/run")
+    assert "\n" not in str(error.value) and tells(error.value, "s3://bucket/run pip install .[s3]")
+
+
+# ---------------------------------------------------------------- saves
+
+
+def test_saves_leave_the_objects_of_their_checkpoints_and_no_others():
+    for iteration in (1, 2, 2):
+        save(iteration, 7)
+    assert names() == of_checkpoints(1, 2)
+    assert value(ROOT) == value(ROOT, 1) == 7 and find(path_of(ROOT)).iteration == 2
+
+
+def test_ranks_write_an_object_each_and_a_reader_takes_only_the_bytes_of_its_boxes(monkeypatch):
+    big = torch.arange(4096.0).view(64, 64)
+
+    def work(world):
+        each = enumerate({"w": big, "v": big + 1}.items())
+        tensors = {name: replace(one(x), is_writer=world.rank == rank) for rank, (name, x) in each}
+        return save_checkpoint(ROOT, 1, tensors, {}, world)
+
+    good(tried_by_ranks(2, work))
+    assert names() == sorted([*of_checkpoints(1), "iter_0000001/rank_00001.bin"])
+    kind, asked = type(fsspec.filesystem("memory")), []
+    real = kind.cat_file
+
+    def noted(self, path, start, end):
+        asked.append((path, end - start))
+        return real(self, path, start, end)
+
+    monkeypatch.setattr(kind, "cat_file", noted)
+    assert loaded(ROOT, name="v", shape=(64, 64)).equal(big + 1)
+    tensors = [(path, size) for path, size in asked if path.endswith(".bin")]
+    assert len(tensors) == 1 and "rank_00001" in tensors[0][0] and tensors[0][1] == big.nbytes
+
+
+@pytest.mark.parametrize(
+    "before, iteration, how",
+    [
+        pytest.param(
+            before,
+            iteration,
+            how,
+            id=f"{name}-{how}",
+            marks=[] if (name, how) == ("again", "killed") else [pytest.mark.full],
+        )
+        for name, (before, iteration) in {"first": ([], 1), "new": ([1], 2), "again": ([1], 1)}.items()
+        for how in ("killed", "ENOSPC")
+    ],
+)
+def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(before, iteration, how):
+    """At every call that changes the store, one after the other; the next save needs no help, and nothing is left over."""
+    for dies_at in range(1, 100):
+        with failing_store(0, "", only=lambda call: call.changes_disk) as calls, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for number in before:
+                save(number, 0)
+            calls.at, calls.how = len(calls.made) + dies_at, how
+            ended = None
+            try:
+                save(iteration, 1)
+            except (Killed, CheckpointError) as error:
+                ended = error
+            calls.dead = set()
+            if calls.hit is None:
+                break
+            assert ended is not None or value(ROOT) == 1, calls.hit
+            if isinstance(ended, CheckpointError):
+                assert "the checkpoint before is intact" in str(ended) or not before, calls.hit
+            for number in before:
+                assert value(ROOT, number) in ([0, 1] if number == iteration else [0]), calls.hit
+            assert value(ROOT) in ([0, 1] if before else [None, 1]), calls.hit
+            save(3, 3)
+            assert value(ROOT) == 3
+            assert names() == of_checkpoints(*saved_iterations(path_of(ROOT))), calls.hit
+    assert dies_at > 10, "there are so many calls"
+
+
+def test_a_removal_that_ends_anywhere_leaves_nothing_that_looks_complete():
+    for dies_at in range(1, 20):
+        with failing_store(0, "", only=lambda call: call.changes_disk) as calls:
+            save(1, 1), save(2, 2)
+            calls.at, calls.how = len(calls.made) + dies_at, "killed"
+            try:
+                delete(path_of(ROOT) / "iter_0000001")
+            except Killed:
+                calls.dead = set()
+            else:
+                break
+            assert value(ROOT, 1) in (None, 1) and value(ROOT) == 2
+            assert clear_leftovers(path_of(ROOT)) == []
+            assert names() == of_checkpoints(*saved_iterations(path_of(ROOT)))
+    assert dies_at > 4
+
+
+def test_objects_of_others_stay_and_their_folder_is_not_taken():
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file(f"{ROOT}/iter_0000001/model.pt", b"another's")
+    with refused("iter_0000001 manifest.json"):
+        save(1, 1)
+    save(2, 2), save(2, 3)
+    fs.pipe_file(f"{ROOT}/iter_0000002/notes.txt", b"mine")
+    save(2, 4)
+    assert {"iter_0000001/model.pt", "iter_0000002/notes.txt"} < set(names()) and value(ROOT) == 4
+
+
+def test_a_late_object_of_a_killed_save_harms_no_later_one():
+    """A rank that its job has left behind may end its upload after the iteration was saved again."""
+    save(1, 1)
+    late = next(name for name in STORE if name.endswith(".bin"))
+    data = fsspec.filesystem("memory").cat_file(late)
+    save(1, 2)
+    fsspec.filesystem("memory").pipe_file(late, data)
+    assert value(ROOT) == 2
+
+
+def test_a_damaged_checkpoint_is_set_aside_where_it_is_and_its_iteration_saved_again():
+    save(1, 1), save(2, 2)
+    damaged = next(name for name in STORE if "iter_0000002/rank" in name)
+    STORE[damaged].getbuffer()[0] ^= 1
+    with refused("sha256"):
+        loaded(ROOT)
+    assert set_aside(path_of(ROOT) / "iter_0000002").name == "iter_0000002.damaged"
+    assert saved_iterations(path_of(ROOT)) == [1]
+    save(2, 3), save(2, 4)
+    assert value(ROOT) == 4 and damaged in STORE and "iter_0000002.damaged/manifest.json" in names()
+
+
+def test_a_pointer_without_its_checkpoint_is_named():
+    save(1, 1)
+    fsspec.filesystem("memory").rm(f"{ROOT}/iter_0000001/manifest.json")
+    with refused("manifest.json"):
+        open_checkpoint(ROOT)
+
+
+# ---------------------------------------------------------------- the store's own errors
+
+
+class Broken:
+    """A store of which every call fails with `error`."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getattr__(self, name):
+        def fail(*_, **__):
+            raise self.error
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "lost"), RuntimeError("no route"), builtins.TimeoutError(), PermissionError("denied")]
+)
+def test_an_error_of_the_network_is_told_of_and_is_no_damage(error):
+    """EIO would say that a disk has lost its bytes, and a run would go back to an older checkpoint."""
+    save(1, 1)
+    files.stores["memory"] = broken = ObjectFiles("memory")
+    broken._stores[os.getpid()] = Broken(error)
+    try:
+        for call in (lambda: files.exists(path_of(ROOT)), lambda: files.at(path_of(ROOT)).names(path_of(ROOT))):
+            with pytest.raises(OSError) as told:
+                call()
+            assert told.value.errno not in (errno.EIO, errno.ENOENT, None) and str(told.value.filename) == ROOT
+        with pytest.raises(CheckpointError) as told:
+            open_checkpoint(ROOT)
+        assert told.value.advice != disk.DAMAGED
+    finally:
+        del files.stores["memory"]
+    assert value(ROOT) == 1
+
+
+def test_a_file_whose_writer_fails_does_not_appear(monkeypatch):
+    monkeypatch.setattr(objects, "PART", 10)
+    on, path = files.at(path_of(ROOT)), path_of(ROOT) / "x"
+    with pytest.raises(Killed), on.open(path, "wb") as file:
+        file.write(b"12345")
+        raise Killed("here")
+    assert names() == []
+    with on.open(path, "wb") as file:
+        assert [file.write(b"123456"), file.write(b"7890abcdef"), file.tell()] == [6, 10, 16]
+    assert files.read_start(path, 100) == b"1234567890abcdef"
+
+
+def test_what_a_save_says_of_itself_is_removed_last_and_tells_all():
+    with failing_store(0, "", only=lambda call: call.changes_disk) as calls:
+        save(1, 1)
+        removed = [call for call in calls.made if call.kind.startswith("remove")]
+        assert removed[-1].name.endswith("save.json")
+        calls.at, calls.how = len(calls.made) + 4, "killed"
+        with pytest.raises(Killed):
+            save(1, 2)
+        calls.dead = set()
+        said = json.loads(files.read_start(path_of(ROOT) / "iter_0000001.partial" / "save.json", 1000))
+        assert len(said["mark"]) == 16 and all(name.startswith("rank_00000.") for name in said["remove"])
