@@ -41,6 +41,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.storage import files
 from megatron.training import checkpointing
 from megatron.training.resume import fallback, save_folder
+from megatron.training.settings.config import CheckpointConfig
 
 BEGIN, END = "<!-- damage: begin -->", "<!-- damage: end -->"
 MODEL = replace(TINY_GPT2, num_layers=1, hidden_size=20, kv_channels=5)  # some tensors end within a line of 64 bytes
@@ -93,7 +94,9 @@ class Loader:
             local.tensor.detach().fill_(float("nan"))  # of what is not loaded, nothing may come from the load before
         with contextlib.ExitStack() as held:
             if saves:
-                save_folder.prepare_folder(str(root), self.mesh["world"], torch.device("cpu"), held)
+                save_folder.prepare_folder(
+                    CheckpointConfig(save=str(root)), self.mesh["world"], torch.device("cpu"), held
+                )
             checkpointing.load(runtime, self.trainer.model, self.trainer.adam)
         digest = hashlib.sha256()
         for name, local in sorted(tensors.items()):

@@ -29,7 +29,8 @@ from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.storage.paths import path_of
-from megatron.training.resume import checks
+from megatron.training.resume import checks, copies
+from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
@@ -131,6 +132,8 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
             start = where_to_start(config)
             if start is not None and not start.weights_only:
                 found = newest_readable(start).state.get("products")
+            if (state := copies.state_of_copy(config, _newest(start))) is not None:
+                found = state.get("products")
     return json.loads(comm.broadcast_text(json.dumps(found), world, device))
 
 
@@ -153,6 +156,8 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     if config.load is None and config.pretrained_checkpoint is None:
         return TrainState(), None
     chosen = choose_start(config, mesh["world"], device)
+    if (loaded := _load_copy(runtime, chunks, optimizer, chosen)) is not None:
+        return loaded
     if chosen is None:
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
         return TrainState(), None
@@ -167,8 +172,36 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     return load_undamaged(chosen, load_one, mesh["world"], device, owns_root=owns_root)
 
 
+def _load_copy(
+    runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, chosen: Start | None
+) -> tuple[TrainState, dict[str, Any] | None] | None:
+    """`load` of the copy for restarts that is newer than the checkpoint to start from; None if there is none, or any rank's part
+    cannot be used."""
+    config, device = runtime.config.checkpoint, runtime.device.torch_device
+    world = runtime.mesh["world"]
+    copy = copies.newest_copy(config, _newest(chosen), world, device)
+    if copy is None:
+        return None
+    instead = "initial weights" if chosen is None else f"the checkpoint of iteration {chosen.iterations[0]}"
+    place = copies.place_of(config, world.rank)
+    start = Start("the copy in", str(place), False, [copy.iteration])
+    checkpoint = loaded = None
+    with copies.without_copy(copy, instead, world, device):
+        checkpoint = copies.open_copy(config, copy, world, device)
+    if checkpoint is None:
+        return None
+    refused = checks.reading_state(f"{start.flag} {start.root}")
+    with copies.without_copy(copy, instead, world, device, may_end=chosen is not None), refused:
+        loaded = _load_one(runtime, chunks, optimizer, checkpoint, start)
+    return loaded
+
+
+def _newest(chosen: Start | None) -> int | None:
+    return chosen.iterations[0] if chosen is not None and chosen.iterations else None
+
+
 def _load_one(
-    runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, checkpoint: Checkpoint, chosen: Start
+    runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, checkpoint: Checkpoint | OwnPart, chosen: Start
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """`load` of one checkpoint, which may turn out to be damaged."""
     config, mesh = runtime.config.checkpoint, runtime.mesh
@@ -180,8 +213,9 @@ def _load_one(
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)
     wanted = model_tensors(chunks, mesh)
-    checks.check_same_parameters(wanted, checkpoint, mesh["world"], device)
-    checks.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
+    if isinstance(checkpoint, Checkpoint):  # a part of a copy names the boxes of its pieces, which must be those wanted
+        checks.check_same_parameters(wanted, checkpoint, mesh["world"], device)
+        checks.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
     goes_on = config.load_optim and not finetune
     if goes_on:
         checks.check_same_optimizer(runtime, checkpoint.state)
@@ -201,12 +235,12 @@ def _load_one(
         return TrainState(), None
     train = TrainState.from_json(checkpoint.state["train"])
     before = [*checkpoint.state.get("checkpoints", ()), train.iteration] if loads_what_it_saves(config) else []
-    train.checkpoints = sorted(set(before) & set(saved_iterations(path_of(root))))
+    train.checkpoints = sorted(set(before) & set(saved_iterations(path_of(config.load)))) if before else []
     return train, checkpoint.state["log"]
 
 
 def read_tensors(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | OwnPart,
     model: dict[str, LocalTensor],
     state: dict[str, LocalTensor],
     world: Axis,

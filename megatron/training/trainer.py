@@ -116,7 +116,7 @@ class Trainer:
         """Refuse an unusable --save or --load before the model is built, which may take minutes."""
         config, world = self.config.checkpoint, self.mesh["world"]
         checkpointing.choose_start(config, world, self.device)  # first: a run that is refused makes no folder
-        prepare_folder(config.save, world, self.device, self.runtime.held)
+        prepare_folder(config, world, self.device, self.runtime.held)
 
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
         """(state to resume from, saved log of the interrupted log interval)."""
@@ -383,11 +383,11 @@ class Trainer:
         self.saves.poll()
         config = self.config.checkpoint
         due = config.save_interval is not None and self.state.iteration % config.save_interval == 0
-        if config.save is None or not (due or last):
-            return
-        with self.log.paused(), whereabouts.during("saving", then="training"):
-            self.guard.before_save()
-            self.saves.save(self.log.state())
+        is_checkpoint = config.save is not None and (due or last)
+        if is_checkpoint or config.copy_is_due(self.state.iteration):
+            with self.log.paused(), whereabouts.during("saving", then="training"):
+                self.guard.before_save()
+                (self.saves.save if is_checkpoint else self.saves.save_copy)(self.log.state())
 
     def _iterators(self, split: str, dataset: Any, first_sample: int) -> dict[int, Iterator | None]:
         """Batches of a data set by stage; None except on the first rank of each tensor-parallel group, which alone reads data.

@@ -16,16 +16,18 @@ from megatron.core.grid import Axis
 from megatron.core.storage import files
 from megatron.core.storage.locks import locked
 from megatron.core.storage.paths import is_url, path_of
+from megatron.training.resume.copies import check_place
 from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
 from megatron.training.settings.config import CheckpointConfig
 
 
-def prepare_folder(root: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
-    """Check at the start, not after hours, that `root` is writable. Every rank must call.
+def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
+    """Check at the start, not after hours, that --save, and folders of copies, are writable. Every rank must call.
 
     Locks the folder until `held` is closed, and removes incomplete checkpoints of earlier runs. An object store has no locks.
     """
+    root = config.save
     with comm.together(world, device):
         if root is not None and world.is_first and is_url(root):
             _prepare_url(root)
@@ -42,6 +44,7 @@ def prepare_folder(root: str | None, world: Axis, device: torch.device, held: co
                 ) from error
             if _lock(root, held):
                 _clear(path_of(root))
+    check_place(config, world, device)
 
 
 def _clear(root: Path) -> None:

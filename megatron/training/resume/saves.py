@@ -8,6 +8,7 @@ from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackgrou
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training import checkpointing
+from megatron.training.resume import copies
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 
@@ -56,6 +57,21 @@ class Saves:
         print_rank_0(
             f"saving checkpoint of iteration {iteration} beside training, which waited {stall:.3f} s for the copy"
         )
+
+    def save_copy(self, log_state: dict) -> None:
+        """Write the copy for restarts while training waits. A copy that fails is told of, and the run goes on."""
+        config, world = self._runtime.config.checkpoint, self._runtime.mesh["world"]
+        saving = checkpointing.to_save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
+        began, iteration = time.monotonic(), self._state.iteration
+        try:
+            copies.save_copy(config, iteration, *saving, world, self._runtime.device.torch_device)
+        except comm.LostPeerError:
+            raise
+        except (CheckpointError, comm.PeerError, OSError) as error:
+            print_rank_0(f"WARNING: no copy of iteration {iteration}: {error}")
+        else:
+            kind = config.non_persistent_ckpt_type
+            print_rank_0(f"{kind} copy of iteration {iteration} for restarts: {time.monotonic() - began:.3f} s")
 
     def __enter__(self) -> "Saves":
         return self

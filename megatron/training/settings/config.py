@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
 from megatron.core.config import (
@@ -28,6 +28,7 @@ from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.table import default_chunks, stage_map
 from megatron.core.stage_map import StageMap
+from megatron.core.storage.paths import is_url
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
@@ -106,6 +107,22 @@ class CheckpointConfig(FlagConfig):
         False,
         "save beside training, which waits only for a copy of the state to host memory (of as many bytes as a rank writes)",
     )
+    non_persistent_save_interval: Count | None = knob(
+        None,
+        "iterations between copies for restarts, of which the newest is kept; a checkpoint that is due comes first",
+    )
+    non_persistent_ckpt_type: Literal["local", "global", "in_memory"] | None = knob(
+        None, "where copies are: local: on each machine's disk; global: on a file system that all ranks share"
+    )
+    non_persistent_local_ckpt_dir: str | None = knob(
+        None, "folder of local copies, a disk of each machine, or its memory (/dev/shm/NAME)", metavar="DIR"
+    )
+    non_persistent_global_ckpt_dir: str | None = knob(
+        None, "folder of global copies; default: non_persistent in --save", metavar="DIR"
+    )
+    non_persistent_local_ckpt_algo: Literal["atomic", "fully_parallel"] = knob(
+        "atomic", "atomic: each rank writes all that it holds, and needs no other rank's copy to go on"
+    )
     ckpt_step: Count | None = knob(None, "iteration of --load to resume from (default: the latest)")
     use_checkpoint_args: bool = knob(
         False, "take the checkpoint's settings of the model and the tokenizer for flags that are not given"
@@ -136,6 +153,39 @@ class CheckpointConfig(FlagConfig):
     allow_tokenizer_change: bool = knob(
         False, "load weights trained with another tokenizer of the same vocabulary size"
     )
+
+    def problems(self) -> Iterator[str]:
+        kind, interval = self.non_persistent_ckpt_type, self.non_persistent_save_interval
+        if kind == "in_memory":
+            yield (
+                "--non-persistent-ckpt-type in_memory: memory of the process does not outlive it; give local with "
+                "--non-persistent-local-ckpt-dir /dev/shm/NAME, which is memory that outlives the processes of a machine"
+            )
+        if self.non_persistent_local_ckpt_algo != "atomic":
+            yield (
+                "--non-persistent-local-ckpt-algo fully_parallel divides what ranks hold alike, so that each needs the others' "
+                "disks to go on; it is not built: leave it out"
+            )
+        if (kind is None) != (interval is None):
+            yield "--non-persistent-save-interval N and --non-persistent-ckpt-type local or global go together; give both"
+        if interval is not None and self.save is None:
+            yield "--non-persistent-save-interval needs --save, whose folder names the copy that counts"
+        folders = self.save, self.non_persistent_local_ckpt_dir, self.non_persistent_global_ckpt_dir
+        for url in (folder for folder in folders if interval is not None and folder is not None and is_url(folder)):
+            yield (
+                f"--non-persistent-save-interval needs folders for --save and its copies, where names are changed at once, and "
+                f"{url} is an object store; leave it out"
+            )
+        if interval is not None and not self.save_optim:
+            yield "--no-save-optim leaves a copy for restarts nothing to go on from; leave out --non-persistent-save-interval"
+        if (kind == "local") != (self.non_persistent_local_ckpt_dir is not None):
+            yield "--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir DIR go together; give both"
+        if kind != "global" and self.non_persistent_global_ckpt_dir is not None:
+            yield "--non-persistent-global-ckpt-dir is the folder of --non-persistent-ckpt-type global; give both"
+
+    def copy_is_due(self, iteration: int) -> bool:
+        """Whether a copy for restarts follows this iteration, unless a checkpoint does."""
+        return self.non_persistent_save_interval is not None and iteration % self.non_persistent_save_interval == 0
 
     @property
     def kept(self) -> int | None:

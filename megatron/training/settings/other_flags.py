@@ -132,9 +132,7 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "masters that are not loaded are made from the weights as they were saved, with all their digits": """
         --load-main-params-from-ckpt""",
     "the process that --async-save starts lives as long as the run": "--use-persistent-ckpt-worker",
-    "only checkpoints on local disks read it, and they are not built yet": """
-        --non-persistent-global-ckpt-dir DIR --non-persistent-local-ckpt-dir DIR
-        --non-persistent-local-ckpt-algo NAME --replication-jump N --replication-factor N""",
+    "only --replication reads it, and it is not built yet": "--replication-jump N --replication-factor N",
     "the tokenizer is always the command line's": "--no-use-tokenizer-model-from-checkpoint-args",
     # ---- companions of flags that are refused
     "only fp8 and fp4 read it, and they are not built yet": """
@@ -325,8 +323,6 @@ REFUSED_BY_REASON: dict[str, str] = {
         --dist-ckpt-strictness raise_all|NAME --no-strict-fsdp-dtensor-load""",
     "other formats are not built yet; leave it out": """
         --ckpt-convert-format NAME --ckpt-convert-save DIR --dist-ckpt-save-pre-mcore-014""",
-    "checkpoints on local disks are not built yet; use --save-interval": """
-        --non-persistent-save-interval N --non-persistent-ckpt-type NAME""",
     # ---- scripts other than pretraining
     _TASKS: "--task NAME --train-data FILE... --valid-data FILE... --epochs N --strict-lambada",
     _GENERATES: "--out-seq-length N --num-samples N --genfile FILE --temperature X --top_p X --top_k N --greedy",
